@@ -1,0 +1,42 @@
+# One line a target: make help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RANKS ?= 2
+
+.PHONY: help setup train test check format bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv with everything
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-dev.txt
+	@touch $@
+
+train: $(STAMP) ## fetch the digits and train on them with 2 processes
+	$(BIN)/python examples/datasets.py
+	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## lint, format, strict types, import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)
+	$(BIN)/syncline run -n 1 benchmarks/step.py
+	$(BIN)/syncline run -n 2 benchmarks/step.py
+
+clean: ## remove .venv and caches (downloaded data stays)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

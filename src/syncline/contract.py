@@ -1,0 +1,97 @@
+"""The contract: what is synchronized, when, how, and how much drift is allowed in between.
+
+A contract is an immutable value made from the arguments. All ranks agree on its lines before the first byte is
+sent; `print(contract)` shows it as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Contract", "Row", "format_bytes", "format_count", "table"]
+
+_HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One group of tensors: gradients, parameters, buffers, optimizer state, metrics."""
+
+    what: str
+    size: str
+    when: str
+    how: str
+    drift_allowed: str
+    last_done: str = ""
+    """What was recorded of it; empty before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contract:
+    """What is synchronized, when and how, a row for each group of tensors.
+
+    Example:
+        >>> row = Row(what="buffers", size="none", when="never", how="-", drift_allowed="-")
+        >>> print(Contract(title="DistributedDataParallel(Net), 1 rank", rows=(row,)))
+        Contract: DistributedDataParallel(Net), 1 rank
+        what     size  when   how  drift allowed
+        buffers  none  never  -    -
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        cells = [
+            (row.what, row.size, row.when, row.how, row.drift_allowed, row.last_done) for row in self.rows
+        ]
+        width = 6 if any(row.last_done for row in self.rows) else 5
+        body = table([_HEADINGS[:width], *(row[:width] for row in cells)])
+        return f"Contract: {self.title}\n{body}"
+
+    def __getitem__(self, what: str) -> Row:
+        """The row for `what`, say `contract["buffers"]`."""
+        for row in self.rows:
+            if row.what == what:
+                return row
+        raise KeyError(f"expected one of {', '.join(row.what for row in self.rows)}; got {what!r}")
+
+    def lines(self) -> list[str]:
+        """One line a row, for comparing the ranks' contracts (without what was recorded)."""
+        return [f"{r.what}: {r.size} | {r.when} | {r.how} | drift allowed: {r.drift_allowed}" for r in self.rows]
+
+    def with_evidence(self, last_done: dict[str, str]) -> Contract:
+        """The same contract, with what was last done about each row."""
+        return replace(
+            self, rows=tuple(replace(row, last_done=last_done.get(row.what, "-")) for row in self.rows)
+        )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, two spaces apart."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Three digits and a decimal unit: `421 kB`.
+
+    Example:
+        >>> format_bytes(0), format_bytes(1234), format_bytes(421_000), format_bytes(76_800_000)
+        ('0 B', '1.23 kB', '421 kB', '76.8 MB')
+    """
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    value = float(num_bytes)
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        value /= 1000
+        if value < 999.5:
+            break
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def format_count(number: int, noun: str) -> str:
+    """`1 tensor`, `8 tensors`, `1,234 tensors`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,10 @@
+"""Which samples each rank sees, in which order.
+
+sampler.py    DistributedSampler
+"""
+
+from __future__ import annotations
+
+from syncline.data.sampler import DistributedSampler
+
+__all__ = ["DistributedSampler"]

@@ -1,0 +1,67 @@
+"""The exception tree: one class per cause, and every text names the remedy.
+
+    SynclineError
+    +-- ContractMismatch       ranks were given different modules, arguments or trees
+    +-- UnreducedGradients     a parameter received no gradient in this backward
+    +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
+    +-- CollectiveTimeout      a rank did not arrive before the deadline
+    +-- PeerLost               a rank's process or connection is gone
+    +-- PeerFailed             a rank ended by an exception of its own
+
+Each text says what was expected, what came, where (rank, step, parameter, phase) and what to do.
+Plain misuse on one rank (a wrong type, a negative count) is torch's and Python's own `ValueError` or
+`TypeError`, so that code written against torch's class catches what it always caught.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "ContractMismatch",
+    "PeerFailed",
+    "PeerLost",
+    "SynclineError",
+    "UnreducedGradients",
+]
+
+
+class SynclineError(RuntimeError):
+    """Base of every error that Syncline raises about synchronization."""
+
+
+class ContractMismatch(SynclineError):
+    """The ranks do not agree on what is to be synchronized.
+
+    Raised on every rank with the same text, before any tensor is sent.
+    """
+
+
+class UnreducedGradients(SynclineError):
+    """Some parameters received no gradient in a synchronized backward.
+
+    Raised at the end of that backward, on every rank on which a parameter did receive one.
+
+    Attributes:
+        missing: for each rank (of the module's group) that lacked gradients, the parameter names.
+    """
+
+    def __init__(self, message: str, missing: dict[int, tuple[str, ...]]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class CollectiveMismatch(SynclineError):
+    """Ranks met in different collectives, or with sizes that do not fit together."""
+
+
+class CollectiveTimeout(SynclineError):
+    """A rank did not take part in a collective before its deadline."""
+
+
+class PeerLost(SynclineError):
+    """The process or the connection of a peer is gone."""
+
+
+class PeerFailed(SynclineError):
+    """A peer ended by an exception; the text carries the peer's traceback."""

@@ -1,0 +1,60 @@
+"""Typed records of what happened: what `last_step` returns and what `explain()` puts into words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketRecord:
+    """One bucket of one synchronized backward."""
+
+    index: int
+    payload_bytes: int
+    """Bytes handed to the transport, control tail included."""
+    parameters: tuple[str, ...]
+    """The parameters in the bucket, in the order in which their gradients became ready; those that were not
+    ready come last."""
+    trigger: str | None
+    """The parameter whose gradient was the last one missing; None where the bucket waited for the end of
+    backward."""
+    launched_seconds: float
+    """From the first gradient of this backward to the launch."""
+    waited_seconds: float
+    """Time blocked at the end of backward until this bucket was reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardRecord:
+    """One backward, as it was seen on one rank."""
+
+    step: int
+    """Synchronized backwards so far, this one included if it was one. The first is step 1."""
+    synchronized: bool
+    """False under `no_sync`, and alone."""
+    num_gradients: int
+    """Parameters that received a gradient."""
+    unused: tuple[str, ...]
+    """Parameters that received none on this rank."""
+    divisor: int
+    """What the sum over ranks was divided by: the number of ranks, or of items under `normalize_by`."""
+    counted_items: bool
+    """Whether the divisor is a number of items."""
+    num_reduced: int
+    """Gradient elements that were reduced; each of them once."""
+    buckets: tuple[BucketRecord, ...]
+    duration_seconds: float
+    """From the first gradient to the last reduced one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferRecord:
+    """What the last forward did about buffers."""
+
+    num_tensors: int
+    payload_bytes: int
+    sent: bool
+    reason: str
+    """Why they were sent, or why not."""

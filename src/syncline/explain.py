@@ -1,0 +1,273 @@
+"""Puts a synchronization into words: the contract's rows and the timeline of one step.
+
+Pure functions of what is planned (`Plan`, bucket plans) and what was recorded (`Evidence`). Before the first step
+they speak of the plan, afterwards of the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from syncline.contract import Contract, Row, format_bytes, format_count, table
+from syncline.events import BackwardRecord, BufferRecord
+from syncline.plan.buckets import BucketPlan
+
+__all__ = ["Evidence", "Plan", "contract_of", "explain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is known when a module is wrapped."""
+
+    module: str
+    transport: str
+    num_ranks: int
+    num_hosts: int
+    num_parameters: int
+    parameter_bytes: int
+    num_gradients: int
+    gradient_bytes: int
+    num_buffers: int
+    buffer_bytes: int
+    init_sync: bool
+    broadcast_buffers: bool
+    as_bucket_view: bool
+    allow_unused: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What was recorded on one rank."""
+
+    rank: int
+    backward: BackwardRecord | None
+    buffers: BufferRecord | None
+
+
+# ---------------------------------------------------------------------- the contract
+
+
+def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
+    """The contract of a plan; with evidence, each row also says what was last done."""
+    ranks = format_count(plan.num_ranks, "rank")
+    where = f"{ranks} on {format_count(plan.num_hosts, 'host')}" if plan.num_ranks > 1 else "1 rank alone"
+    contract = Contract(
+        title=f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}",
+        rows=(
+            _gradients_row(plan),
+            _parameters_row(plan),
+            _buffers_row(plan),
+            Row(
+                what="optimizer",
+                size="-",
+                when="never: equal by construction",
+                how="every rank applies the same update",
+                drift_allowed="none",
+            ),
+            Row(
+                what="loss, metrics",
+                size="-",
+                when="only when asked: sl.mean(...)",
+                how="weighted mean",
+                drift_allowed="local values differ",
+            ),
+        ),
+    )
+    if evidence is None or evidence.backward is None:
+        return contract
+    return contract.with_evidence(_last_done(plan, evidence.backward, evidence.buffers))
+
+
+def _gradients_row(plan: Plan) -> Row:
+    if plan.num_ranks == 1:
+        when, how = "never: there is one rank", "-"
+    else:
+        when = "during each backward outside no_sync"
+        how = "all_reduce, mean over ranks (or over items: normalize_by)"
+    return Row(
+        what="gradients",
+        size=_size(plan.num_gradients, plan.gradient_bytes),
+        when=when,
+        how=how,
+        drift_allowed="none",
+    )
+
+
+def _parameters_row(plan: Plan) -> Row:
+    if plan.num_ranks == 1:
+        when, how = "never: there is one rank", "-"
+    elif plan.init_sync:
+        when, how = "once, at construction", "broadcast from rank 0"
+    else:
+        when, how = "never: init_sync=False", "the caller vouches that they are equal"
+    return Row(
+        what="parameters",
+        size=_size(plan.num_parameters, plan.parameter_bytes),
+        when=when,
+        how=how,
+        drift_allowed="none",
+    )
+
+
+def _buffers_row(plan: Plan) -> Row:
+    if not plan.num_buffers:
+        return Row(what="buffers", size="none", when="never: there are none", how="-", drift_allowed="-")
+    size = _size(plan.num_buffers, plan.buffer_bytes)
+    if plan.num_ranks == 1:
+        return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
+    if not plan.broadcast_buffers:
+        when = "once, at construction" if plan.init_sync else "never: init_sync=False"
+        return Row(what="buffers", size=size, when=when, how="broadcast from rank 0", drift_allowed="unbounded")
+    return Row(
+        what="buffers",
+        size=size,
+        when="before forward (not after no_sync or no_grad)",
+        how="broadcast from rank 0",
+        drift_allowed="one step",
+    )
+
+
+def _last_done(plan: Plan, backward: BackwardRecord, buffers: BufferRecord | None) -> dict[str, str]:
+    if backward.synchronized:
+        num = len(backward.buckets)
+        gradients = f"step {backward.step}: {format_count(num, 'bucket')}, divided by {_divisor(backward)}"
+    elif plan.num_ranks == 1:
+        gradients = f"step {backward.step}: nothing to send"
+    else:
+        gradients = f"after step {backward.step}: accumulated under no_sync"
+    if buffers is None:
+        sent = "no forward yet"
+    elif buffers.sent:
+        sent = "before the last forward"
+    else:
+        sent = f"last forward: nothing sent, {buffers.reason}"
+    return {
+        "gradients": gradients,
+        "parameters": "at construction" if plan.init_sync and plan.num_ranks > 1 else "nothing sent",
+        "buffers": sent,
+        "optimizer": "nothing sent",
+        "loss, metrics": "see sl.mean",
+    }
+
+
+# ---------------------------------------------------------------------- the timeline
+
+
+def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names: Sequence[str]) -> str:
+    """One step as a timeline, in words."""
+    backward = evidence.backward
+    if backward is None:
+        heading = "One step, as planned (none has run yet)"
+        entries = [*_forward_planned(plan), *_backward_planned(plan, buckets, names)]
+    else:
+        heading = f"One step, as recorded on rank {evidence.rank}, step {backward.step}"
+        entries = [*_forward_recorded(plan, evidence.buffers), *_backward_recorded(plan, backward)]
+    entries += [
+        ("step", "nothing sent; every rank applies the same update to the same parameters"),
+        ("loss", "local to each rank, never averaged by itself; sl.mean(loss, weight=...) averages it"),
+    ]
+    return heading + "\n" + table(_without_repeats(entries))
+
+
+def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
+    if plan.num_ranks == 1:
+        return [("forward", "nothing sent: there is one rank")]
+    parameters = "parameters  nothing sent: "
+    parameters += "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"
+    if not plan.num_buffers:
+        buffers = "buffers     nothing sent: the module has none, so there is no call at all"
+    elif not plan.broadcast_buffers:
+        buffers = "buffers     nothing sent: broadcasting buffers is switched off"
+    else:
+        size = f"{format_count(plan.num_buffers, 'tensor')}, {format_bytes(plan.buffer_bytes)}"
+        buffers = (
+            f"buffers     broadcast from rank 0: {size}, 1 call "
+            "(none if the previous forward ran under no_sync or no_grad)"
+        )
+    return [("forward", parameters), ("forward", buffers)]
+
+
+def _forward_recorded(plan: Plan, buffers: BufferRecord | None) -> list[tuple[str, str]]:
+    if plan.num_ranks == 1 or buffers is None:
+        return [("forward", "nothing sent: there is one rank")]
+    if buffers.sent:
+        size = f"{format_count(buffers.num_tensors, 'tensor')}, {format_bytes(buffers.payload_bytes)}"
+        line = f"buffers     broadcast from rank 0: {size}, 1 call"
+    else:
+        line = f"buffers     nothing sent: {buffers.reason}"
+    return [_forward_planned(plan)[0], ("forward", line)]
+
+
+def _backward_planned(
+    plan: Plan, buckets: Sequence[BucketPlan], names: Sequence[str]
+) -> list[tuple[str, str]]:
+    if plan.num_ranks == 1:
+        return [("backward", "nothing sent: there is one rank; gradients are its own")]
+    entries = []
+    for bucket in buckets:
+        members = [names[i] for i in sorted(bucket.parameters, reverse=True)]
+        size = format_bytes(bucket.payload_bytes)
+        entries.append(("backward", f"{_names(members)} -> bucket {bucket.index} ({size})"))
+        entries.append(("backward", "  sent by all_reduce when the last of its gradients is ready"))
+    entries.append(("backward", _end_of_backward(plan)))
+    return entries
+
+
+def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, str]]:
+    if plan.num_ranks == 1:
+        entries = [("backward", "nothing sent: there is one rank; gradients are its own")]
+    elif not backward.synchronized:
+        entries = [("backward", "nothing sent: it ran under no_sync, gradients were added to .grad on each rank")]
+    else:
+        entries = []
+        for bucket in backward.buckets:
+            size = format_bytes(bucket.payload_bytes)
+            entries.append(("backward", f"{_names(bucket.parameters)} -> bucket {bucket.index} ({size})"))
+            launched = f"{bucket.launched_seconds * 1e3:.1f} ms after the first gradient"
+            if bucket.trigger is None:
+                sent = f"  sent by all_reduce at the end of backward, {launched}"
+            else:
+                sent = f"  sent by all_reduce when {bucket.trigger} was ready, {launched}"
+            entries.append(("backward", f"{sent}; waited {bucket.waited_seconds * 1e3:.1f} ms for it at the end"))
+        entries.append(("backward", f".grad now holds the sum over ranks divided by {_divisor(backward)}"))
+    if backward.unused:
+        entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
+    return entries
+
+
+def _end_of_backward(plan: Plan) -> str:
+    kind = "views of the buckets" if plan.as_bucket_view else "tensors of their own"
+    rule = "counts as zero" if plan.allow_unused else "is an error on every rank"
+    return (
+        f"at its end all buckets are waited for and .grad holds the mean over {plan.num_ranks} ranks ({kind}); "
+        f"a missing gradient {rule}"
+    )
+
+
+# ---------------------------------------------------------------------- small words
+
+
+def _size(num_tensors: int, num_bytes: int) -> str:
+    return f"{format_count(num_tensors, 'tensor')}, {format_bytes(num_bytes)}"
+
+
+def _divisor(backward: BackwardRecord) -> str:
+    return format_count(backward.divisor, "item" if backward.counted_items else "rank")
+
+
+def _names(names: Sequence[str], num_shown: int = 4) -> str:
+    """All names, or the first ones and the last."""
+    if len(names) <= num_shown:
+        return ", ".join(names)
+    return ", ".join([*names[: num_shown - 1], "...", names[-1]]) + f" ({len(names)} parameters)"
+
+
+def _without_repeats(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The phase is named once."""
+    shown = []
+    previous = ""
+    for phase, text in entries:
+        shown.append(("" if phase == previous else phase, text))
+        previous = phase
+    return shown

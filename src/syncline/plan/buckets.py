@@ -1,0 +1,181 @@
+"""Which gradients travel together, and in which order: pure functions of plain data.
+
+A bucket is one flat tensor that is reduced by one collective. Buckets are launched strictly in index order,
+so that every rank starts the same collectives in the same order whatever its autograd engine does; what is
+planned here is therefore agreed by all ranks before it is used.
+
+Inside a bucket the large gradients come first and the small ones behind them. A large gradient is copied into
+its place the moment it is ready, while it is still in the processor's cache; the small ones are copied together
+when the bucket is launched, in one batched call, because for them the call costs more than the memory.
+
+Method: gradient bucketing with overlap (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020, section 3.2.3). Why the default bucket sizes are what they are:
+`docs/decisions/0002-few-large-buckets.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["BucketCaps", "BucketPlan", "HostLoad", "ParameterSpec", "automatic_caps", "plan_buckets"]
+
+MIB = 1024 * 1024
+LARGE_GRADIENT_NUMEL = 16 * 1024
+"""Gradients from this size on are copied as soon as they are ready (64 KiB in fp32)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """What planning needs to know of one parameter."""
+
+    name: str
+    numel: int
+    itemsize_bytes: int
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketCaps:
+    """How large a bucket may grow. A parameter larger than the cap gets a bucket of its own."""
+
+    cap_bytes: int
+    first_cap_bytes: int
+    """A smaller first bucket starts the overlap of sending and computing earlier."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketPlan:
+    """One bucket: which parameters (by index) lie where in its flat tensor."""
+
+    index: int
+    dtype: str
+    device: str
+    parameters: tuple[int, ...]
+    """Parameter indices in the order of their place in the flat tensor: the large ones first."""
+    offsets: tuple[int, ...]
+    """Where each parameter begins, in elements."""
+    num_large: int
+    """How many of `parameters`, from the front, are copied one by one as soon as they are ready."""
+    numel: int
+    """Elements of gradients, without the control tail."""
+    tail_numel: int
+    """Elements of control data behind the gradients: 0 in every bucket but the last."""
+    itemsize_bytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the flat tensor, control tail included."""
+        return (self.numel + self.tail_numel) * self.itemsize_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoad:
+    """How busy one host is, for `automatic_caps`."""
+
+    num_ranks: int
+    num_cores: int
+    num_threads_per_rank: int
+
+
+def automatic_caps(hosts: Sequence[HostLoad], *, device_type: str) -> BucketCaps:
+    """The caps to use when the user gave none.
+
+    Sending while computing pays when something else than the computing cores can do the sending: an accelerator's
+    copy engines, a network between hosts, or cores that no rank computes on. Then 1 MiB first and 25 MiB after, as
+    torch does. On one host whose cores all compute, each further collective only takes time from the computation:
+    there, few and large buckets win.
+
+    Example:
+        >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
+        >>> automatic_caps([crowded], device_type="cpu").cap_bytes // MIB
+        128
+        >>> automatic_caps([crowded, crowded], device_type="cpu").cap_bytes // MIB
+        25
+    """
+    overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB)
+    if device_type != "cpu" or len(hosts) > 1:
+        return overlapping
+    host = hosts[0]
+    if host.num_ranks * (host.num_threads_per_rank + 1) <= host.num_cores:
+        return overlapping
+    return BucketCaps(cap_bytes=128 * MIB, first_cap_bytes=128 * MIB)
+
+
+def plan_buckets(
+    specs: Sequence[ParameterSpec],
+    order: Sequence[int],
+    *,
+    caps: BucketCaps,
+    tail_numel: int,
+) -> tuple[BucketPlan, ...]:
+    """Put the parameters into buckets, in the order in which their gradients become ready.
+
+    Args:
+        specs: the parameters, by index.
+        order: a permutation of the indices: the gradient that is ready first comes first.
+        caps: how large buckets may grow.
+        tail_numel: elements of control data to add to the last bucket.
+
+    Returns:
+        The buckets in launch order. A bucket holds one dtype on one device; it comes before another when it is
+        complete earlier in `order`.
+
+    Example:
+        >>> spec = ParameterSpec(name="w", numel=4, itemsize_bytes=4, dtype="float32", device="cpu")
+        >>> caps = BucketCaps(cap_bytes=32, first_cap_bytes=16)
+        >>> [b.parameters for b in plan_buckets([spec] * 3, [2, 1, 0], caps=caps, tail_numel=7)]
+        [(2,), (1, 0)]
+    """
+    if sorted(order) != list(range(len(specs))):
+        raise ValueError(f"expected order to name each of {len(specs)} parameters once, got {list(order)}")
+    groups = _fill_groups(specs, order, caps)
+    return tuple(
+        _lay_out(specs, group, index=i, tail_numel=tail_numel if i == len(groups) - 1 else 0)
+        for i, group in enumerate(groups)
+    )
+
+
+def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
+    """Parameter indices by bucket, buckets in the order in which they are complete."""
+    filling: dict[tuple[str, str], list[int]] = {}
+    filled_bytes: dict[tuple[str, str], int] = {}
+    position = {index: at for at, index in enumerate(order)}
+    complete: list[list[int]] = []
+    for index in order:
+        spec = specs[index]
+        kind = (spec.dtype, spec.device)
+        size_bytes = spec.numel * spec.itemsize_bytes
+        # Every kind's first bucket gets the small cap: each dtype's sending should start early.
+        first = not any(specs[group[0]].dtype == spec.dtype for group in complete)
+        cap_bytes = caps.first_cap_bytes if first else caps.cap_bytes
+        if kind in filling and filled_bytes[kind] + size_bytes > cap_bytes:
+            complete.append(filling.pop(kind))
+        if kind not in filling:
+            filling[kind] = []
+            filled_bytes[kind] = 0
+        filling[kind].append(index)
+        filled_bytes[kind] += size_bytes
+    return sorted([*complete, *filling.values()], key=lambda group: position[group[-1]])
+
+
+def _lay_out(specs: Sequence[ParameterSpec], group: Sequence[int], *, index: int, tail_numel: int) -> BucketPlan:
+    large = [i for i in group if specs[i].numel >= LARGE_GRADIENT_NUMEL]
+    small = [i for i in group if specs[i].numel < LARGE_GRADIENT_NUMEL]
+    offsets = []
+    numel = 0
+    for i in (*large, *small):
+        offsets.append(numel)
+        numel += specs[i].numel
+    return BucketPlan(
+        index=index,
+        dtype=specs[group[0]].dtype,
+        device=specs[group[0]].device,
+        parameters=(*large, *small),
+        offsets=tuple(offsets),
+        num_large=len(large),
+        numel=numel,
+        tail_numel=tail_numel,
+        itemsize_bytes=specs[group[0]].itemsize_bytes,
+    )

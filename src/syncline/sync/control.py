@@ -1,0 +1,76 @@
+"""Small facts that every rank must learn of every other, packed into the tail of the last gradient bucket.
+
+The bucket is reduced by SUM in the gradients' own dtype. Each rank writes only into slots of its own and zeros
+elsewhere, so a sum is a gather; and each slot holds one base-256 digit, which every floating point dtype down to
+bfloat16 represents exactly (bf16 turns 4097 into 4096, but keeps all integers to 256). So the facts cost no
+collective of their own and survive the reduction bit by bit.
+
+Layout of the tail, in elements:
+
+    rank 0: flags, items (6 digits, most significant first); rank 1: the same; ...; then, where unused parameters
+    are looked for, one element a parameter: 1 from each rank on which it was used.
+
+The sum of ones may stop growing at 256 in bfloat16; it is compared with zero only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["MAX_ITEMS", "RankControl", "decode", "encode", "tail_numel"]
+
+_NUM_ITEM_DIGITS = 6
+_SLOTS_PER_RANK = 1 + _NUM_ITEM_DIGITS
+MAX_ITEMS: int = 256**_NUM_ITEM_DIGITS - 1
+"""The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
+
+_FLAG_MISSING = 1
+_FLAG_COUNTED = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankControl:
+    """What one rank tells all others with its gradients."""
+
+    gradients_missing: bool = False
+    """Some parameter received no gradient in this backward."""
+    num_items: int | None = None
+    """Items behind these gradients under `normalize_by`; None outside of it."""
+
+
+def tail_numel(num_ranks: int, num_tracked_parameters: int) -> int:
+    """Elements of the tail. `num_tracked_parameters` is 0 where unused parameters are not looked for."""
+    return num_ranks * _SLOTS_PER_RANK + num_tracked_parameters
+
+
+def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[int] = ()) -> list[int]:
+    """This rank's tail: its own slots filled, zeros elsewhere, then the `used` flags.
+
+    Example:
+        >>> mine = encode(RankControl(num_items=4097), rank=1, num_ranks=2)
+        >>> mine[7:]
+        [2, 0, 0, 0, 0, 16, 1]
+    """
+    tail = [0] * (num_ranks * _SLOTS_PER_RANK)
+    at = rank * _SLOTS_PER_RANK
+    flags = _FLAG_MISSING if control.gradients_missing else 0
+    if control.num_items is not None:
+        flags |= _FLAG_COUNTED
+        tail[at + 1 : at + _SLOTS_PER_RANK] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
+    tail[at] = flags
+    return [*tail, *used]
+
+
+def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl, ...], tuple[bool, ...]]:
+    """What every rank told, and for each tracked parameter whether any rank used it."""
+    ranks = []
+    for rank in range(num_ranks):
+        flags, *digits = (int(x) for x in tail[rank * _SLOTS_PER_RANK : (rank + 1) * _SLOTS_PER_RANK])
+        ranks.append(
+            RankControl(
+                gradients_missing=bool(flags & _FLAG_MISSING),
+                num_items=int.from_bytes(bytes(digits), "big") if flags & _FLAG_COUNTED else None,
+            )
+        )
+    return tuple(ranks), tuple(x > 0 for x in tail[num_ranks * _SLOTS_PER_RANK :])

@@ -1,0 +1,493 @@
+"""Gradient synchronization: hooks fill buckets, buckets are reduced while backward goes on.
+
+One backward, in order (`docs/architecture.md` has the picture):
+
+1. the first gradient that is ready begins the backward: whether it synchronizes is decided here and now, and a
+   callback for the end of this backward is queued in the autograd engine;
+2. each ready gradient is counted, and copied into its bucket (large ones at once, small ones at launch);
+3. a bucket whose gradients are all ready is launched, strictly in index order;
+4. at the end of backward the remaining buckets are launched with zeros for what is missing, all are waited for,
+   the control tail of the last one is read, and `.grad` gets the mean.
+
+The number of Python calls is what this costs: one per parameter, a handful per bucket. Nothing here is done per
+parameter that can be done per bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from syncline.errors import SynclineError, UnreducedGradients
+from syncline.events import BackwardRecord, BucketRecord
+from syncline.plan.buckets import BucketCaps, ParameterSpec, plan_buckets
+from syncline.sync.bucket import Bucket, copy_scaled
+from syncline.sync.control import RankControl, decode, encode, tail_numel
+from syncline.sync.items import ItemCount
+from syncline.transport.base import Transport
+
+__all__ = ["GradientOptions", "GradientSync", "parameter_specs"]
+
+_NOT_IN_BACKWARD = -1
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientOptions:
+    """How gradients are synchronized; equal on all ranks."""
+
+    caps: BucketCaps
+    """How large buckets may grow."""
+    as_bucket_view: bool
+    """After the backward `.grad` is a view of the bucket, not a tensor of its own."""
+    allow_unused: bool
+    """A parameter without gradient counts as zero instead of being an error."""
+
+
+def parameter_specs(named_parameters: Sequence[tuple[str, Tensor]]) -> list[ParameterSpec]:
+    """What bucket planning needs to know of the parameters."""
+    return [
+        ParameterSpec(
+            name=name,
+            numel=parameter.numel(),
+            itemsize_bytes=parameter.element_size(),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            device=str(parameter.device),
+        )
+        for name, parameter in named_parameters
+    ]
+
+
+class GradientSync:
+    """Reduces the gradients of some parameters in each backward.
+
+    Args:
+        named_parameters: the parameters that require grad, each once, the same on all ranks.
+        transport: what the buckets travel by.
+        options: how.
+
+    It stays active until `remove_hooks`. Not safe for two backwards of the same parameters at once.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        transport: Transport,
+        options: GradientOptions,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.transport = transport
+        self.options = options
+        self.enabled = True
+        """What `no_sync` switches off. Read when the first gradient of a backward is ready."""
+        self.items = ItemCount()
+        self.step = 0
+        self.buckets: list[Bucket] = []
+        self._specs = parameter_specs(named_parameters)
+        self._order_is_learnt = False
+        self._places: list[tuple[Bucket, Tensor | None]] = []
+        # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
+        self._ready: list[int] = []
+        self._used_since_reduction: set[int] = set()
+        self._task_id = _NOT_IN_BACKWARD
+        self._synchronizing = False
+        self._num_items: int | None = None
+        self._scale = 1.0
+        self._next_to_launch = 0
+        self._began_at = 0.0
+        self._broken: str | None = None
+        self._gradient_versions: list[int | None] = []
+        self._last_buckets: list[Bucket] = []
+        self._last_raw: tuple[bool, list[int], list[int | None], int, bool, float, float] | None = None
+        if transport.size > 1:
+            # Registration order reversed: what is used last in forward is usually ready first in backward.
+            self._build(list(reversed(range(len(self.parameters)))))
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ layout
+
+    def _build(self, order: Sequence[int]) -> None:
+        num_tracked = len(self.parameters) if self.options.allow_unused else 0
+        plans = plan_buckets(
+            self._specs,
+            order,
+            caps=self.options.caps,
+            tail_numel=tail_numel(self.transport.size, num_tracked),
+        )
+        self.buckets = [Bucket(plan, self.parameters) for plan in plans]
+        self._triggers: list[int | None] = [None] * len(plans)
+        places: dict[int, tuple[Bucket, Tensor | None]] = {}
+        for bucket in self.buckets:
+            for at, index in enumerate(bucket.plan.parameters):
+                places[index] = (bucket, bucket.views[at] if at < bucket.num_large else None)
+        self._places[:] = [places[index] for index in range(len(self.parameters))]
+
+    def _learn_order(self) -> None:
+        """Lay the buckets out anew in the order in which rank 0's gradients were ready.
+
+        Once, at the end of the first synchronized backward; every rank gets rank 0's order, because buckets must
+        be the same everywhere.
+        """
+        self._order_is_learnt = True
+        if len(self.buckets) == 1:
+            return
+        seen = set(self._ready)
+        rest = [i for bucket in self.buckets for i in bucket.plan.parameters if i not in seen]
+        order = torch.tensor([*self._ready, *rest], device=self.transport.control_device)
+        self.transport.broadcast(order, 0).wait()
+        former_views = {id(view) for bucket in self.buckets for view in bucket.views}
+        self._build(order.tolist())
+        if self.options.as_bucket_view:
+            for bucket in self.buckets:
+                for parameter, view in zip(bucket.members, bucket.views, strict=True):
+                    if id(parameter.grad) in former_views:
+                        parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ during backward
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        ready, places, task_id = self._ready, self._places, torch._C._current_graph_task_id
+        as_view = self.options.as_bucket_view
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            if task_id() != self._task_id:
+                self._begin()
+            ready.append(index)
+            if not self._synchronizing:
+                return
+            bucket, view = places[index]
+            if view is not None:
+                copy_scaled(view, parameter.grad, self._scale)  # type: ignore[arg-type]
+                if as_view:
+                    parameter.grad = view  # frees the gradient while its memory is still in cache
+            bucket.num_pending -= 1
+            if not bucket.num_pending:
+                self._launch_complete()
+
+        return gradient_is_ready
+
+    def _begin(self) -> None:
+        """The first gradient of a backward is ready."""
+        if self._broken is not None:
+            raise SynclineError(self._broken)
+        if self._task_id != _NOT_IN_BACKWARD:
+            self._abandon()
+        if torch.is_grad_enabled():
+            raise SynclineError(
+                "backward(create_graph=True) through a synchronized module is not supported: the mean over ranks "
+                "has no graph. Use torch.autograd.grad for the inner gradients"
+            )
+        self._task_id = torch._C._current_graph_task_id()
+        self._began_at = time.perf_counter()
+        self.items.backward_begins()
+        self._synchronizing = self.enabled and self.transport.size > 1
+        if self.enabled:
+            self._num_items = self.items.take_for_reduction()
+        if self._synchronizing:
+            self._scale = 1.0 if self._num_items is not None else 1.0 / self.transport.size
+            self._next_to_launch = 0
+            for bucket in self.buckets:
+                bucket.reset()
+        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _abandon(self) -> None:
+        """An earlier backward never came to its end: user code in it raised, or it is still going on."""
+        num_launched = self._next_to_launch if self._synchronizing else 0
+        self._forget_backward()
+        if num_launched:
+            self._broken = (
+                f"rank {self.transport.rank}, step {self.step + 1}: a backward began before the previous one had "
+                f"ended, when {num_launched} bucket(s) of it had been sent already, so the ranks are out of step. "
+                "If an exception ended the previous backward, restart all ranks from a checkpoint; if this is "
+                "activation checkpointing, use torch.utils.checkpoint(..., use_reentrant=False)"
+            )
+            raise SynclineError(self._broken)
+
+    def _launch_complete(self) -> None:
+        """Launch, in index order, every bucket that is complete."""
+        while self._next_to_launch < len(self.buckets):
+            if self.buckets[self._next_to_launch].num_pending:
+                return
+            self._launch_next(trigger=self._ready[-1], missing=_NONE)
+
+    def _launch_next(self, *, trigger: int | None, missing: frozenset[int]) -> None:
+        at = self._next_to_launch
+        bucket = self.buckets[at]
+        bucket.fill_small(self._scale)
+        if missing:
+            bucket.fill_missing_large(missing, self._scale)
+        tail = None
+        if bucket.plan.tail_numel:
+            tail = self._encode_tail(missing)
+        self._triggers[at] = trigger
+        self._next_to_launch = at + 1
+        bucket.launch(self.transport, tail)
+
+    def _encode_tail(self, missing: frozenset[int]) -> list[int]:
+        used: list[int] = []
+        if self.options.allow_unused:
+            seen = self._used_since_reduction.union(self._ready)
+            used = [int(index in seen) for index in range(len(self.parameters))]
+        control = RankControl(
+            gradients_missing=bool(missing) and not self.options.allow_unused, num_items=self._num_items
+        )
+        return encode(control, rank=self.transport.rank, num_ranks=self.transport.size, used=used)
+
+    # ------------------------------------------------------------------ at the end of backward
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        try:
+            if self._synchronizing:
+                self._finish_synchronized()
+            elif self.enabled:
+                self._finish_alone()
+            else:
+                self._used_since_reduction.update(self._ready)
+                self._record(divisor=1, counted=False)
+            self._remember_versions()
+        finally:
+            self._forget_backward()
+
+    def _finish_alone(self) -> None:
+        """A world of one rank: nothing to send, the same rules."""
+        missing = self._missing()
+        self.step += 1
+        if missing and not self.options.allow_unused:
+            raise self._unreduced({0: tuple(self.names[i] for i in sorted(missing))})
+        divisor = 1
+        if self._num_items is not None:
+            divisor = self._total_items([self._num_items])
+            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
+        self._used_since_reduction.clear()
+        self._record(divisor=divisor, counted=self._num_items is not None)
+
+    def _finish_synchronized(self) -> None:
+        missing = self._missing()
+        while self._next_to_launch < len(self.buckets):
+            self._launch_next(trigger=None, missing=missing)
+        self.step += 1
+        if self._num_items is None and not self.options.allow_unused and not missing:
+            # The common case: hand out each bucket while later ones are still on their way.
+            for bucket in self.buckets:
+                self._wait(bucket)
+                self._hand_out(bucket, _NONE)
+            self._check(*self._decode())
+            divisor = self.transport.size
+        else:
+            for bucket in self.buckets:
+                self._wait(bucket)
+            ranks, used = self._decode()
+            self._check(ranks, used)
+            divisor = self.transport.size
+            if self._num_items is not None:
+                divisor = self._total_items([control.num_items or 0 for control in ranks])
+                for bucket in self.buckets:
+                    bucket.divide(divisor)
+            skip = frozenset(i for i, any_rank in enumerate(used) if not any_rank) if missing else _NONE
+            for bucket in self.buckets:
+                self._hand_out(bucket, skip)
+        self._used_since_reduction.clear()
+        self._record(divisor=divisor, counted=self._num_items is not None)
+        if not self._order_is_learnt:
+            self._learn_order()
+
+    def _missing(self) -> frozenset[int]:
+        """The parameters without a gradient in this backward."""
+        seen = set(self._ready)
+        if len(seen) != len(self._ready):
+            twice = sorted({self.names[i] for i in seen if self._ready.count(i) > 1})
+            self._broken = (
+                f"rank {self.transport.rank}, step {self.step + 1}: {', '.join(twice)} received a gradient more than "
+                "once in one backward, the second time after it may have been sent. With activation checkpointing "
+                "use torch.utils.checkpoint(..., use_reentrant=False)"
+            )
+            raise SynclineError(self._broken)
+        if len(seen) == len(self.parameters):
+            return _NONE
+        return frozenset(range(len(self.parameters))) - seen
+
+    def _wait(self, bucket: Bucket) -> None:
+        try:
+            bucket.wait()
+        except SynclineError as error:
+            names = [self.names[i] for i in bucket.plan.parameters]
+            shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
+            self._broken = (
+                f"rank {self.transport.rank}, step {self.step}, backward, bucket {bucket.plan.index} ({shown}): {error}"
+            )
+            raise type(error)(self._broken) from error
+
+    def _hand_out(self, bucket: Bucket, skip: frozenset[int]) -> None:
+        if self.options.as_bucket_view:
+            bucket.hand_over_views(skip)
+        else:
+            bucket.copy_out(skip)
+
+    def _decode(self) -> tuple[tuple[RankControl, ...], tuple[bool, ...]]:
+        return decode(self.buckets[-1].read_tail(), num_ranks=self.transport.size)
+
+    def _check(self, ranks: Sequence[RankControl], used: Sequence[bool]) -> None:
+        """Raise, on every rank alike, what any rank reported."""
+        if any(control.gradients_missing for control in ranks):
+            mine = json.dumps(sorted(self._missing())).encode()
+            everyone = [json.loads(row) for row in self.transport.all_gather_bytes(mine)]
+            raise self._unreduced(
+                {rank: tuple(self.names[i] for i in row) for rank, row in enumerate(everyone) if row}
+            )
+        counted = [rank for rank, control in enumerate(ranks) if control.num_items is not None]
+        if counted and len(counted) != len(ranks):
+            others = sorted(set(range(len(ranks))) - set(counted))
+            raise SynclineError(
+                f"step {self.step}: rank(s) {_listed(counted)} ran this backward under normalize_by, rank(s) "
+                f"{_listed(others)} did not: the gradients have no common divisor. Use normalize_by on all ranks "
+                "(0 items is fine) or on none, then zero the gradients"
+            )
+
+    def _total_items(self, num_items: Sequence[int]) -> int:
+        total = self.items.reduced(sum(num_items))
+        if not total:
+            raise ValueError(
+                f"step {self.step}: normalize_by counted 0 items on all {len(num_items)} rank(s), so the mean is "
+                "undefined: skip the step where no rank has items"
+            )
+        return total
+
+    def _unreduced(self, missing: dict[int, tuple[str, ...]]) -> UnreducedGradients:
+        num = len(self.parameters)
+        if len(set(missing.values())) == 1 and len(missing) == self.transport.size:
+            where = [f"on all {len(missing)} ranks: {_shown(next(iter(missing.values())))}"]
+        else:
+            where = [f"on rank {rank}: {_shown(names)}" for rank, names in missing.items()]
+        return UnreducedGradients(
+            f"step {self.step}: expected a gradient for each of {num} parameters in this backward, "
+            f"but some received none\n  " + "\n  ".join(where) + "\n"
+            "Nothing may be stepped with these gradients. Use every parameter in the loss, freeze the ones that are "
+            "not trained (requires_grad=False before wrapping), or wrap with find_unused_parameters=True, which "
+            "counts a missing gradient as zero",
+            missing,
+        )
+
+    # ------------------------------------------------------------------ between backwards
+
+    def _forget_backward(self) -> None:
+        self._ready.clear()
+        self._task_id = _NOT_IN_BACKWARD
+        self._synchronizing = False
+        self._num_items = None
+
+    def _remember_versions(self) -> None:
+        """Under `normalize_by`: notice later whether somebody changed or cleared `.grad` since."""
+        if self.items.is_open:
+            self._gradient_versions = [None if p.grad is None else p.grad._version for p in self.parameters]
+
+    @contextmanager
+    def normalize_by(self, num_items: int) -> Iterator[None]:
+        """See `DistributedDataParallel.normalize_by`."""
+        self.items.open(num_items)
+        try:
+            carried = self._carry_reduced_gradients()
+            try:
+                yield
+            finally:
+                if carried and not self.items.open_was_used:
+                    self._scale_gradients(1.0 / self.items.uncarry(self.transport.size))
+        finally:
+            self.items.close()
+
+    def _carry_reduced_gradients(self) -> bool:
+        """Prepare what earlier backwards left in `.grad` for being added to; whether anything was changed.
+
+        Reduced gradients are a mean already, the same on every rank. Turned back into this rank's share of the
+        sum they can be summed again with what is added now, and divided by the items of both.
+        """
+        if not self.items.anything_behind_gradients:
+            return False
+        gradients = [p.grad for p in self.parameters]
+        present = [g for g in gradients if g is not None]
+        unchanged = self._gradient_versions == [None if g is None else g._version for g in gradients]
+        if not present or (not unchanged and not any(bool(g.any()) for g in present)):
+            self.items.forget()  # somebody cleared the gradients
+            return False
+        if self.items.reduced_total is None:
+            return False
+        if not unchanged:
+            raise ValueError(
+                "the gradients of an earlier backward under normalize_by were changed since (clipped, perhaps) and "
+                "not cleared, so nothing can be added to them exactly: call optimizer.zero_grad() first"
+            )
+        self._scale_gradients(self.items.carry(self.transport.size))
+        return True
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+
+    def _record(self, *, divisor: int, counted: bool) -> None:
+        self._last_raw = (
+            self._synchronizing,
+            self._ready.copy(),
+            list(self._triggers) if self._synchronizing else [],
+            divisor,
+            counted,
+            self._began_at,
+            time.perf_counter(),
+        )
+        self._last_buckets = self.buckets
+
+    def last_backward(self) -> BackwardRecord | None:
+        """The most recent backward, or None before the first."""
+        if self._last_raw is None:
+            return None
+        synchronized, ready, triggers, divisor, counted, began_at, ended_at = self._last_raw
+        rank_in_order = {index: at for at, index in enumerate(ready)}
+        buckets = tuple(
+            BucketRecord(
+                index=bucket.plan.index,
+                payload_bytes=bucket.plan.payload_bytes,
+                parameters=tuple(
+                    self.names[i]
+                    for i in sorted(bucket.plan.parameters, key=lambda i: rank_in_order.get(i, len(ready)))
+                ),
+                trigger=None if trigger is None else self.names[trigger],
+                launched_seconds=bucket.launched_at - began_at,
+                waited_seconds=bucket.waited_seconds,
+            )
+            for bucket, trigger in zip(self._last_buckets, triggers, strict=False)
+        )
+        return BackwardRecord(
+            step=self.step,
+            synchronized=synchronized,
+            num_gradients=len(ready),
+            unused=tuple(name for i, name in enumerate(self.names) if i not in rank_in_order),
+            divisor=divisor,
+            counted_items=counted,
+            num_reduced=sum(bucket.plan.numel for bucket in self._last_buckets) if synchronized else 0,
+            buckets=buckets,
+            duration_seconds=ended_at - began_at,
+        )
+
+
+def _shown(names: Sequence[str], limit: int = 20) -> str:
+    return ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

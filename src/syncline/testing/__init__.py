@@ -1,0 +1,1 @@
+"""Testing distributed code: `@pytest.mark.ranks(n)` and the pool behind it (see `plugin`)."""

@@ -1,0 +1,294 @@
+"""The transport contract: seven operations on flat tensors, each returning a `Work`.
+
+A strategy, a bucket or a verb never knows which engine it runs on. An engine implements the `_start_*`
+methods; the public methods here check the arguments, count what is moved and measure what is waited for,
+the same for every engine, and are final.
+
+Ranks are those of the transport's own group, 0 to `size - 1`. All tensors are dense and contiguous; they
+belong to the transport from the call until `Work.wait` has returned. Operations of one transport must be
+started in the same order on all ranks; they may be waited for in any order.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from syncline.errors import SynclineError
+
+__all__ = ["ReduceOp", "Statistics", "Transport", "Work"]
+
+ReduceOp = Literal["sum", "mean", "max", "min", "product"]
+REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What a transport has done since it was made, on this rank."""
+
+    num_calls: dict[str, int] = field(default_factory=dict)
+    """Operations started, by name; `all_gather_bytes` counts as the collectives it consists of."""
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the tensors handed in, by operation (not what an algorithm makes of them on the wire)."""
+    waited_seconds: float = 0.0
+    """Time spent blocked in `Work.wait`."""
+
+    @property
+    def total_calls(self) -> int:
+        return sum(self.num_calls.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.payload_bytes.values())
+
+    def __sub__(self, earlier: Statistics) -> Statistics:
+        """What happened between `earlier` and this."""
+
+        def minus(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
+            return {name: n for name in now if (n := now[name] - then.get(name, 0))}
+
+        return replace(
+            self,
+            num_calls=minus(self.num_calls, earlier.num_calls),
+            payload_bytes=minus(self.payload_bytes, earlier.payload_bytes),
+            waited_seconds=self.waited_seconds - earlier.waited_seconds,
+        )
+
+
+class Work(ABC):
+    """One operation under way. Keep it until it has been waited for."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Block until the operation is done and its tensors may be used.
+
+        Args:
+            timeout_seconds: how long to wait; None means the transport's own timeout.
+
+        Raises:
+            CollectiveTimeout: a rank did not arrive in time.
+            PeerLost: a rank's process or connection is gone.
+            PeerFailed: a rank ended by an exception of its own.
+            CollectiveMismatch: the ranks met with different operations or sizes.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once. Never blocks, never raises."""
+
+
+class _MeasuredWork(Work):
+    """Adds the time spent in `wait` to the transport's statistics."""
+
+    __slots__ = ("_inner", "_transport")
+
+    def __init__(self, inner: Work, transport: Transport) -> None:
+        self._inner = inner
+        self._transport = transport
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        start = time.perf_counter()
+        try:
+            self._inner.wait(timeout_seconds)
+        finally:
+            self._transport._waited_seconds += time.perf_counter() - start
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+
+class Transport(ABC):
+    """Moves flat tensors between the ranks of one group.
+
+    Args:
+        rank: this rank, 0 to `size - 1`.
+        size: number of ranks.
+        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
+    """
+
+    def __init__(self, *, rank: int, size: int, timeout_seconds: float) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"expected 0 <= rank < size, got rank {rank} of size {size}")
+        if not 0 < timeout_seconds < float("inf"):
+            raise ValueError(f"expected a finite timeout above 0 seconds, got {timeout_seconds}")
+        self.rank = rank
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self._num_calls: dict[str, int] = {}
+        self._payload_bytes: dict[str, int] = {}
+        self._waited_seconds = 0.0
+
+    # ------------------------------------------------------------------ what users of a transport call
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce `tensor` over all ranks, in place; every rank ends with the same bits.
+
+        "mean" of integers is refused (its rounding would be an engine's choice).
+        """
+        self._check_reduction(op, tensor)
+        return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce `input` (size * n elements); rank r ends with the r-th n elements in `output`."""
+        self._check_reduction(op, input)
+        self._check_parts("reduce_scatter", whole=input, part=output)
+        return self._started("reduce_scatter", input, self._start_reduce_scatter(output, input, op))
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Concatenate the ranks' `input` (n elements each) in rank order into `output` (size * n)."""
+        self._check_parts("all_gather", whole=output, part=input)
+        return self._started("all_gather", output, self._start_all_gather(output, input))
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """Copy rank `src`'s `tensor` into every other rank's."""
+        self._check_rank("src", src)
+        self._check_flat(tensor)
+        return self._started("broadcast", tensor, self._start_broadcast(tensor, src))
+
+    def send(self, tensor: Tensor, dst: int) -> Work:
+        """Send `tensor` to rank `dst`, which must call `recv`. Messages between two ranks keep their order."""
+        self._check_peer("dst", dst)
+        self._check_flat(tensor)
+        return self._started("send", tensor, self._start_send(tensor, dst))
+
+    def recv(self, tensor: Tensor, src: int) -> Work:
+        """Receive into `tensor` what rank `src` sends; shape and dtype must be the sender's."""
+        self._check_peer("src", src)
+        self._check_flat(tensor)
+        return self._started("recv", tensor, self._start_recv(tensor, src))
+
+    def barrier(self) -> Work:
+        """Done when every rank has called it."""
+        return self._started("barrier", None, self._start_barrier())
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's `payload` (lengths may differ), in rank order. Blocks; for control data."""
+        if self.size == 1:
+            return [payload]
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.control_device)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.control_device)
+        self.all_gather(lengths, length).wait()
+        num_bytes = [int(n) for n in lengths.tolist()]
+        widest = max(num_bytes)
+        if not widest:
+            return [b""] * self.size
+        mine = torch.zeros(widest, dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        everyone = torch.zeros(self.size * widest, dtype=torch.uint8, device=self.control_device)
+        self.all_gather(everyone, mine.to(self.control_device)).wait()
+        rows = bytes(everyone.cpu().untyped_storage().tolist())
+        return [rows[r * widest : r * widest + num_bytes[r]] for r in range(self.size)]
+
+    def statistics(self) -> Statistics:
+        """What was moved and waited for so far, on this rank."""
+        return Statistics(
+            num_calls=dict(self._num_calls),
+            payload_bytes=dict(self._payload_bytes),
+            waited_seconds=self._waited_seconds,
+        )
+
+    # ------------------------------------------------------------------ what an engine implements
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The engine in a user's words, for the contract: "gloo", "threads", ..."""
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where `all_gather_bytes` puts its tensors: a device that this engine can send from."""
+        return torch.device("cpu")
+
+    @abstractmethod
+    def split(self, color: int | None) -> Transport | None:
+        """A transport among the ranks that gave the same `color`, in rank order; None gives None.
+
+        A collective call: every rank must make it.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Make every wait under way and every later operation raise, on all ranks that can be reached."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the transport owns. Not a collective; safe to call twice."""
+
+    @abstractmethod
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
+
+    @abstractmethod
+    def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work: ...
+
+    @abstractmethod
+    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _start_broadcast(self, tensor: Tensor, src: int) -> Work: ...
+
+    @abstractmethod
+    def _start_send(self, tensor: Tensor, dst: int) -> Work: ...
+
+    @abstractmethod
+    def _start_recv(self, tensor: Tensor, src: int) -> Work: ...
+
+    @abstractmethod
+    def _start_barrier(self) -> Work: ...
+
+    # ------------------------------------------------------------------ checks and counters
+
+    def _started(self, operation: str, tensor: Tensor | None, work: Work) -> Work:
+        calls = self._num_calls
+        calls[operation] = calls.get(operation, 0) + 1
+        if tensor is not None:
+            sizes = self._payload_bytes
+            sizes[operation] = sizes.get(operation, 0) + tensor.numel() * tensor.element_size()
+        return _MeasuredWork(work, self)
+
+    def _check_flat(self, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}: pass a contiguous copy or its flat storage"
+            )
+
+    def _check_reduction(self, op: str, tensor: Tensor) -> None:
+        if op not in REDUCE_OPS:
+            raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
+        self._check_flat(tensor)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f'op="mean" needs floating point or complex numbers, got {tensor.dtype}: '
+                'use "sum" and divide, or convert first'
+            )
+        if op in ("max", "min") and tensor.is_complex():
+            raise ValueError(f"op={op!r} is not defined for complex numbers ({tensor.dtype})")
+
+    def _check_parts(self, operation: str, *, whole: Tensor, part: Tensor) -> None:
+        self._check_flat(whole)
+        self._check_flat(part)
+        if whole.dtype != part.dtype or whole.numel() != part.numel() * self.size:
+            raise ValueError(
+                f"{operation} on {self.size} ranks: expected {self.size} x {part.numel()} elements of "
+                f"{part.dtype}, got {whole.numel()} of {whole.dtype}"
+            )
+
+    def _check_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"expected {what} between 0 and {self.size - 1}, got {rank}")
+
+    def _check_peer(self, what: str, rank: int) -> None:
+        self._check_rank(what, rank)
+        if rank == self.rank:
+            raise ValueError(f"rank {rank} cannot be its own {what}: copy the tensor instead")
+
+    def _check_usable(self, reason: str | None) -> None:
+        """For engines: raise when the transport was aborted."""
+        if reason is not None:
+            raise SynclineError(f"this transport was aborted on rank {self.rank}: {reason}")

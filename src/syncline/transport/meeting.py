@@ -1,0 +1,271 @@
+"""Where ranks that are threads meet: one state machine for each collective or message under way.
+
+The n-th collective of one rank is matched with the n-th of every other, the n-th `send` from a to b with b's
+n-th `recv` from a (as in Gloo and NCCL, a `send` is done when it was received). The first error breaks the
+whole room, so every rank is told the same text.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+
+__all__ = ["Call", "Failure", "Meeting", "MeetingRoom", "State"]
+
+
+class State(enum.Enum):
+    """Where a meeting stands."""
+
+    GATHERING = "gathering"
+    """Some of its ranks have not come yet."""
+    COMPUTING = "computing"
+    """All ranks have come; the last of them computes the result."""
+    DONE = "done"
+    """The result is there; each rank copies it when it waits."""
+    FAILED = "failed"
+    """There will be no result; each rank that waits raises."""
+
+
+_MOVES = {
+    State.GATHERING: {State.COMPUTING, State.FAILED},
+    State.COMPUTING: {State.DONE, State.FAILED},
+    State.DONE: set[State](),
+    State.FAILED: set[State](),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank called; the ranks of one meeting must call the same (or the two sides of a message)."""
+
+    operation: str
+    detail: str = ""
+    numel: int | None = None
+    dtype: torch.dtype | None = None
+
+    def agrees_with(self, other: Call) -> bool:
+        """Whether two ranks may meet with these calls."""
+        if {self.operation, other.operation} == {"send", "recv"}:
+            return (self.numel, self.dtype) == (other.numel, other.dtype)
+        return self == other
+
+    def __str__(self) -> str:
+        size = "" if self.numel is None else f" of {self.numel} elements, {self.dtype}"
+        return f"{self.operation}{f'({self.detail})' if self.detail else ''}{size}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a room is broken; every rank raises an exception object of its own made from it."""
+
+    kind: type[SynclineError]
+    text: str
+    aborted_by: int | None = None
+
+    def on_rank(self, rank: int | None) -> SynclineError:
+        """What `rank` raises; None for somebody who is not in the room."""
+        if self.aborted_by is None:
+            return self.kind(self.text)
+        if rank == self.aborted_by:
+            return SynclineError(f"this transport was aborted on rank {rank}: {self.text}")
+        return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+
+
+class Meeting:
+    """One collective (or one message) under way; all fields are guarded by the group's lock."""
+
+    def __init__(self, lock: threading.Lock, members: tuple[int, ...], title: str) -> None:
+        self.members = members
+        self.title = title
+        self.state = State.GATHERING
+        self.calls: dict[int, Call] = {}
+        self.parts: dict[int, Any] = {}
+        self.result: Any = None
+        self.failure: Failure | None = None
+        self.changed = threading.Condition(lock)
+
+    def transition(self, to: State) -> None:
+        assert to in _MOVES[self.state], f"{self.title}: {self.state} -> {to}"
+        self.state = to
+        if to is not State.COMPUTING:
+            self.parts = {}
+            self.changed.notify_all()
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self.transition(State.FAILED)
+
+    def absent(self) -> list[int]:
+        return [rank for rank in self.members if rank not in self.calls]
+
+    def who_called_what(self) -> str:
+        """Ranks by call, for messages."""
+        by_call: dict[str, list[int]] = {}
+        for rank in self.members:
+            call = self.calls.get(rank)
+            by_call.setdefault("has not called yet" if call is None else str(call), []).append(rank)
+        return "\n".join(f"  {_named(ranks)}: {call}" for call, ranks in by_call.items())
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+class MeetingRoom:
+    """Where `size` ranks meet: matches their calls, and breaks as a whole at the first error.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._meetings: dict[tuple[object, int], Meeting] = {}
+        self._num_joined: Counter[tuple[int, object]] = Counter()
+        self._gone: dict[int, str] = {}
+        self._children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
+        self._ranks_in_parent: tuple[int, ...] = ()
+
+    def child(self, ranks: tuple[int, ...]) -> MeetingRoom:
+        """A room for some of the ranks; it breaks when this one does."""
+        room = MeetingRoom(len(ranks))
+        room._ranks_in_parent = ranks
+        with self._lock:
+            self._children.add(room)
+            room.failure = self.failure
+        return room
+
+    def join(
+        self,
+        rank: int,
+        call: Call,
+        part: Any,
+        compute: Callable[[list[Any]], Any],
+        channel: tuple[int, int] | None = None,
+    ) -> Meeting:
+        """Rank `rank` comes to its next meeting; the last to come computes the result.
+
+        Args:
+            rank: who comes.
+            call: what it called; must agree with its peers.
+            part: what it contributes.
+            compute: from the members' parts, in rank order, to the result.
+            channel: None for a collective, (src, dst) for a message.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure.on_rank(rank)
+            if rank in self._gone:
+                raise SynclineError(f"{call}: rank {rank} cannot call this, its transport was closed")
+            nth = self._num_joined[rank, channel]
+            self._num_joined[rank, channel] += 1
+            meeting = self._meetings.get((channel, nth))
+            if meeting is None:
+                members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
+                what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
+                meeting = Meeting(self._lock, members, f"{what} number {nth}")
+                self._meetings[channel, nth] = meeting
+            meeting.calls[rank] = call
+            meeting.parts[rank] = part
+            self._check(meeting)
+            if meeting.state is State.FAILED or meeting.absent():
+                return meeting
+            del self._meetings[channel, nth]
+            parts = [meeting.parts[member] for member in meeting.members]
+            meeting.transition(State.COMPUTING)
+        self._compute(meeting, compute, parts)
+        return meeting
+
+    def _check(self, meeting: Meeting) -> None:
+        """Break the group if the calls differ, or if a rank that is gone is needed. Lock held."""
+        first, *others = meeting.calls.values()
+        if not all(first.agrees_with(other) for other in others):
+            text = (
+                f"the ranks met in different calls ({meeting.title} of this group of {self.size}):\n"
+                f"{meeting.who_called_what()}\n"
+                "every rank must make the same calls in the same order, with equal sizes and dtypes: "
+                "look for a branch that depends on the rank, or for unequal numbers of batches"
+            )
+            self._break_locked(Failure(CollectiveMismatch, text))
+            return
+        for rank in meeting.absent():
+            if rank in self._gone:
+                text = (
+                    f"{first} ({meeting.title} of this group of {self.size}) needs rank {rank}, "
+                    f"which is gone: {self._gone[rank]}\n{meeting.who_called_what()}\n"
+                    f"rank {rank} made fewer calls than its peers: look for unequal numbers of batches"
+                )
+                self._break_locked(Failure(PeerLost, text))
+                return
+
+    def _compute(self, meeting: Meeting, compute: Callable[[list[Any]], Any], parts: list[Any]) -> None:
+        try:
+            result = compute(parts)
+        except BaseException as error:
+            # The others learn of it here, this rank by the error itself.
+            failure = Failure(PeerFailed, f"{meeting.title} could not be computed: {error!r}")
+            with self._lock:
+                meeting.fail(failure)
+                self._break_locked(failure)
+            raise
+        with self._lock:
+            meeting.result = result
+            meeting.transition(State.DONE)
+
+    def wait(self, rank: int, meeting: Meeting, timeout_seconds: float) -> Any:
+        """The meeting's result, or its failure raised."""
+        with self._lock:
+            came = meeting.changed.wait_for(lambda: meeting.state is not State.GATHERING, timeout_seconds)
+            if not came:
+                call = meeting.calls[rank]
+                text = (
+                    f"{call} ({meeting.title} of this group of {self.size}): "
+                    f"{_named(meeting.absent())} did not come within {timeout_seconds:g} s\n"
+                    f"{meeting.who_called_what()}\n"
+                    "look at what the absent ranks do instead (an endless loop, fewer batches); "
+                    "if they are only slow, raise the timeout"
+                )
+                self._break_locked(Failure(CollectiveTimeout, text))
+            meeting.changed.wait_for(lambda: meeting.state in (State.DONE, State.FAILED))
+            if meeting.failure is not None:
+                raise meeting.failure.on_rank(rank)
+            return meeting.result
+
+    def break_(self, failure: Failure) -> None:
+        """Fail everything under way and everything to come, here and in the children."""
+        with self._lock:
+            self._break_locked(failure)
+            children = list(self._children)
+        for child in children:
+            child.break_(Failure(failure.kind, str(failure.on_rank(None))))
+
+    def _break_locked(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+        for meeting in self._meetings.values():
+            meeting.fail(self.failure)
+        self._meetings = {}
+
+    def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
+        """Rank `rank` makes no more calls: peers that need it raise `PeerLost` at once."""
+        with self._lock:
+            self._gone.setdefault(rank, why)
+            for meeting in list(self._meetings.values()):
+                if meeting.state is State.GATHERING and rank in meeting.absent():
+                    self._check(meeting)
+            children = list(self._children) if with_children else []
+        for child in children:
+            if rank in child._ranks_in_parent:
+                child.leave(child._ranks_in_parent.index(rank), why, with_children=True)

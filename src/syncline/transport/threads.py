@@ -1,0 +1,300 @@
+"""Ranks as threads of one process: for tests, for simulation, and for a process that is alone.
+
+Deterministic: reductions run in rank order 0 .. size - 1, so all ranks and all runs see the same bits;
+fp16 and bf16 are added up in fp32 and rounded once. Inputs are copied when an operation starts, results are
+written by `Work.wait`, so no rank ever sees a peer's buffer change.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerFailed
+from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.meeting import Call, Failure, Meeting, MeetingRoom, State
+
+__all__ = ["ThreadGroup", "ThreadsTransport", "run_ranks"]
+
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------------- the group
+
+
+class ThreadGroup:
+    """A group of ranks that live in threads of this process.
+
+    Args:
+        size: number of ranks.
+        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
+
+    Example:
+        >>> alone = ThreadGroup(1).transport(0)
+        >>> alone.all_reduce(torch.ones(2), "mean").wait()
+    """
+
+    def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
+        if size < 1:
+            raise ValueError(f"expected at least 1 rank, got {size}")
+        self.size = size
+        self._room = MeetingRoom(size)
+        self._transports = _transports(self._room, timeout_seconds)
+
+    def transport(self, rank: int) -> ThreadsTransport:
+        """The transport of `rank`; always the same object."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"expected rank between 0 and {self.size - 1}, got {rank}")
+        return self._transports[rank]
+
+
+def _transports(room: MeetingRoom, timeout_seconds: float) -> tuple[ThreadsTransport, ...]:
+    return tuple(
+        ThreadsTransport(room, rank=rank, timeout_seconds=timeout_seconds) for rank in range(room.size)
+    )
+
+
+# ---------------------------------------------------------------------- the transport
+
+
+class _DoneWork(Work):
+    """An operation that was finished when it was started (a group of one rank)."""
+
+    __slots__ = ()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _DoneWork()
+
+
+class _ThreadsWork(Work):
+    """One rank's side of a meeting; writes the result when it is waited for, once."""
+
+    __slots__ = ("_meeting", "_target", "_transport")
+
+    def __init__(self, transport: ThreadsTransport, meeting: Meeting, target: Tensor | None) -> None:
+        self._transport = transport
+        self._meeting: Meeting | None = meeting
+        self._target = target
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        if self._meeting is None:
+            return
+        transport = self._transport
+        timeout = transport.timeout_seconds if timeout_seconds is None else timeout_seconds
+        result = transport._room.wait(transport.rank, self._meeting, timeout)
+        if self._target is not None:
+            part = result[transport.rank] if isinstance(result, list) else result
+            self._target.detach().view(-1).copy_(part)
+            _synchronize(self._target)
+        self._meeting = None
+
+    def is_completed(self) -> bool:
+        return self._meeting is None or self._meeting.state in (State.DONE, State.FAILED)
+
+
+class ThreadsTransport(Transport):
+    """One rank of a `ThreadGroup`, whose `transport` method makes it. Use it from one thread at a time."""
+
+    def __init__(self, room: MeetingRoom, *, rank: int, timeout_seconds: float) -> None:
+        super().__init__(rank=rank, size=room.size, timeout_seconds=timeout_seconds)
+        self._room = room
+
+    @property
+    def name(self) -> str:
+        return "threads"
+
+    def split(self, color: int | None) -> ThreadsTransport | None:
+        meeting = self._room.join(self.rank, Call("split"), color, self._split_by)
+        transports = self._room.wait(self.rank, meeting, self.timeout_seconds)
+        return cast("ThreadsTransport | None", transports[self.rank])
+
+    def _split_by(self, colors: list[int | None]) -> list[ThreadsTransport | None]:
+        transports: list[ThreadsTransport | None] = [None] * self.size
+        for color in {color for color in colors if color is not None}:
+            ranks = tuple(rank for rank in range(self.size) if colors[rank] == color)
+            members = _transports(self._room.child(ranks), self.timeout_seconds)
+            for rank, transport in zip(ranks, members, strict=True):
+                transports[rank] = transport
+        return transports
+
+    def abort(self, reason: str) -> None:
+        self._room.break_(Failure(PeerFailed, reason, aborted_by=self.rank))
+
+    def close(self) -> None:
+        self._room.leave(self.rank, "it closed its transport")
+
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        if self.size == 1:
+            return self._done_alone()
+        call = Call("all_reduce", op, tensor.numel(), tensor.dtype)
+        return self._start(call, _snapshot(tensor), lambda parts: _reduced(parts, op), tensor)
+
+    def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
+        if self.size == 1:
+            output.detach().view(-1).copy_(input.detach().view(-1))
+            return self._done_alone()
+        call = Call("reduce_scatter", op, input.numel(), input.dtype)
+
+        def compute(parts: list[Tensor]) -> list[Tensor]:
+            return list(_reduced(parts, op).chunk(len(parts))) if parts[0].numel() else parts
+
+        return self._start(call, _snapshot(input), compute, output)
+
+    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+        if self.size == 1:
+            output.detach().view(-1).copy_(input.detach().view(-1))
+            return self._done_alone()
+        call = Call("all_gather", "", input.numel(), input.dtype)
+        return self._start(call, _snapshot(input), _concatenated, output)
+
+    def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
+        if self.size == 1:
+            return self._done_alone()
+        call = Call("broadcast", f"from rank {src}", tensor.numel(), tensor.dtype)
+        if self.rank == src:
+            return self._start(call, _snapshot(tensor), lambda parts: parts[src], None)
+        return self._start(call, None, lambda parts: parts[src], tensor)
+
+    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+        call = Call("send", "", tensor.numel(), tensor.dtype)
+        return self._start(call, _snapshot(tensor), _only_message, None, (self.rank, dst))
+
+    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+        call = Call("recv", "", tensor.numel(), tensor.dtype)
+        return self._start(call, None, _only_message, tensor, (src, self.rank))
+
+    def _start_barrier(self) -> Work:
+        if self.size == 1:
+            return self._done_alone()
+        return self._start(Call("barrier"), None, lambda parts: None, None)
+
+    def _start(
+        self,
+        call: Call,
+        part: Tensor | None,
+        compute: Callable[[list[Any]], Any],
+        target: Tensor | None,
+        channel: tuple[int, int] | None = None,
+    ) -> Work:
+        return _ThreadsWork(self, self._room.join(self.rank, call, part, compute, channel), target)
+
+    def _done_alone(self) -> Work:
+        if self._room.failure is not None:
+            raise self._room.failure.on_rank(self.rank)
+        return _DONE
+
+
+# ---------------------------------------------------------------------- arithmetic, in rank order
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().reshape(-1).clone()
+    _synchronize(copy)
+    return copy
+
+
+def _synchronize(tensor: Tensor) -> None:
+    """Other threads may use other streams: what was queued for `tensor` must be over when they look."""
+    if tensor.device.type != "cpu":
+        torch.accelerator.current_stream(tensor.device).synchronize()
+
+
+def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
+    dtype = parts[0].dtype
+    total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
+    for part in parts[1:]:
+        other = part.to(total.device)
+        if op in ("sum", "mean"):
+            total.add_(other)
+        elif op == "product":
+            total.mul_(other)
+        elif op == "max":
+            total = torch.maximum(total, other.to(total.dtype))
+        else:
+            total = torch.minimum(total, other.to(total.dtype))
+    if op == "mean":
+        total.div_(len(parts))
+    total = total.to(dtype)
+    _synchronize(total)
+    return total
+
+
+def _concatenated(parts: list[Tensor]) -> Tensor:
+    whole = torch.cat([part.to(parts[0].device) for part in parts])
+    _synchronize(whole)
+    return whole
+
+
+def _only_message(parts: list[Tensor | None]) -> Tensor:
+    (message,) = [part for part in parts if part is not None]
+    return message
+
+
+# ---------------------------------------------------------------------- ranks as threads
+
+
+def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds: float = 60.0) -> list[T]:
+    """Run `fn(transport)` on `size` ranks, each in a thread of its own.
+
+    When a rank raises, its peers are told (`PeerFailed` with the traceback, in whatever they wait for), and
+    the exception is raised here. A rank that returns while a peer still needs it makes that peer raise
+    `PeerLost`.
+
+    Args:
+        size: number of ranks.
+        fn: what each rank does.
+        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
+
+    Returns:
+        The results, in rank order.
+
+    Example:
+        >>> def program(transport):
+        ...     x = torch.tensor([float(transport.rank)])
+        ...     transport.all_reduce(x, "mean").wait()
+        ...     return x.item()
+        >>> run_ranks(4, program)
+        [1.5, 1.5, 1.5, 1.5]
+    """
+    group = ThreadGroup(size, timeout_seconds)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = fn(group.transport(rank))
+        except BaseException as error:
+            errors[rank] = error
+            text = f"rank {rank} of {size} ended by an exception of its own:\n{traceback.format_exc()}"
+            group._room.break_(Failure(PeerFailed, text))
+        else:
+            group._room.leave(rank, "its function has returned", with_children=True)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        group._room.break_(Failure(PeerFailed, f"the thread that runs the ranks was interrupted: {error!r}"))
+        raise
+    if errors:
+        # A PeerFailed only repeats what another rank raised first.
+        rank = min(errors, key=lambda rank: (isinstance(errors[rank], PeerFailed), rank))
+        errors[rank].add_note(f"raised on rank {rank} of {size}")
+        raise errors[rank]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,97 @@
+"""The core test: N ranks do what one process does on the concatenated batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    CASES,
+    assert_close,
+    assert_same_bits,
+    train_alone,
+    train_synchronized,
+)
+
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+
+def equal_batches(step: int, rank: int) -> int:
+    return 6
+
+
+def unequal_batches(step: int, rank: int) -> int:
+    """From 0 to 12 samples: rank 1 has none in every third step."""
+    return 0 if rank == 1 and step % 3 == 0 else 1 + (5 * step + 3 * rank) % 12
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one bucket": {},
+    "many buckets": {"bucket_cap_mb": 0.0001},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "many bucket views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+    "unused allowed": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_equal_one_process(name: str, setting: str) -> None:
+    def rank(transport: Transport) -> Any:
+        return train_synchronized(
+            name, transport, rank=transport.rank, samples=equal_batches, counted=False, **SETTINGS[setting]
+        )
+
+    first, second = run_ranks(2, rank)
+    assert_same_bits(first, second)
+    assert_close(name, first, train_alone(name, num_ranks=2, samples=equal_batches))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_uneven_item_counts_equal_one_process(name: str, setting: str) -> None:
+    def rank(transport: Transport) -> Any:
+        return train_synchronized(
+            name, transport, rank=transport.rank, samples=unequal_batches, counted=True, **SETTINGS[setting]
+        )
+
+    results = run_ranks(3, rank)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+    assert_close(name, results[0], train_alone(name, num_ranks=3, samples=unequal_batches))
+
+
+def test_the_test_sees_a_lost_sample() -> None:
+    """The tolerance is tight enough: one sample less on one rank is noticed."""
+
+    def one_less(step: int, rank: int) -> int:
+        return 6 - (rank == 1 and step == 3)
+
+    def rank(transport: Transport) -> Any:
+        return train_synchronized("gpt", transport, rank=transport.rank, samples=equal_batches, counted=False)
+
+    results = run_ranks(2, rank)
+    with pytest.raises(AssertionError, match="step 3, gradient"):
+        assert_close("gpt", results[0], train_alone("gpt", num_ranks=2, samples=one_less))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_equal_one_and_repeat_their_bits(name: str, counted: bool) -> None:
+    rank, samples = dist.get_rank(), unequal_batches if counted else equal_batches
+
+    def run() -> Any:
+        return train_synchronized(name, None, rank=rank, samples=samples, counted=counted)
+
+    first = run()
+    assert_same_bits(first, run())
+    assert_close(name, first, train_alone(name, num_ranks=2, samples=samples))
+    for _, parameters in first[-1:]:
+        for parameter in parameters:
+            other = parameter.clone()
+            dist.broadcast(other, 0)
+            assert torch.equal(parameter, other)

@@ -1,0 +1,541 @@
+"""What one backward does, on ranks as threads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import syncline
+from syncline.errors import SynclineError, UnreducedGradients
+from syncline.parallel import DistributedDataParallel as DDP
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+
+def linear(num_in: int = 2, num_out: int = 1) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(num_in, num_out)
+
+
+def inputs(transport: Transport) -> Tensor:
+    """Rank r feeds r + 1, so the mean gradient over two ranks is 1.5."""
+    return torch.full((1, 2), float(transport.rank + 1))
+
+
+def each_rank(fn: Callable[[Transport], Any], size: int = 2) -> list[Any]:
+    return run_ranks(size, fn)
+
+
+def backward(ddp: DDP, x: Tensor) -> None:
+    ddp(x).sum().backward()
+
+
+# ---------------------------------------------------------------------- when a backward synchronizes
+
+
+def test_a_backward_averages_over_ranks() -> None:
+    def rank(t: Transport) -> list[float]:
+        ddp = DDP(linear(), process_group=t)
+        backward(ddp, inputs(t))
+        return ddp.module.weight.grad.flatten().tolist()
+
+    assert each_rank(rank) == [[1.5, 1.5]] * 2
+
+
+def test_no_sync_is_decided_where_the_backward_runs() -> None:
+    def rank(t: Transport) -> tuple[float, float]:
+        ddp = DDP(linear(), process_group=t)
+        with ddp.no_sync():
+            loss = ddp(inputs(t)).sum()
+        loss.backward()
+        outside = ddp.module.weight.grad[0, 0].item()
+        ddp.zero_grad()
+        loss = ddp(inputs(t)).sum()
+        with ddp.no_sync():
+            loss.backward()
+        return outside, ddp.module.weight.grad[0, 0].item()
+
+    assert each_rank(rank) == [(1.5, 1.0), (1.5, 2.0)]
+
+
+def test_no_sync_is_restored_after_an_exception() -> None:
+    def rank(t: Transport) -> bool:
+        ddp = DDP(linear(), process_group=t)
+        with pytest.raises(KeyError), ddp.no_sync():
+            raise KeyError
+        return ddp.require_backward_grad_sync
+
+    assert each_rank(rank) == [True, True]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_accumulated_micro_batches_are_reduced_together(view: bool) -> None:
+    def rank(t: Transport) -> list[float]:
+        ddp = DDP(linear(), process_group=t, gradient_as_bucket_view=view)
+        seen = []
+        for _ in range(3):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                backward(ddp, inputs(t))
+                backward(ddp, inputs(t))
+            backward(ddp, 10 * inputs(t))
+            seen.append(ddp.module.weight.grad[0, 0].item())
+        return seen
+
+    assert each_rank(rank) == [[18.0] * 3] * 2
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_repeated_backwards_add_means_as_torch_does(view: bool) -> None:
+    def rank(t: Transport) -> float:
+        ddp = DDP(linear(), process_group=t, gradient_as_bucket_view=view)
+        loss = ddp(inputs(t)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return ddp.module.weight.grad[0, 0].item()
+
+    assert each_rank(rank) == [3.0, 3.0]
+
+
+def test_two_forwards_then_two_backwards_both_synchronize() -> None:
+    def rank(t: Transport) -> list[float]:
+        ddp = DDP(linear(), process_group=t)
+        first, second = ddp(inputs(t)).sum(), ddp(10 * inputs(t)).sum()
+        first.backward()
+        seen = [ddp.module.weight.grad[0, 0].item()]
+        second.backward()
+        return [*seen, ddp.module.weight.grad[0, 0].item()]
+
+    assert each_rank(rank) == [[1.5, 16.5]] * 2
+
+
+def test_zeroing_in_place_and_to_none_give_the_same() -> None:
+    def rank(t: Transport) -> list[float]:
+        ddp = DDP(linear(), process_group=t, gradient_as_bucket_view=True)
+        seen = []
+        for to_none in (True, False, True):
+            backward(ddp, inputs(t))
+            seen.append(ddp.module.weight.grad[0, 0].item())
+            ddp.zero_grad(set_to_none=to_none)
+        return seen
+
+    assert each_rank(rank) == [[1.5] * 3] * 2
+
+
+# ---------------------------------------------------------------------- which parameters
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    def rank(t: Transport) -> Any:
+        model = nn.Sequential(linear(2, 2), linear())
+        model[0].requires_grad_(False)
+        ddp = DDP(model, process_group=t)
+        backward(ddp, inputs(t))
+        return model[0].weight.grad, len(ddp.last_step.buckets), ddp.contract["gradients"].size
+
+    assert each_rank(rank) == [(None, 1, "2 tensors, 12 B")] * 2
+
+
+def test_a_shared_parameter_is_reduced_once() -> None:
+    def rank(t: Transport) -> Any:
+        shared = linear(2, 2)
+        ddp = DDP(nn.Sequential(shared, shared), process_group=t)
+        backward(ddp, inputs(t))
+        return ddp.last_step.num_gradients, ddp.last_step.num_reduced
+
+    assert each_rank(rank) == [(2, 6)] * 2
+
+
+def test_channels_last_weights_keep_their_strides() -> None:
+    def rank(t: Transport) -> Any:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        ddp = DDP(conv, process_group=t, gradient_as_bucket_view=True)
+        ddp(torch.full((1, 3, 2, 2), float(t.rank + 1))).sum().backward()
+        return conv.weight.grad.stride() == conv.weight.stride(), conv.weight.grad.unique().tolist()
+
+    assert each_rank(rank) == [(True, [1.5])] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_dtype_of_gradients_travels_exactly(dtype: torch.dtype) -> None:
+    """Small integers are exact in all of them, so the mean must be."""
+
+    def rank(t: Transport) -> Any:
+        model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(5, dtype=dtype))})
+        ddp = DDP(_Times(model), process_group=t)
+        with ddp.normalize_by(3 + t.rank):
+            ddp(torch.tensor(7 * (t.rank + 1), dtype=dtype)).backward()
+        return model["w"].grad.real.float().tolist(), ddp.last_step.divisor
+
+    assert each_rank(rank) == [([3.0] * 5, 7)] * 2
+
+
+class _Times(nn.Module):
+    def __init__(self, parameters: nn.ParameterDict) -> None:
+        super().__init__()
+        self.parameters_ = parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (self.parameters_["w"] * x).sum()
+        return out.real if out.is_complex() else out
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_dropping_the_wrapper_takes_its_hooks_off(size: int) -> None:
+    def rank(t: Transport) -> float:
+        model = linear()
+        DDP(model, process_group=t)
+        ddp = DDP(model, process_group=t)
+        backward(ddp, inputs(t))
+        return model.weight.grad[0, 0].item()
+
+    assert each_rank(rank, size) == [1.5 if size == 2 else 1.0] * size
+
+
+# ---------------------------------------------------------------------- unused parameters
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = linear(2, 2)
+        self.left = linear(2, 1)
+        self.right = linear(2, 1)
+
+    def forward(self, x: Tensor, *, left: bool) -> Tensor:
+        x = self.body(x)
+        return (self.left if left else self.right)(x)
+
+
+@pytest.mark.parametrize("cap_mb", [None, 1e-6])
+def test_an_unused_parameter_is_an_error_at_this_backward_on_every_rank(cap_mb: float | None) -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(TwoHeads(), process_group=t, bucket_cap_mb=cap_mb)
+        with pytest.raises(UnreducedGradients) as error:
+            ddp(inputs(t), left=t.rank == 0).sum().backward()
+        return str(error.value), error.value.missing
+
+    first, second = each_rank(rank)
+    assert first == second
+    assert first[1] == {0: ("right.weight", "right.bias"), 1: ("left.weight", "left.bias")}
+    assert "on rank 0: right.weight, right.bias" in first[0]
+    assert "find_unused_parameters=True" in first[0]
+
+
+def test_a_rank_with_all_gradients_learns_that_another_lacks_some() -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(TwoHeads(), process_group=t)
+        x = inputs(t)
+        with pytest.raises(UnreducedGradients) as error:
+            loss = ddp(x, left=True).sum()
+            if t.rank == 0:
+                loss = loss + ddp(x, left=False).sum()
+            loss.backward()
+        return error.value.missing
+
+    assert each_rank(rank) == [{1: ("right.weight", "right.bias")}] * 2
+
+
+def test_training_goes_on_after_an_unused_parameter_was_reported() -> None:
+    def rank(t: Transport) -> float:
+        ddp = DDP(TwoHeads(), process_group=t)
+        with pytest.raises(UnreducedGradients):
+            ddp(inputs(t), left=True).sum().backward()
+        ddp.zero_grad()
+        (ddp(inputs(t), left=True) + ddp(inputs(t), left=False)).sum().backward()
+        return ddp.module.left.bias.grad.item()
+
+    assert each_rank(rank) == [1.0, 1.0]
+
+
+def test_alone_the_rule_is_the_same() -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(TwoHeads(), process_group=t)
+        with pytest.raises(UnreducedGradients, match=r"on all 1 ranks: right\.weight, right\.bias"):
+            ddp(inputs(t), left=True).sum().backward()
+
+    each_rank(rank, size=1)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("argument", ["find_unused_parameters", "static_graph"])
+def test_where_unused_is_allowed_a_missing_gradient_is_zero_and_a_global_one_untouched(
+    argument: str, view: bool
+) -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(TwoHeads(), process_group=t, gradient_as_bucket_view=view, **{argument: True})
+        module = ddp.module
+        seen = []
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(inputs(t), left=True).sum().backward()
+            seen.append((module.left.bias.grad.item(), module.right.bias.grad))
+            ddp.zero_grad()
+            ddp(inputs(t), left=t.rank == 0).sum().backward()
+            seen.append((module.left.bias.grad.item(), module.right.bias.grad.item()))
+        return seen
+
+    assert each_rank(rank) == [[(1.0, None), (0.5, 0.5)] * 2] * 2
+
+
+def test_use_under_no_sync_counts_as_use() -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(TwoHeads(), process_group=t, find_unused_parameters=True)
+        with ddp.no_sync():
+            ddp(inputs(t), left=False).sum().backward()
+        ddp(inputs(t), left=True).sum().backward()
+        return ddp.module.right.bias.grad.item(), ddp.module.left.bias.grad.item()
+
+    assert each_rank(rank) == [(1.0, 1.0)] * 2
+
+
+# ---------------------------------------------------------------------- normalize_by
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_normalize_by_is_exact_over_micro_batches_with_and_without_no_sync(size: int, view: bool) -> None:
+    def rank(t: Transport) -> list[float]:
+        ddp = DDP(linear(), process_group=t, gradient_as_bucket_view=view)
+        seen = []
+        for silent in (True, False, True):
+            ddp.zero_grad()
+            for micro in range(3):
+                num_items = 4 * micro + t.rank + 1
+                ddp.require_backward_grad_sync = not (silent and micro < 2)
+                with ddp.normalize_by(num_items):
+                    backward(ddp, torch.full((num_items, 2), 3.0))
+            seen.append(ddp.module.weight.grad[0, 0].item())
+            assert ddp.last_step.divisor == sum(4 * m + r + 1 for m in range(3) for r in range(size))
+        return seen
+
+    for row in each_rank(rank, size):
+        assert row == pytest.approx([3.0] * 3, rel=1e-6)
+
+
+def test_zeroing_in_place_starts_a_new_count() -> None:
+    def rank(t: Transport) -> float:
+        ddp = DDP(linear(), process_group=t)
+        for _ in range(2):
+            with ddp.normalize_by(2):
+                backward(ddp, torch.full((2, 2), 3.0))
+            divisor = ddp.last_step.divisor
+            ddp.zero_grad(set_to_none=False)
+        return divisor
+
+    assert each_rank(rank) == [4, 4]
+
+
+def test_a_dropped_micro_batch_does_not_count() -> None:
+    """An exception, zero_grad, and on with the next batch."""
+
+    def rank(t: Transport) -> int:
+        ddp = DDP(linear(), process_group=t)
+        for counted in (True, False):
+            with ddp.no_sync(), ddp.normalize_by(100) if counted else nullcontext():
+                backward(ddp, torch.ones(1, 2))
+            ddp.zero_grad()
+        with ddp.normalize_by(2):
+            backward(ddp, torch.ones(2, 2))
+        return ddp.last_step.divisor
+
+    assert each_rank(rank) == [4, 4]
+
+
+def test_gradients_that_were_changed_and_not_cleared_are_refused() -> None:
+    def rank(t: Transport) -> float:
+        ddp = DDP(linear(), process_group=t)
+        with ddp.normalize_by(2):
+            backward(ddp, torch.ones(2, 2))
+        ddp.module.weight.grad.mul_(0.5)
+        with pytest.raises(ValueError, match="zero_grad"), ddp.normalize_by(2):
+            pass
+        return ddp.module.weight.grad[0, 0].item()
+
+    assert each_rank(rank) == [0.5, 0.5]
+
+
+def test_a_block_that_ends_without_backward_changes_nothing() -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(linear(), process_group=t)
+        with ddp.normalize_by(2):
+            backward(ddp, torch.ones(2, 2))
+        before = ddp.module.weight.grad.clone()
+        with pytest.raises(KeyError), ddp.normalize_by(7):
+            raise KeyError
+        return torch.equal(before, ddp.module.weight.grad)
+
+    assert each_rank(rank) == [True, True]
+
+
+def test_no_items_anywhere_is_an_error_on_every_rank() -> None:
+    def rank(t: Transport) -> None:
+        ddp = DDP(linear(), process_group=t)
+        with pytest.raises(ValueError, match=r"0 items on all 2 rank"), ddp.normalize_by(0):
+            backward(ddp, torch.ones(0, 2))
+
+    each_rank(rank)
+
+
+def test_normalize_by_on_some_ranks_only_is_an_error_on_every_rank() -> None:
+    def rank(t: Transport) -> str:
+        ddp = DDP(linear(), process_group=t)
+        loss = ddp(inputs(t)).sum()
+        with pytest.raises(SynclineError) as error:
+            if t.rank:
+                with ddp.normalize_by(2):
+                    loss.backward()
+            else:
+                loss.backward()
+        return str(error.value)
+
+    first, second = each_rank(rank)
+    assert first == second
+    assert "rank(s) 1 ran this backward under normalize_by, rank(s) 0 did not" in first
+
+
+# ---------------------------------------------------------------------- what cannot be right is refused
+
+
+def test_create_graph_is_refused() -> None:
+    def rank(t: Transport) -> None:
+        ddp = DDP(linear(), process_group=t)
+        with pytest.raises(SynclineError, match="create_graph=True"):
+            ddp(inputs(t)).sum().backward(create_graph=True)
+
+    with pytest.warns(UserWarning, match="create_graph"):
+        each_rank(rank)
+
+
+def test_after_a_backward_that_raised_early_the_next_one_is_right() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError("in the user's backward")
+
+    def rank(t: Transport) -> float:
+        model = nn.Sequential(linear(2, 2), linear())
+        ddp = DDP(model, process_group=t)
+        with pytest.raises(KeyError):
+            model[1](Fails.apply(model[0](inputs(t)))).sum().backward()
+        ddp.zero_grad()
+        backward(ddp, inputs(t))
+        return model[1].bias.grad.item()
+
+    assert each_rank(rank) == [1.0, 1.0]
+
+
+def test_a_backward_that_raised_after_buckets_were_sent_breaks_the_module_by_name() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError
+
+    def rank(t: Transport) -> None:
+        model = nn.Sequential(linear(2, 2), linear())
+        ddp = DDP(model, process_group=t, bucket_cap_mb=1e-6)
+        with pytest.raises(KeyError):
+            model[1](Fails.apply(model[0](inputs(t)))).sum().backward()
+        for _ in range(2):
+            with pytest.raises(SynclineError, match=r"step 1: a backward began .* 2 bucket\(s\) of it had been sent"):
+                backward(ddp, inputs(t))
+
+    each_rank(rank)
+
+
+def test_reentrant_checkpoints_are_refused_by_name() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = linear(2, 2), linear(2, 2), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.first, x, use_reentrant=True)
+            return self.last(checkpoint(self.second, x, use_reentrant=True))
+
+    def rank(t: Transport) -> None:
+        ddp = DDP(Checkpointed(), process_group=t, bucket_cap_mb=1e-6)
+        with pytest.raises(SynclineError, match="use_reentrant=False"):
+            ddp(inputs(t).requires_grad_()).sum().backward()
+
+    each_rank(rank)
+
+
+# ---------------------------------------------------------------------- what it costs, what it records
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
+    """Pure-Python reducers lose their time in calls; this is the budget."""
+    package = str(Path(syncline.__file__).parent)
+    sync = ("sync", "parallel.py")
+
+    def rank(t: Transport) -> tuple[int, int]:
+        torch.manual_seed(0)
+        ddp = DDP(nn.Sequential(*(linear(2, 2) for _ in range(50))), process_group=t, gradient_as_bucket_view=view)
+        for _ in range(2):
+            ddp.zero_grad()
+            backward(ddp, inputs(t))
+        num_calls = 0
+
+        def profile(frame: Any, event: str, _: Any) -> None:
+            nonlocal num_calls
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and str(path).startswith(package) and (path.parent.name in sync or path.name in sync):
+                num_calls += frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
+
+        ddp.zero_grad()
+        sys.setprofile(profile)
+        try:
+            backward(ddp, inputs(t))
+        finally:
+            sys.setprofile(None)
+        return num_calls, len(ddp.last_step.buckets)
+
+    for num_calls, num_buckets in each_rank(rank):
+        assert num_buckets == 1
+        assert 100 <= num_calls <= 100 + 45, "one call for each of 100 parameters, and a fixed number beside them"
+
+
+def test_the_order_is_learnt_from_rank_0() -> None:
+    """Registered backwards: the first plan is wrong, the second follows the recorded order."""
+
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.middle, self.first = linear(2, 2), linear(2, 2), linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    def rank(t: Transport) -> Any:
+        ddp = DDP(Reversed(), process_group=t, bucket_cap_mb=30 / 2**20, gradient_as_bucket_view=True)
+        orders = []
+        for _ in range(3):
+            ddp.zero_grad()
+            backward(ddp, inputs(t))
+            orders.append([bucket.trigger for bucket in ddp.last_step.buckets])
+        return orders, ddp.module.last.weight.grad.tolist()
+
+    (first, second), gradient = zip(*each_rank(rank), strict=True)
+    assert first == second
+    assert first[1] == first[2] == ["last.weight", "middle.weight", "first.weight"]
+    assert first[0] != first[1]
+    assert gradient[0] == gradient[1]

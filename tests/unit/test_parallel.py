@@ -1,0 +1,288 @@
+"""The wrapper itself: what it accepts, refuses, prints, and does about buffers. Ranks are threads."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import ContractMismatch
+from syncline.parallel import DistributedDataParallel as DDP
+from syncline.transport.base import Transport
+from syncline.transport.threads import ThreadGroup, run_ranks
+
+
+def alone() -> Transport:
+    return ThreadGroup(1).transport(0)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("module", [None, 3, nn.Linear, [nn.Linear(1, 1)]])
+def test_something_that_is_no_module_is_refused(module: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
+        DDP(module, process_group=alone())
+
+
+def test_a_module_without_trained_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ReLU has no parameter that requires grad \(0 parameters in all\)"):
+        DDP(nn.ReLU(), process_group=alone())
+    with pytest.raises(ValueError, match=r"no parameter that requires grad \(2 parameters in all\)"):
+        DDP(nn.Linear(1, 1).requires_grad_(False), process_group=alone())
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_lazy_parameters_are_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"lazy parameters .* \(0\.weight, 0\.bias\): run one forward"):
+        DDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), process_group=alone())
+
+
+@pytest.mark.parametrize("arguments", [{"device_ids": [0]}, {"output_device": 0}, {"device_ids": [0, 1]}])
+def test_device_ids_on_cpu_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="device_ids"):
+        DDP(nn.Linear(1, 1), process_group=alone(), **arguments)
+
+
+@pytest.mark.parametrize("cap_mb", [0, -1, float("nan")])
+def test_a_bucket_cap_that_is_not_positive_is_refused(cap_mb: float) -> None:
+    with pytest.raises(ValueError, match="bucket_cap_mb above 0"):
+        DDP(nn.Linear(1, 1), process_group=alone(), bucket_cap_mb=cap_mb)
+
+
+def test_sparse_embeddings_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="0 has sparse=True"):
+        DDP(nn.Sequential(nn.Embedding(3, 2, sparse=True)), process_group=alone())
+
+
+def test_arguments_may_be_given_by_position_as_in_torch() -> None:
+    ddp = DDP(nn.Linear(1, 1), None, None, 0, False, True, alone(), 25, True, False, True, False)
+    assert (ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.gradient_as_bucket_view) == (False, True, True)
+
+
+# ---------------------------------------------------------------------- agreement
+
+
+def mismatch_texts(build: Any, **different: Any) -> list[str]:
+    def rank(t: Transport) -> str:
+        module = build(t.rank)
+        before = [p.detach().clone() for p in module.parameters()]
+        with pytest.raises(ContractMismatch) as error:
+            DDP(module, process_group=t, **({} if t.rank == 0 else different))
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "nothing was sent"
+        return str(error.value)
+
+    return run_ranks(3, rank)
+
+
+def named(**layers: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, layer in layers.items():
+        module.add_module(name, layer)
+    return module
+
+
+def frozen_bias() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "words"),
+    [
+        (lambda: named(a=nn.Linear(2, 2)), lambda: named(b=nn.Linear(2, 2)), ["a.weight", "b.weight"]),
+        (lambda: nn.Linear(2, 2), lambda: nn.Linear(2, 3), ["weight", "(2, 2)", "(3, 2)"]),
+        (lambda: nn.Linear(2, 2), lambda: nn.Linear(2, 2).double(), ["float32", "float64"]),
+        (lambda: nn.Linear(2, 2), frozen_bias, ["bias", "requires_grad"]),
+        (
+            lambda: named(a=nn.Linear(2, 2), b=nn.Linear(2, 2)),
+            lambda: named(b=nn.Linear(2, 2), a=nn.Linear(2, 2)),
+            ["order"],
+        ),
+        (
+            lambda: nn.Conv2d(3, 4, 2),
+            lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+            ["strides"],
+        ),
+        (lambda: nn.BatchNorm1d(2), lambda: nn.BatchNorm1d(2, track_running_stats=False), ["running_mean"]),
+    ],
+)
+def test_different_modules_are_refused_with_the_same_text_on_every_rank(first: Any, other: Any, words: list[str]) -> None:
+    texts = mismatch_texts(lambda rank: other() if rank == 1 else first())
+    assert len(set(texts)) == 1
+    for word in [*words, "rank 1", "Build the same module"]:
+        assert word in texts[0]
+
+
+def test_different_arguments_are_refused() -> None:
+    texts = mismatch_texts(lambda rank: nn.Linear(2, 2), bucket_cap_mb=1)
+    assert len(set(texts)) == 1
+    assert "buckets: up to" in texts[0]
+
+
+# ---------------------------------------------------------------------- parameters and buffers
+
+
+def test_parameters_and_buffers_are_rank_0s_after_construction() -> None:
+    def rank(t: Transport) -> Any:
+        module = nn.BatchNorm1d(2)
+        module.weight.data.fill_(t.rank + 5)
+        module.running_mean.fill_(t.rank + 7)
+        module.num_batches_tracked.fill_(t.rank + 9)
+        DDP(module, process_group=t, broadcast_buffers=False)
+        return module.weight.tolist(), module.running_mean.tolist(), module.num_batches_tracked.item()
+
+    assert run_ranks(2, rank) == [([5.0, 5.0], [7.0, 7.0], 9)] * 2
+
+
+def test_init_sync_false_sends_nothing() -> None:
+    def rank(t: Transport) -> float:
+        module = nn.Linear(1, 1)
+        module.weight.data.fill_(t.rank)
+        ddp = DDP(module, process_group=t, init_sync=False)
+        assert "broadcast" not in ddp.statistics().num_calls
+        return module.weight.item()
+
+    assert run_ranks(2, rank) == [0.0, 1.0]
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.norm.running_mean.clone()
+        return self.norm(x)
+
+
+def batch(t: Transport) -> Tensor:
+    """Mean r + 1."""
+    return torch.tensor([[0.0, 0.0], [1.0, 1.0]]) + t.rank + 0.5
+
+
+def test_buffers_are_broadcast_before_forward_but_not_after_no_sync_or_no_grad() -> None:
+    def rank(t: Transport) -> list[tuple[float, bool]]:
+        ddp = DDP(Norm(), process_group=t)
+        seen = []
+
+        def forward() -> None:
+            ddp(batch(t)).sum().backward()
+            seen.append((ddp.module.seen[0].item(), ddp._buffers_sync.last_forward().sent))
+
+        forward()
+        forward()
+        with ddp.no_sync():
+            forward()  # the one before was synchronized: sent
+        forward()  # the one before ran under no_sync: not sent
+        forward()
+        with torch.no_grad():
+            ddp(batch(t))
+        forward()
+        return seen
+
+    first, second = run_ranks(2, rank)
+    assert first == [(0.0, True), (1.0, True), (1.0, True), (1.0, False), (1.0, True), (1.0, False)]
+    assert second == [(0.0, True), (1.0, True), (1.0, True), (2.0, False), (1.0, True), (2.0, False)]
+
+
+def test_a_buffer_replaced_by_assignment_is_broadcast_too() -> None:
+    def rank(t: Transport) -> float:
+        ddp = DDP(Norm(), process_group=t)
+        ddp(batch(t)).sum().backward()
+        ddp.module.norm.running_mean = torch.full((2,), 10.0 + t.rank)
+        ddp(batch(t)).sum().backward()
+        return ddp.module.seen[0].item()
+
+    assert run_ranks(2, rank) == [10.0, 10.0]
+
+
+def test_two_forwards_before_one_backward_keep_batch_norm_working() -> None:
+    def rank(t: Transport) -> None:
+        ddp = DDP(Norm(), process_group=t)
+        (ddp(batch(t)) + ddp(batch(t) + 1)).sum().backward()
+
+    run_ranks(2, rank)
+
+
+def test_without_buffers_forward_sends_nothing() -> None:
+    def rank(t: Transport) -> int:
+        ddp = DDP(nn.Linear(2, 2), process_group=t)
+        before = ddp.statistics().total_calls
+        for _ in range(3):
+            ddp(batch(t))
+        return ddp.statistics().total_calls - before
+
+    assert run_ranks(2, rank) == [0, 0]
+
+
+# ---------------------------------------------------------------------- words
+
+
+def test_state_dict_keys_have_torchs_prefix() -> None:
+    assert list(DDP(nn.Linear(1, 1), process_group=alone()).state_dict()) == ["module.weight", "module.bias"]
+
+
+def test_the_contract_answers_before_and_after_the_first_step() -> None:
+    def rank(t: Transport) -> tuple[str, str, str, str]:
+        ddp = DDP(nn.Sequential(nn.Linear(2, 2), Norm()), process_group=t)
+        before, plan = str(ddp.contract), ddp.explain()
+        ddp(batch(t)).sum().backward()
+        return before, plan, str(ddp.contract), ddp.explain()
+
+    before, plan, after, record = run_ranks(2, rank)[0]
+    assert before.splitlines()[0] == (
+        "Contract: DistributedDataParallel(Sequential), 2 ranks on 1 host, transport: threads"
+    )
+    assert "gradients      4 tensors, 40 B  during each backward outside no_sync" in before
+    assert "parameters     4 tensors, 40 B  once, at construction" in before
+    assert "buffers        3 tensors, 24 B  before forward (not after no_sync or no_grad)" in before
+    assert "only when asked: sl.mean(...)" in before
+    assert "last done" not in before
+    assert "step 1: 1 bucket, divided by 2 ranks" in after
+    assert "before the last forward" in after
+    assert plan.splitlines()[0] == "One step, as planned (none has run yet)"
+    assert record.splitlines()[0] == "One step, as recorded on rank 0, step 1"
+    assert "buffers     broadcast from rank 0: 3 tensors, 24 B, 1 call" in record
+    assert "sent by all_reduce when 0.weight was ready" in record
+    assert ".grad now holds the sum over ranks divided by 2 ranks" in record
+    assert "loss      local to each rank, never averaged by itself" in record
+
+
+def test_explain_speaks_from_the_record_not_from_the_plan() -> None:
+    def rank(t: Transport) -> list[str]:
+        ddp = DDP(nn.Linear(2, 2), process_group=t)
+        with ddp.no_sync():
+            ddp(batch(t)).sum().backward()
+        texts = [ddp.explain(), str(ddp.contract)]
+        ddp.zero_grad()
+        with ddp.normalize_by(5):
+            ddp(batch(t)).sum().backward()
+        return [*texts, ddp.explain()]
+
+    silent, contract, counted = run_ranks(2, rank)[1]
+    assert "nothing sent: it ran under no_sync" in silent
+    assert "accumulated under no_sync" in contract
+    assert "buffers     nothing sent: the module has no buffers" in counted
+    assert "recorded on rank 1, step 1" in counted
+
+
+def test_alone_everything_says_that_nothing_is_sent() -> None:
+    ddp = DDP(nn.Linear(2, 2), process_group=alone())
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert "1 rank alone" in ddp.contract.title
+    assert ddp.statistics().total_calls == 0
+    assert ddp.explain().count("nothing sent: there is one rank") == 2
+
+
+def test_the_wrapper_is_freed_when_dropped() -> None:
+    gc.collect()
+    model = nn.Linear(2, 2)
+    ddp = DDP(model, process_group=alone())
+    ddp(torch.ones(1, 2)).sum().backward()
+    del ddp
+    assert not model.weight._post_accumulate_grad_hooks
