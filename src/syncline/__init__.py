@@ -1,1 +1,60 @@
+"""Data-parallel PyTorch whose synchronization you can read, choose and trust.
+
+Layout, low to high; imports point upwards in this list only (docs/architecture.md):
+
+    errors                      the exception tree
+    events, environment         records of what happened; the only reader of os.environ
+    contract, explain, plan/    pure: what is synchronized when, in rows, words and buckets
+    transport/                  what moves tensors between ranks
+    world                       who this process is
+    sync/, data/                gradients, buffers, agreement; the sampler
+    verbs                       synchronization without a wrapper
+    parallel                    DistributedDataParallel
+    launch/, cli/, testing/     `syncline run`; ranks for tests
+"""
+
 from __future__ import annotations
+
+from syncline.contract import Contract, Row
+from syncline.data.sampler import DistributedSampler
+from syncline.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ContractMismatch,
+    PeerFailed,
+    PeerLost,
+    SynclineError,
+    UnreducedGradients,
+)
+from syncline.events import BackwardRecord, BucketRecord, BufferRecord
+from syncline.parallel import DistributedDataParallel
+from syncline.transport.base import Statistics
+from syncline.verbs import barrier, broadcast_, mean
+from syncline.world import World, init, shutdown, world
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackwardRecord",
+    "BucketRecord",
+    "BufferRecord",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Contract",
+    "ContractMismatch",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "PeerFailed",
+    "PeerLost",
+    "Row",
+    "Statistics",
+    "SynclineError",
+    "UnreducedGradients",
+    "World",
+    "barrier",
+    "broadcast_",
+    "init",
+    "mean",
+    "shutdown",
+    "world",
+]

@@ -58,8 +58,8 @@ class Contract:
         raise KeyError(f"expected one of {', '.join(row.what for row in self.rows)}; got {what!r}")
 
     def lines(self) -> list[str]:
-        """One line a row, for comparing the ranks' contracts (without what was recorded)."""
-        return [f"{r.what}: {r.size} | {r.when} | {r.how} | drift allowed: {r.drift_allowed}" for r in self.rows]
+        """One line a row, for comparing what ranks agreed on: the rules, neither sizes nor what was recorded."""
+        return [f"{r.what}: {r.when}; {r.how}; drift allowed: {r.drift_allowed}" for r in self.rows]
 
     def with_evidence(self, last_done: dict[str, str]) -> Contract:
         """The same contract, with what was last done about each row."""

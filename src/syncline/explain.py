@@ -83,8 +83,7 @@ def _gradients_row(plan: Plan) -> Row:
     if plan.num_ranks == 1:
         when, how = "never: there is one rank", "-"
     else:
-        when = "during each backward outside no_sync"
-        how = "all_reduce, mean over ranks (or over items: normalize_by)"
+        when, how = "every backward outside no_sync", "mean, all_reduce"
     return Row(
         what="gradients",
         size=_size(plan.num_gradients, plan.gradient_bytes),
@@ -122,7 +121,7 @@ def _buffers_row(plan: Plan) -> Row:
     return Row(
         what="buffers",
         size=size,
-        when="before forward (not after no_sync or no_grad)",
+        when="before forward, not after no_sync",
         how="broadcast from rank 0",
         drift_allowed="one step",
     )
@@ -131,17 +130,17 @@ def _buffers_row(plan: Plan) -> Row:
 def _last_done(plan: Plan, backward: BackwardRecord, buffers: BufferRecord | None) -> dict[str, str]:
     if backward.synchronized:
         num = len(backward.buckets)
-        gradients = f"step {backward.step}: {format_count(num, 'bucket')}, divided by {_divisor(backward)}"
+        gradients = f"step {backward.step}: {format_count(num, 'bucket')}, {_mean(backward)}"
     elif plan.num_ranks == 1:
         gradients = f"step {backward.step}: nothing to send"
     else:
-        gradients = f"after step {backward.step}: accumulated under no_sync"
+        gradients = f"after step {backward.step}: added up, no_sync"
     if buffers is None:
         sent = "no forward yet"
     elif buffers.sent:
         sent = "before the last forward"
     else:
-        sent = f"last forward: nothing sent, {buffers.reason}"
+        sent = f"not sent: {buffers.reason}"
     return {
         "gradients": gradients,
         "parameters": "at construction" if plan.init_sync and plan.num_ranks > 1 else "nothing sent",
@@ -230,7 +229,7 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
             else:
                 sent = f"  sent by all_reduce when {bucket.trigger} was ready, {launched}"
             entries.append(("backward", f"{sent}; waited {bucket.waited_seconds * 1e3:.1f} ms for it at the end"))
-        entries.append(("backward", f".grad now holds the sum over ranks divided by {_divisor(backward)}"))
+        entries.append(("backward", f".grad now holds the {_mean(backward)}"))
     if backward.unused:
         entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
     return entries
@@ -252,8 +251,8 @@ def _size(num_tensors: int, num_bytes: int) -> str:
     return f"{format_count(num_tensors, 'tensor')}, {format_bytes(num_bytes)}"
 
 
-def _divisor(backward: BackwardRecord) -> str:
-    return format_count(backward.divisor, "item" if backward.counted_items else "rank")
+def _mean(backward: BackwardRecord) -> str:
+    return f"mean over {format_count(backward.divisor, 'item' if backward.counted_items else 'rank')}"
 
 
 def _names(names: Sequence[str], num_shown: int = 4) -> str:

@@ -121,7 +121,7 @@ def test_different_modules_are_refused_with_the_same_text_on_every_rank(first: A
 def test_different_arguments_are_refused() -> None:
     texts = mismatch_texts(lambda rank: nn.Linear(2, 2), bucket_cap_mb=1)
     assert len(set(texts)) == 1
-    assert "buckets: up to" in texts[0]
+    assert "up to 1048576 bytes" in texts[0]
 
 
 # ---------------------------------------------------------------------- parameters and buffers
@@ -238,18 +238,18 @@ def test_the_contract_answers_before_and_after_the_first_step() -> None:
     assert before.splitlines()[0] == (
         "Contract: DistributedDataParallel(Sequential), 2 ranks on 1 host, transport: threads"
     )
-    assert "gradients      4 tensors, 40 B  during each backward outside no_sync" in before
+    assert "gradients      4 tensors, 40 B  every backward outside no_sync" in before
     assert "parameters     4 tensors, 40 B  once, at construction" in before
-    assert "buffers        3 tensors, 24 B  before forward (not after no_sync or no_grad)" in before
+    assert "buffers        3 tensors, 24 B  before forward, not after no_sync" in before
     assert "only when asked: sl.mean(...)" in before
     assert "last done" not in before
-    assert "step 1: 1 bucket, divided by 2 ranks" in after
+    assert "step 1: 1 bucket, mean over 2 ranks" in after
     assert "before the last forward" in after
     assert plan.splitlines()[0] == "One step, as planned (none has run yet)"
     assert record.splitlines()[0] == "One step, as recorded on rank 0, step 1"
     assert "buffers     broadcast from rank 0: 3 tensors, 24 B, 1 call" in record
     assert "sent by all_reduce when 0.weight was ready" in record
-    assert ".grad now holds the sum over ranks divided by 2 ranks" in record
+    assert ".grad now holds the mean over 2 ranks" in record
     assert "loss      local to each rank, never averaged by itself" in record
 
 
@@ -266,7 +266,7 @@ def test_explain_speaks_from_the_record_not_from_the_plan() -> None:
 
     silent, contract, counted = run_ranks(2, rank)[1]
     assert "nothing sent: it ran under no_sync" in silent
-    assert "accumulated under no_sync" in contract
+    assert "added up, no_sync" in contract
     assert "buffers     nothing sent: the module has no buffers" in counted
     assert "recorded on rank 1, step 1" in counted
 

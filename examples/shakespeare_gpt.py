@@ -1,0 +1,188 @@
+"""Train a small GPT to write like Shakespeare, character by character, on as many processes as you like.
+
+syncline run -n 2 examples/shakespeare_gpt.py
+torchrun --nproc-per-node 2 examples/shakespeare_gpt.py
+python examples/shakespeare_gpt.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import syncline as sl
+from datasets import shakespeare_text
+from progress import Progress, synchronized
+
+CONTEXT = 128  # characters that the model sees
+WIDTH = 128
+NUM_HEADS = 4
+NUM_LAYERS = 4
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a small network for each character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, WIDTH)
+        batch, length, _ = x.shape
+        heads = self.query_key_value(self.norm1(x)).view(batch, length, 3, NUM_HEADS, WIDTH // NUM_HEADS)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, NUM_HEADS, time, WIDTH / NUM_HEADS)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """Four layers, 0.83 million parameters."""
+
+    def __init__(self, num_characters: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(num_characters, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(NUM_LAYERS)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, num_characters, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, num_characters)
+        x = self.characters(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model reads, and at each place the character that comes next; both (len(starts), CONTEXT)."""
+    pieces = text[starts[:, None] + torch.arange(CONTEXT + 1)]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def sum_of_losses(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def validation_loss(ddp: sl.DistributedDataParallel, text: Tensor) -> float:
+    """Nats per character over 256 windows, spread evenly over `text` and dealt out to the ranks."""
+    world = sl.world()
+    starts = torch.linspace(0, len(text) - CONTEXT - 1, 256).long()[world.rank :: world.size]
+    loss_sum, num_tokens = 0.0, 0
+    for part in starts.chunk(8):
+        inputs, targets = windows(text, part)
+        loss_sum += sum_of_losses(ddp, inputs, targets).item()
+        num_tokens += targets.numel()
+    return sl.mean(loss_sum / num_tokens, weight=num_tokens)
+
+
+def train(
+    ddp: sl.DistributedDataParallel, training: Tensor, validation: Tensor, args: argparse.Namespace
+) -> float:
+    """Returns the last validation loss."""
+    world = sl.world()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    warm_up = max(1, args.steps // 20)
+
+    def share_of_lr(step: int) -> float:
+        """Up in a straight line, then down to a tenth along a cosine."""
+        return min((step + 1) / warm_up, 0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)
+    # Sequences per step may not divide evenly: then some ranks have one more than others.
+    num_sequences = len(range(world.rank, args.batch_size, world.size))
+    randomness = torch.Generator().manual_seed(
+        1000 * args.seed + world.rank
+    )  # each rank draws its own windows
+    report_every = max(1, args.steps // 10)
+    loss = math.inf
+    start = time.perf_counter()
+    with Progress(args.steps, shown=world.rank == 0) as progress:
+        for step in range(1, args.steps + 1):
+            starts = torch.randint(len(training) - CONTEXT, (num_sequences,), generator=randomness)
+            inputs, targets = windows(training, starts)
+            optimizer.zero_grad()
+            # The gradient becomes the sum over all ranks, divided by the number of tokens of all ranks.
+            with ddp.normalize_by(targets.numel()):
+                loss_sum = sum_of_losses(ddp, inputs, targets)
+                loss_sum.backward()
+            # Every rank holds the same gradient by now, so every rank clips it the same way.
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+
+            progress.advance(f"loss {loss_sum.item() / targets.numel():.3f}  validation {loss:.3f}")
+            if step % report_every == 0 or step == args.steps:
+                loss = validation_loss(ddp, validation)
+                rate = step * args.batch_size * CONTEXT / (time.perf_counter() - start)
+                progress.print(
+                    f"step {step:>4}/{args.steps}  validation loss {loss:.3f}  {rate:,.0f} tokens/s"
+                )
+    return loss
+
+
+@torch.no_grad()
+def write(model: nn.Module, alphabet: str, length: int) -> str:
+    tokens = torch.tensor([[alphabet.index("\n")]])
+    for _ in range(length):
+        logits = model(tokens[:, -CONTEXT:])[0, -1]
+        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(0), 1)[None]], dim=1)
+    return "".join(alphabet[token] for token in tokens[0].tolist())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a character GPT on 38 plays of Shakespeare.")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate of the schedule")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target-loss", type=float, help="fail above this validation loss in nats, say 2.3")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    world = sl.init()
+    if args.batch_size < world.size:
+        sys.exit(f"--batch-size {args.batch_size} leaves some of the {world.size} ranks without a sequence")
+    if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+
+    text = shakespeare_text()
+    alphabet = "".join(sorted(set(text)))
+    number_of = {character: number for number, character in enumerate(alphabet)}
+    tokens = torch.tensor([number_of[character] for character in text])
+    training, validation = tokens.tensor_split([len(tokens) * 9 // 10])
+
+    torch.manual_seed(args.seed)
+    ddp = sl.DistributedDataParallel(GPT(len(alphabet)))
+    if world.rank == 0:
+        print(ddp.contract, flush=True)
+
+    start = time.perf_counter()
+    loss = train(ddp, training, validation, args)
+    seconds = time.perf_counter() - start
+    reached = args.target_loss is None or loss <= args.target_loss
+    if world.rank == 0:
+        print(f"\n{ddp.explain()}\n\n{synchronized(ddp.statistics(), seconds)}\n")
+        # ddp.module, not ddp: rank 0 writes alone, so nothing may be synchronized.
+        print(f"What it writes:\n{write(ddp.module, alphabet, 300)}\n")
+        print(f"Validation loss: {loss:.3f} nats per character, after {seconds:.0f} s")
+        if not reached:
+            print(f"That is above the target of {args.target_loss}.", file=sys.stderr)
+    sl.shutdown()
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

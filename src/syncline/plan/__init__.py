@@ -1,0 +1,6 @@
+"""Pure functions of plain data: what to do, before anything is done.
+
+buckets.py     which gradients travel together, and in which order
+packing.py     which tensors travel alone and which are packed into chunks
+difference.py  what ranks do not agree on, in words
+"""

@@ -1,0 +1,105 @@
+"""Do all ranks mean the same? One digest each when they do, a readable difference when they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.errors import ContractMismatch
+from syncline.plan.difference import DEFAULT_REMEDY, describe_difference
+from syncline.transport.base import Transport
+
+__all__ = ["agree", "describe_tensors", "gather_records"]
+
+
+def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:
+    """Check that every rank gives the same lines; a collective call that blocks.
+
+    One all_gather of 32 bytes a rank when they do. Only if they do not are the lines themselves exchanged.
+
+    Args:
+        transport: between the ranks that have to agree.
+        title: what they have to agree on; it is part of what is compared.
+        lines: this rank's description, a line an entry (see `describe_difference`).
+        remedy: what to do when they do not agree; the last line of the error.
+
+    Raises:
+        ContractMismatch: the ranks differ; the same text on every rank.
+
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> run_ranks(2, lambda transport: agree(transport, "Net", ["weight  (2, 3)"]))
+        [None, None]
+    """
+    if transport.size == 1:
+        return
+    description = json.dumps([title, list(lines)]).encode()
+    if len(set(gather_records(transport, hashlib.sha256(description).digest()))) == 1:
+        return
+    told = [
+        json.loads(row)
+        for row in transport.all_gather_bytes(json.dumps([title, list(lines), remedy]).encode())
+    ]
+    descriptions = [lines for _, lines, _ in told]
+    if len({title for title, _, _ in told}) > 1:
+        # The ranks are at different places of the program: say so before anything else.
+        descriptions = [[f"agreement on  {title}", *lines] for title, lines, _ in told]
+    title, _, remedy = told[0]
+    raise ContractMismatch(describe_difference(title, descriptions, remedy=remedy))
+
+
+def gather_records(transport: Transport, record: bytes) -> list[bytes]:
+    """Every rank's `record` in rank order, all of one length: a single all_gather. Blocks.
+
+    Args:
+        transport: between the ranks.
+        record: of the same length on every rank (`Transport.all_gather_bytes` takes any).
+    """
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.control_device)
+    everyone = torch.empty(transport.size * len(record), dtype=torch.uint8, device=transport.control_device)
+    transport.all_gather(everyone, mine).wait()
+    rows = bytes(everyone.tolist())
+    return [rows[r * len(record) : (r + 1) * len(record)] for r in range(transport.size)]
+
+
+def describe_tensors(
+    named: Iterable[tuple[str, Tensor]], kind: str = "parameter", *, layout: bool = True
+) -> list[str]:
+    """One line a tensor, for `agree`.
+
+    Args:
+        named: names and tensors.
+        kind: what they are, the first word of each line.
+        layout: whether strides and requires_grad are part of the description. (They need not be equal where
+            only values are sent.)
+
+    Example:
+        >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
+        ['buffer weight  torch.float32 (2, 3) on cpu strides (3, 1) requires_grad=False']
+    """
+    named = list(named)
+    devices = _device_labels(tensor for _, tensor in named)
+    lines = []
+    for name, tensor in named:
+        line = f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {devices[tensor.device]}"
+        if layout:
+            strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+            line += f" strides {strides} requires_grad={tensor.requires_grad}"
+        lines.append(line)
+    return lines
+
+
+def _device_labels(tensors: Iterable[Tensor]) -> dict[torch.device, str]:
+    """Devices in words that ranks can share: rank 1's cuda:1 is rank 0's cuda:0."""
+    labels: dict[torch.device, str] = {}
+    num_of_type: dict[str, int] = {}
+    for tensor in tensors:
+        device = tensor.device
+        if device not in labels:
+            nth = num_of_type[device.type] = num_of_type.get(device.type, 0) + 1
+            labels[device] = device.type if nth == 1 else f"{device.type} (device {nth} of this rank)"
+    return labels

@@ -1,0 +1,85 @@
+"""The same semantics on CUDA. Skipped where there is none.
+
+One GPU is enough: ranks are threads over the same device, so buckets, hooks, control data and streams are those of
+CUDA while the transport is the deterministic one. The c10d test runs alone over NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncline.parallel import DistributedDataParallel as DDP
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 5)).cuda()
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("cap_mb", [None, 1e-4])
+def test_two_ranks_average_their_gradients_on_the_device(view: bool, cap_mb: float | None) -> None:
+    batches = [torch.randn(8, 256, device="cuda") for _ in range(2)]
+    template = model()
+
+    def rank(t: Transport) -> Any:
+        import copy
+
+        ddp = DDP(
+            copy.deepcopy(template), process_group=t, gradient_as_bucket_view=view, bucket_cap_mb=cap_mb, device_ids=[0]
+        )
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(batches[t.rank]).square().sum().backward()
+        return [p.grad.clone() for p in ddp.parameters()]
+
+    first, second = run_ranks(2, rank)
+    expected = []
+    for batch in batches:
+        alone = model()
+        alone(batch).square().sum().backward()
+        expected.append([p.grad for p in alone.parameters()])
+    for mine, other, a, b in zip(first, second, *expected, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, (a + b) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_item_counts_travel_in_half_precision_on_the_device() -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(nn.Linear(4, 1, dtype=torch.bfloat16, device="cuda"), process_group=t)
+        with ddp.normalize_by(4097 + t.rank):
+            ddp(torch.zeros(1, 4, dtype=torch.bfloat16, device="cuda")).sum().backward()
+        return ddp.last_step.divisor
+
+    assert run_ranks(2, rank) == [8195, 8195]
+
+
+def test_host_inputs_are_moved_to_the_device() -> None:
+    def rank(t: Transport) -> str:
+        ddp = DDP(nn.Linear(4, 1).cuda(), device_ids=[0], process_group=t)
+        return str(ddp(torch.ones(1, 4)).device)
+
+    assert run_ranks(1, rank) == ["cuda:0"]
+
+
+def test_nccl_alone(tmp_path: Any) -> None:
+    if not dist.is_nccl_available():
+        pytest.skip("torch was built without NCCL")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp = DDP(model())
+        ddp(torch.randn(8, 256, device="cuda")).sum().backward()
+        assert all(p.grad is not None for p in ddp.parameters())
+    finally:
+        dist.destroy_process_group()
