@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "SIZES"]
+__all__ = ["GPT", "SIZES", "GPTConfig", "random_batch"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import GPT, SIZES, random_batch
 from torch import nn
 
 import syncline as sl
+from models import GPT, SIZES, random_batch
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -72,9 +72,7 @@ def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> d
     torch.manual_seed(0)
     base = GPT(SIZES[size])
     batch = random_batch(SIZES[size], seed=world.rank)
-    competitors = {
-        name: Competitor(copy.deepcopy(base), wrap) for name, wrap in variants(world.size).items()
-    }
+    competitors = {name: Competitor(copy.deepcopy(base), wrap) for name, wrap in variants(world.size).items()}
     for round_index in range(-2, num_rounds):  # two rounds to warm up
         order = list(competitors)
         random.Random(round_index).shuffle(order)  # the same order on all ranks

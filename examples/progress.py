@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from syncline.transport.base import Statistics
+import syncline as sl
 
 
 class Progress:
@@ -50,7 +50,7 @@ class Progress:
             self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def synchronized(statistics: Statistics, seconds: float) -> str:
+def synchronized(statistics: sl.Statistics, seconds: float) -> str:
     """What was sent and waited for, as a small table."""
     share = statistics.waited_seconds / seconds
     lines = ["Synchronized by rank 0:"]

@@ -84,11 +84,11 @@ def format_bytes(num_bytes: int) -> str:
     """
     if num_bytes < 1000:
         return f"{num_bytes} B"
-    value = float(num_bytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
-        value /= 1000
+    value, unit = num_bytes / 1000, "kB"
+    for larger in ("MB", "GB", "TB", "PB"):
         if value < 999.5:
             break
+        value, unit = value / 1000, larger
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 

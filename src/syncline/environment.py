@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Environment", "Launcher", "current", "error_file", "export_missing", "parse", "withdraw"]
+__all__ = ["RUN_MARK", "Environment", "Launcher", "current", "error_file", "export", "parse", "restore"]
 
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
-RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers
+RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers, different for each job
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ALONE = "start it with `syncline run` or torchrun, which set these variables, or unset {name} to run alone"
 
@@ -75,21 +75,29 @@ def error_file() -> str | None:
     return os.environ.get(_ERROR_FILE) or None
 
 
-def export_missing(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Set those of `variables` that are not set yet, for this process and its children.
+def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, str | None]:
+    """Set `variables` for this process and its children.
+
+    Args:
+        variables: names and values.
+        replace: also set those that are set already.
 
     Returns:
-        The names that were set: hand them to `withdraw` to undo it.
+        What the variables that were set held before: hand it to `restore` to undo it.
     """
-    names = tuple(name for name in variables if name not in os.environ)
+    names = [name for name in variables if replace or name not in os.environ]
+    before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: variables[name] for name in names})
-    return names
+    return before
 
 
-def withdraw(names: Iterable[str]) -> None:
-    """Unset the variables that `export_missing` set."""
-    for name in names:
-        os.environ.pop(name, None)
+def restore(before: Mapping[str, str | None]) -> None:
+    """Undo an `export`."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 # ---------------------------------------------------------------------- the pure part

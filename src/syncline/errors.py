@@ -15,6 +15,8 @@ Plain misuse on one rank (a wrong type, a negative count) is torch's and Python'
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -46,9 +48,29 @@ class UnreducedGradients(SynclineError):
         missing: for each rank (of the module's group) that lacked gradients, the parameter names.
     """
 
-    def __init__(self, message: str, missing: dict[int, tuple[str, ...]]) -> None:
-        super().__init__(message)
-        self.missing = missing
+    def __init__(
+        self, missing: Mapping[int, Sequence[str]], *, step: int, num_parameters: int, num_ranks: int
+    ) -> None:
+        self.missing = {rank: tuple(names) for rank, names in missing.items()}
+        if len(self.missing) == num_ranks and len(set(self.missing.values())) == 1:
+            where = "on every rank" if num_ranks > 1 else "in a world of one rank"
+            lines = [f"{where}: {_shown(self.missing[0])}"]
+        else:
+            lines = [f"on rank {rank}: {_shown(names)}" for rank, names in self.missing.items()]
+        problem = (
+            f"step {step}: expected a gradient for each of {num_parameters} parameters in this backward, "
+            "but some received none"
+        )
+        remedy = (
+            "Nothing may be stepped with these gradients. Use every parameter in the loss, freeze those that are "
+            "not trained (requires_grad=False before wrapping), or wrap with find_unused_parameters=True, which "
+            "counts a missing gradient as zero. Activation checkpointing needs use_reentrant=False."
+        )
+        super().__init__("\n  ".join([problem, *lines]) + "\n" + remedy)
+
+
+def _shown(names: Sequence[str], limit: int = 20) -> str:
+    return ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
 
 
 class CollectiveMismatch(SynclineError):

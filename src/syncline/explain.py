@@ -117,7 +117,9 @@ def _buffers_row(plan: Plan) -> Row:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
     if not plan.broadcast_buffers:
         when = "once, at construction" if plan.init_sync else "never: init_sync=False"
-        return Row(what="buffers", size=size, when=when, how="broadcast from rank 0", drift_allowed="unbounded")
+        return Row(
+            what="buffers", size=size, when=when, how="broadcast from rank 0", drift_allowed="unbounded"
+        )
     return Row(
         what="buffers",
         size=size,
@@ -217,7 +219,9 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
     if plan.num_ranks == 1:
         entries = [("backward", "nothing sent: there is one rank; gradients are its own")]
     elif not backward.synchronized:
-        entries = [("backward", "nothing sent: it ran under no_sync, gradients were added to .grad on each rank")]
+        entries = [
+            ("backward", "nothing sent: it ran under no_sync, gradients were added to .grad on each rank")
+        ]
     else:
         entries = []
         for bucket in backward.buckets:
@@ -228,7 +232,9 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
                 sent = f"  sent by all_reduce at the end of backward, {launched}"
             else:
                 sent = f"  sent by all_reduce when {bucket.trigger} was ready, {launched}"
-            entries.append(("backward", f"{sent}; waited {bucket.waited_seconds * 1e3:.1f} ms for it at the end"))
+            entries.append(
+                ("backward", f"{sent}; waited {bucket.waited_seconds * 1e3:.1f} ms for it at the end")
+            )
         entries.append(("backward", f".grad now holds the {_mean(backward)}"))
     if backward.unused:
         entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))

@@ -108,7 +108,7 @@ class DistributedDataParallel(nn.Module):
             allow_unused=find_unused_parameters or static_graph,
         )
         buffers = BufferSync(module, transport, enabled=self.broadcast_buffers)
-        num_tensors, num_bytes = _size_of([p for p in dict(module.named_parameters()).values()])
+        num_tensors, num_bytes = _size_of(list(module.parameters()))
         self._plan = Plan(
             module=type(module).__name__,
             transport=transport.name,
@@ -140,7 +140,9 @@ class DistributedDataParallel(nn.Module):
         self._buffers_sync.before_forward(next_is_due=torch.is_grad_enabled() and self._gradients.enabled)
         if self._input_device is not None:
             device = self._input_device
-            inputs, kwargs = tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs))
+            inputs, kwargs = tree_map_only(
+                Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs)
+            )
         return self.module(*inputs, **kwargs)
 
     @contextmanager
@@ -193,7 +195,7 @@ class DistributedDataParallel(nn.Module):
             >>> ddp.module.weight.grad
             tensor([[1.]])
         """
-        with self._gradients.normalize_by(checked_num_items(num_items)):
+        with self._gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
     @property
@@ -214,12 +216,14 @@ class DistributedDataParallel(nn.Module):
 
     def explain(self) -> str:
         """One step as a timeline, in words: recorded after the first step, planned before it."""
-        return explain(self._plan, self._evidence(), [b.plan for b in self._gradients.buckets], self._gradients.names)
+        return explain(
+            self._plan, self._evidence(), [b.plan for b in self._gradients.buckets], self._gradients.names
+        )
 
     @property
     def last_step(self) -> BackwardRecord | None:
         """The most recent backward as it was recorded on this rank; None before the first."""
-        return self._gradients.last_backward()
+        return self._gradients.ledger.last()
 
     def statistics(self) -> Statistics:
         """Collectives, bytes and time waiting, of everything that used this module's transport on this rank."""
@@ -233,7 +237,7 @@ class DistributedDataParallel(nn.Module):
     def _evidence(self) -> Evidence:
         return Evidence(
             rank=self._transport.rank,
-            backward=self._gradients.last_backward(),
+            backward=self._gradients.ledger.last(),
             buffers=self._buffers_sync.last_forward(),
         )
 

@@ -36,7 +36,11 @@ def test_two_ranks_average_their_gradients_on_the_device(view: bool, cap_mb: flo
         import copy
 
         ddp = DDP(
-            copy.deepcopy(template), process_group=t, gradient_as_bucket_view=view, bucket_cap_mb=cap_mb, device_ids=[0]
+            copy.deepcopy(template),
+            process_group=t,
+            gradient_as_bucket_view=view,
+            bucket_cap_mb=cap_mb,
+            device_ids=[0],
         )
         for _ in range(3):
             ddp.zero_grad()
@@ -76,7 +80,9 @@ def test_nccl_alone(tmp_path: Any) -> None:
     if not dist.is_nccl_available():
         pytest.skip("torch was built without NCCL")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         ddp = DDP(model())
         ddp(torch.randn(8, 256, device="cuda")).sum().backward()

@@ -130,7 +130,9 @@ State = list[tuple[list[Tensor], list[Tensor]]]
 def snapshot(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients and parameters, copied."""
     parameters = list(module.parameters())
-    return [p.grad.clone() for p in parameters if p.grad is not None], [p.detach().clone() for p in parameters]
+    return [p.grad.clone() for p in parameters if p.grad is not None], [
+        p.detach().clone() for p in parameters
+    ]
 
 
 def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
@@ -168,9 +170,7 @@ def train_alone(name: str, *, num_ranks: int, samples: Callable[[int, int], int]
     optimizer = optimizer_for(module)
     states = []
     for step in range(NUM_STEPS):
-        batches = [
-            batch_of(name, step=step, rank=r, num_samples=samples(step, r)) for r in range(num_ranks)
-        ]
+        batches = [batch_of(name, step=step, rank=r, num_samples=samples(step, r)) for r in range(num_ranks)]
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
         optimizer.zero_grad()
         (summed_loss(module(x), y) / y.numel()).backward()
@@ -186,7 +186,11 @@ def assert_close(name: str, actual: State, expected: State) -> None:
             assert len(mine) == len(theirs)
             for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
                 torch.testing.assert_close(
-                    a, b, rtol=case.rtol, atol=case.atol, msg=lambda m, s=step, k=kind, i=i: f"step {s}, {k} {i}: {m}"
+                    a,
+                    b,
+                    rtol=case.rtol,
+                    atol=case.atol,
+                    msg=lambda m, s=step, k=kind, i=i: f"step {s}, {k} {i}: {m}",
                 )
 
 

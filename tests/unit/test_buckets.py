@@ -52,7 +52,9 @@ def test_only_the_last_bucket_carries_the_tail() -> None:
 def test_dtypes_and_devices_never_share_a_bucket() -> None:
     specs = [spec(4), spec(4, "bfloat16"), spec(4), spec(4, device="cuda:0")]
     plans = plan_buckets(specs, [0, 1, 2, 3], caps=caps(MIB), tail_numel=0)
-    assert [plan.parameters for plan in plans] == [(1,), (0, 2), (3,)], "in the order in which they are complete"
+    assert [plan.parameters for plan in plans] == [(1,), (0, 2), (3,)], (
+        "in the order in which they are complete"
+    )
 
 
 def test_large_gradients_come_first_in_a_bucket() -> None:
@@ -68,7 +70,9 @@ def test_an_order_that_is_no_permutation_is_refused() -> None:
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 40_000), st.sampled_from(sorted(ITEMSIZE_BYTES))), min_size=1, max_size=30),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 40_000), st.sampled_from(sorted(ITEMSIZE_BYTES))), min_size=1, max_size=30
+    ),
     cap_bytes=st.integers(1, 300_000),
     seed=st.randoms(use_true_random=False),
 )

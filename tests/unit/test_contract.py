@@ -47,7 +47,14 @@ def test_a_contract_is_immutable() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (99_949, "99.9 kB"), (999_499, "999 kB"), (999_600, "1.00 MB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (99_949, "99.9 kB"),
+        (999_499, "999 kB"),
+        (999_600, "1.00 MB"),
+    ],
 )
 def test_bytes_have_three_digits(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text

@@ -16,7 +16,9 @@ controls = st.builds(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @given(ranks=st.lists(controls, min_size=1, max_size=9))
-def test_a_sum_in_any_dtype_hands_every_fact_to_every_rank(dtype: torch.dtype, ranks: list[RankControl]) -> None:
+def test_a_sum_in_any_dtype_hands_every_fact_to_every_rank(
+    dtype: torch.dtype, ranks: list[RankControl]
+) -> None:
     tails = [
         torch.tensor(encode(control, rank=rank, num_ranks=len(ranks)), dtype=dtype)
         for rank, control in enumerate(ranks)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -51,11 +51,11 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def put_wheel(shelf: Path, name: str, files: dict[str, str | bytes]) -> str:
+def put_wheel(shelf: Path, name: str, files: Mapping[str, str | bytes]) -> str:
     """A wheel that pip accepts; returns its SHA-256."""
     path = shelf / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
-    files = files | {
+    files = {**files} | {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/RECORD": "",

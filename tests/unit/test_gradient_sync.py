@@ -260,7 +260,7 @@ def test_training_goes_on_after_an_unused_parameter_was_reported() -> None:
 def test_alone_the_rule_is_the_same() -> None:
     def rank(t: Transport) -> Any:
         ddp = DDP(TwoHeads(), process_group=t)
-        with pytest.raises(UnreducedGradients, match=r"on all 1 ranks: right\.weight, right\.bias"):
+        with pytest.raises(UnreducedGradients, match=r"in a world of one rank: right\.weight, right\.bias"):
             ddp(inputs(t), left=True).sum().backward()
 
     each_rank(rank, size=1)
@@ -454,7 +454,9 @@ def test_a_backward_that_raised_after_buckets_were_sent_breaks_the_module_by_nam
         with pytest.raises(KeyError):
             model[1](Fails.apply(model[0](inputs(t)))).sum().backward()
         for _ in range(2):
-            with pytest.raises(SynclineError, match=r"step 1: a backward began .* 2 bucket\(s\) of it had been sent"):
+            with pytest.raises(
+                SynclineError, match=r"step 1: a backward began .* 2 bucket\(s\) of it had been sent"
+            ):
                 backward(ddp, inputs(t))
 
     each_rank(rank)
@@ -489,7 +491,9 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
 
     def rank(t: Transport) -> tuple[int, int]:
         torch.manual_seed(0)
-        ddp = DDP(nn.Sequential(*(linear(2, 2) for _ in range(50))), process_group=t, gradient_as_bucket_view=view)
+        ddp = DDP(
+            nn.Sequential(*(linear(2, 2) for _ in range(50))), process_group=t, gradient_as_bucket_view=view
+        )
         for _ in range(2):
             ddp.zero_grad()
             backward(ddp, inputs(t))
@@ -498,7 +502,11 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
         def profile(frame: Any, event: str, _: Any) -> None:
             nonlocal num_calls
             path = Path(frame.f_code.co_filename)
-            if event == "call" and str(path).startswith(package) and (path.parent.name in sync or path.name in sync):
+            if (
+                event == "call"
+                and str(path).startswith(package)
+                and (path.parent.name in sync or path.name in sync)
+            ):
                 num_calls += frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
 
         ddp.zero_grad()
@@ -511,7 +519,9 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
 
     for num_calls, num_buckets in each_rank(rank):
         assert num_buckets == 1
-        assert 100 <= num_calls <= 100 + 45, "one call for each of 100 parameters, and a fixed number beside them"
+        assert 100 <= num_calls <= 100 + 45, (
+            "one call for each of 100 parameters, and a fixed number beside them"
+        )
 
 
 def test_the_order_is_learnt_from_rank_0() -> None:

@@ -60,7 +60,11 @@ def test_sparse_embeddings_are_refused_by_name() -> None:
 
 def test_arguments_may_be_given_by_position_as_in_torch() -> None:
     ddp = DDP(nn.Linear(1, 1), None, None, 0, False, True, alone(), 25, True, False, True, False)
-    assert (ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.gradient_as_bucket_view) == (False, True, True)
+    assert (ddp.broadcast_buffers, ddp.find_unused_parameters, ddp.gradient_as_bucket_view) == (
+        False,
+        True,
+        True,
+    )
 
 
 # ---------------------------------------------------------------------- agreement
@@ -72,7 +76,9 @@ def mismatch_texts(build: Any, **different: Any) -> list[str]:
         before = [p.detach().clone() for p in module.parameters()]
         with pytest.raises(ContractMismatch) as error:
             DDP(module, process_group=t, **({} if t.rank == 0 else different))
-        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), "nothing was sent"
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)), (
+            "nothing was sent"
+        )
         return str(error.value)
 
     return run_ranks(3, rank)
@@ -111,7 +117,9 @@ def frozen_bias() -> nn.Module:
         (lambda: nn.BatchNorm1d(2), lambda: nn.BatchNorm1d(2, track_running_stats=False), ["running_mean"]),
     ],
 )
-def test_different_modules_are_refused_with_the_same_text_on_every_rank(first: Any, other: Any, words: list[str]) -> None:
+def test_different_modules_are_refused_with_the_same_text_on_every_rank(
+    first: Any, other: Any, words: list[str]
+) -> None:
     texts = mismatch_texts(lambda rank: other() if rank == 1 else first())
     assert len(set(texts)) == 1
     for word in [*words, "rank 1", "Build the same module"]:

@@ -160,7 +160,9 @@ def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: Buc
     return sorted([*complete, *filling.values()], key=lambda group: position[group[-1]])
 
 
-def _lay_out(specs: Sequence[ParameterSpec], group: Sequence[int], *, index: int, tail_numel: int) -> BucketPlan:
+def _lay_out(
+    specs: Sequence[ParameterSpec], group: Sequence[int], *, index: int, tail_numel: int
+) -> BucketPlan:
     large = [i for i in group if specs[i].numel >= LARGE_GRADIENT_NUMEL]
     small = [i for i in group if specs[i].numel < LARGE_GRADIENT_NUMEL]
     offsets = []

@@ -18,8 +18,8 @@ def describe_difference(
 ) -> str | None:
     """What differs between the ranks' descriptions of the same thing; None when nothing does.
 
-    Ranks with equal descriptions form a group. The largest group (of several, the one with the lowest rank) is
-    what was expected; every other group is compared with it.
+    Ranks with equal descriptions form a group. What was expected is what the largest group has (of several, the
+    one with the lowest rank); every other group is compared with it.
 
     Args:
         title: what the ranks had to agree on.
@@ -107,8 +107,8 @@ def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: s
         for key, properties in expected.items()
         if key in got and got[key] != properties
     ]
-    entries += [[f"  lacks  {_line(key, expected)}"] for key in expected if key not in got]
     entries += [[f"  has besides  {_line(key, got)}"] for key in got if key not in expected]
+    entries += [[f"  lacks  {_line(key, expected)}"] for key in expected if key not in got]
     common = [key for key in expected if key in got]
     common_here = [key for key in got if key in expected]
     if common != common_here:

@@ -64,6 +64,8 @@ class Bucket:
         self.num_pending = len(self.members)
         self.state = BucketState.FILLING
         self.work: Work | None = None
+        self.trigger: int | None = None
+        """The parameter whose gradient completed the bucket; None where the end of backward did."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
 
@@ -85,7 +87,7 @@ class Bucket:
                     view.copy_(gradient)
         else:
             # One batched call; where a gradient already is its view, copying it onto itself does nothing.
-            torch._foreach_copy_(self._small_views, gradients)
+            torch._foreach_copy_(self._small_views, gradients)  # type: ignore[arg-type]
         if scale != 1.0:
             self._small_flat.mul_(scale)
 
@@ -94,7 +96,9 @@ class Bucket:
 
         What earlier backwards without synchronization left in `.grad` counts; nothing counts as zero.
         """
-        for index, parameter, view in zip(self.plan.parameters[: self.num_large], self.members, self.views, strict=False):
+        for index, parameter, view in zip(
+            self.plan.parameters[: self.num_large], self.members, self.views, strict=False
+        ):
             if index not in missing:
                 continue
             gradient = parameter.grad
@@ -103,8 +107,9 @@ class Bucket:
             else:
                 copy_scaled(view, gradient, scale)
 
-    def launch(self, transport: Transport, tail: Sequence[int] | None) -> None:
+    def launch(self, transport: Transport, *, tail: Sequence[int] | None, trigger: int | None) -> None:
         """Hand the flat tensor to the transport, `tail` behind the gradients."""
+        self.trigger = trigger
         if tail is not None:
             self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
         self._transition(BucketState.IN_FLIGHT)
@@ -140,7 +145,7 @@ class Bucket:
         gradients = [parameter.grad for parameter in self.members]
         views = self.views
         if not skip and None not in gradients:
-            torch._foreach_copy_(gradients, views)
+            torch._foreach_copy_(gradients, views)  # type: ignore[arg-type]
             return
         for index, parameter, view in zip(self.plan.parameters, self.members, views, strict=True):
             if index in skip:

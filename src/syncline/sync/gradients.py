@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +25,11 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from syncline.errors import SynclineError, UnreducedGradients
-from syncline.events import BackwardRecord, BucketRecord
 from syncline.plan.buckets import BucketCaps, ParameterSpec, plan_buckets
 from syncline.sync.bucket import Bucket, copy_scaled
 from syncline.sync.control import RankControl, decode, encode, tail_numel
-from syncline.sync.items import ItemCount
+from syncline.sync.ledger import Ledger
+from syncline.sync.normalize import ItemNormalizer
 from syncline.transport.base import Transport
 
 __all__ = ["GradientOptions", "GradientSync", "parameter_specs"]
@@ -88,7 +87,8 @@ class GradientSync:
         self.options = options
         self.enabled = True
         """What `no_sync` switches off. Read when the first gradient of a backward is ready."""
-        self.items = ItemCount()
+        self.normalizer = ItemNormalizer(self.parameters, transport.size)
+        self.ledger = Ledger(self.names)
         self.step = 0
         self.buckets: list[Bucket] = []
         self._specs = parameter_specs(named_parameters)
@@ -102,16 +102,14 @@ class GradientSync:
         self._num_items: int | None = None
         self._scale = 1.0
         self._next_to_launch = 0
+        self._step_under_way = 0
         self._began_at = 0.0
         self._broken: str | None = None
-        self._gradient_versions: list[int | None] = []
-        self._last_buckets: list[Bucket] = []
-        self._last_raw: tuple[bool, list[int], list[int | None], int, bool, float, float] | None = None
         if transport.size > 1:
             # Registration order reversed: what is used last in forward is usually ready first in backward.
             self._build(list(reversed(range(len(self.parameters)))))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -132,7 +130,6 @@ class GradientSync:
             tail_numel=tail_numel(self.transport.size, num_tracked),
         )
         self.buckets = [Bucket(plan, self.parameters) for plan in plans]
-        self._triggers: list[int | None] = [None] * len(plans)
         places: dict[int, tuple[Bucket, Tensor | None]] = {}
         for bucket in self.buckets:
             for at, index in enumerate(bucket.plan.parameters):
@@ -196,16 +193,17 @@ class GradientSync:
             )
         self._task_id = torch._C._current_graph_task_id()
         self._began_at = time.perf_counter()
-        self.items.backward_begins()
+        self.normalizer.count.backward_begins()
         self._synchronizing = self.enabled and self.transport.size > 1
         if self.enabled:
-            self._num_items = self.items.take_for_reduction()
+            self._num_items = self.normalizer.count.take_for_reduction()
         if self._synchronizing:
             self._scale = 1.0 if self._num_items is not None else 1.0 / self.transport.size
             self._next_to_launch = 0
+            self._step_under_way = self.step + 1
             for bucket in self.buckets:
                 bucket.reset()
-        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._finish)
 
     def _abandon(self) -> None:
         """An earlier backward never came to its end: user code in it raised, or it is still going on."""
@@ -236,9 +234,11 @@ class GradientSync:
         tail = None
         if bucket.plan.tail_numel:
             tail = self._encode_tail(missing)
-        self._triggers[at] = trigger
         self._next_to_launch = at + 1
-        bucket.launch(self.transport, tail)
+        try:
+            bucket.launch(self.transport, tail=tail, trigger=trigger)
+        except SynclineError as error:
+            raise self._with_place(error, bucket) from error
 
     def _encode_tail(self, missing: frozenset[int]) -> list[int]:
         used: list[int] = []
@@ -261,8 +261,8 @@ class GradientSync:
                 self._finish_alone()
             else:
                 self._used_since_reduction.update(self._ready)
-                self._record(divisor=1, counted=False)
-            self._remember_versions()
+                self._record(divisor=1)
+            self.normalizer.backward_is_done()
         finally:
             self._forget_backward()
 
@@ -274,10 +274,10 @@ class GradientSync:
             raise self._unreduced({0: tuple(self.names[i] for i in sorted(missing))})
         divisor = 1
         if self._num_items is not None:
-            divisor = self._total_items([self._num_items])
+            divisor = self.normalizer.total([self._num_items], step=self.step)
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         self._used_since_reduction.clear()
-        self._record(divisor=divisor, counted=self._num_items is not None)
+        self._record(divisor=divisor)
 
     def _finish_synchronized(self) -> None:
         missing = self._missing()
@@ -298,14 +298,14 @@ class GradientSync:
             self._check(ranks, used)
             divisor = self.transport.size
             if self._num_items is not None:
-                divisor = self._total_items([control.num_items or 0 for control in ranks])
+                divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
                 for bucket in self.buckets:
                     bucket.divide(divisor)
             skip = frozenset(i for i, any_rank in enumerate(used) if not any_rank) if missing else _NONE
             for bucket in self.buckets:
                 self._hand_out(bucket, skip)
         self._used_since_reduction.clear()
-        self._record(divisor=divisor, counted=self._num_items is not None)
+        self._record(divisor=divisor)
         if not self._order_is_learnt:
             self._learn_order()
 
@@ -328,12 +328,15 @@ class GradientSync:
         try:
             bucket.wait()
         except SynclineError as error:
-            names = [self.names[i] for i in bucket.plan.parameters]
-            shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
-            self._broken = (
-                f"rank {self.transport.rank}, step {self.step}, backward, bucket {bucket.plan.index} ({shown}): {error}"
-            )
-            raise type(error)(self._broken) from error
+            raise self._with_place(error, bucket) from error
+
+    def _with_place(self, error: SynclineError, bucket: Bucket) -> SynclineError:
+        """The transport's error with the step, phase and parameters it hit; from now on the module is broken."""
+        names = [self.names[i] for i in bucket.plan.parameters]
+        shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
+        place = f"rank {self.transport.rank}, step {self._step_under_way}, backward, bucket {bucket.plan.index} ({shown})"
+        self._broken = f"{place}: {error}"
+        return type(error)(self._broken)
 
     def _hand_out(self, bucket: Bucket, skip: frozenset[int]) -> None:
         if self.options.as_bucket_view:
@@ -361,28 +364,9 @@ class GradientSync:
                 "(0 items is fine) or on none, then zero the gradients"
             )
 
-    def _total_items(self, num_items: Sequence[int]) -> int:
-        total = self.items.reduced(sum(num_items))
-        if not total:
-            raise ValueError(
-                f"step {self.step}: normalize_by counted 0 items on all {len(num_items)} rank(s), so the mean is "
-                "undefined: skip the step where no rank has items"
-            )
-        return total
-
     def _unreduced(self, missing: dict[int, tuple[str, ...]]) -> UnreducedGradients:
-        num = len(self.parameters)
-        if len(set(missing.values())) == 1 and len(missing) == self.transport.size:
-            where = [f"on all {len(missing)} ranks: {_shown(next(iter(missing.values())))}"]
-        else:
-            where = [f"on rank {rank}: {_shown(names)}" for rank, names in missing.items()]
         return UnreducedGradients(
-            f"step {self.step}: expected a gradient for each of {num} parameters in this backward, "
-            f"but some received none\n  " + "\n  ".join(where) + "\n"
-            "Nothing may be stepped with these gradients. Use every parameter in the loss, freeze the ones that are "
-            "not trained (requires_grad=False before wrapping), or wrap with find_unused_parameters=True, which "
-            "counts a missing gradient as zero",
-            missing,
+            missing, step=self.step, num_parameters=len(self.parameters), num_ranks=self.transport.size
         )
 
     # ------------------------------------------------------------------ between backwards
@@ -393,100 +377,15 @@ class GradientSync:
         self._synchronizing = False
         self._num_items = None
 
-    def _remember_versions(self) -> None:
-        """Under `normalize_by`: notice later whether somebody changed or cleared `.grad` since."""
-        if self.items.is_open:
-            self._gradient_versions = [None if p.grad is None else p.grad._version for p in self.parameters]
-
-    @contextmanager
-    def normalize_by(self, num_items: int) -> Iterator[None]:
-        """See `DistributedDataParallel.normalize_by`."""
-        self.items.open(num_items)
-        try:
-            carried = self._carry_reduced_gradients()
-            try:
-                yield
-            finally:
-                if carried and not self.items.open_was_used:
-                    self._scale_gradients(1.0 / self.items.uncarry(self.transport.size))
-        finally:
-            self.items.close()
-
-    def _carry_reduced_gradients(self) -> bool:
-        """Prepare what earlier backwards left in `.grad` for being added to; whether anything was changed.
-
-        Reduced gradients are a mean already, the same on every rank. Turned back into this rank's share of the
-        sum they can be summed again with what is added now, and divided by the items of both.
-        """
-        if not self.items.anything_behind_gradients:
-            return False
-        gradients = [p.grad for p in self.parameters]
-        present = [g for g in gradients if g is not None]
-        unchanged = self._gradient_versions == [None if g is None else g._version for g in gradients]
-        if not present or (not unchanged and not any(bool(g.any()) for g in present)):
-            self.items.forget()  # somebody cleared the gradients
-            return False
-        if self.items.reduced_total is None:
-            return False
-        if not unchanged:
-            raise ValueError(
-                "the gradients of an earlier backward under normalize_by were changed since (clipped, perhaps) and "
-                "not cleared, so nothing can be added to them exactly: call optimizer.zero_grad() first"
-            )
-        self._scale_gradients(self.items.carry(self.transport.size))
-        return True
-
-    @torch.no_grad()
-    def _scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
-
-    def _record(self, *, divisor: int, counted: bool) -> None:
-        self._last_raw = (
-            self._synchronizing,
-            self._ready.copy(),
-            list(self._triggers) if self._synchronizing else [],
-            divisor,
-            counted,
-            self._began_at,
-            time.perf_counter(),
-        )
-        self._last_buckets = self.buckets
-
-    def last_backward(self) -> BackwardRecord | None:
-        """The most recent backward, or None before the first."""
-        if self._last_raw is None:
-            return None
-        synchronized, ready, triggers, divisor, counted, began_at, ended_at = self._last_raw
-        rank_in_order = {index: at for at, index in enumerate(ready)}
-        buckets = tuple(
-            BucketRecord(
-                index=bucket.plan.index,
-                payload_bytes=bucket.plan.payload_bytes,
-                parameters=tuple(
-                    self.names[i]
-                    for i in sorted(bucket.plan.parameters, key=lambda i: rank_in_order.get(i, len(ready)))
-                ),
-                trigger=None if trigger is None else self.names[trigger],
-                launched_seconds=bucket.launched_at - began_at,
-                waited_seconds=bucket.waited_seconds,
-            )
-            for bucket, trigger in zip(self._last_buckets, triggers, strict=False)
-        )
-        return BackwardRecord(
+    def _record(self, *, divisor: int) -> None:
+        self.ledger.note(
             step=self.step,
-            synchronized=synchronized,
-            num_gradients=len(ready),
-            unused=tuple(name for i, name in enumerate(self.names) if i not in rank_in_order),
+            ready=self._ready.copy(),
+            began_at=self._began_at,
             divisor=divisor,
-            counted_items=counted,
-            num_reduced=sum(bucket.plan.numel for bucket in self._last_buckets) if synchronized else 0,
-            buckets=buckets,
-            duration_seconds=ended_at - began_at,
+            counted_items=self._num_items is not None,
+            buckets=self.buckets if self._synchronizing else (),
         )
-
-
-def _shown(names: Sequence[str], limit: int = 20) -> str:
-    return ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _listed(ranks: Sequence[int]) -> str:

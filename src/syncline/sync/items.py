@@ -70,7 +70,9 @@ class ItemCount:
 
     def open(self, num_items: int) -> None:
         if self._open is not None:
-            raise ValueError("normalize_by blocks do not nest: leave the first one before you enter the second")
+            raise ValueError(
+                "normalize_by blocks do not nest: leave the first one before you enter the second"
+            )
         self._open = num_items
         self._open_was_used = False
 
@@ -117,8 +119,9 @@ class ItemCount:
     def uncarry(self, num_ranks: int) -> float:
         """Take `carry` back, nothing was added; returns the factor that `carry` returned."""
         assert self._carried_total is not None
-        self._carried_total, self.reduced_total = None, self._carried_total
-        return self.reduced_total / num_ranks
+        total = self._carried_total
+        self._carried_total, self.reduced_total = None, total
+        return total / num_ranks
 
     def forget(self) -> None:
         """`.grad` was cleared: nothing stands behind it any more."""

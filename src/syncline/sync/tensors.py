@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from syncline.plan.packing import plan_pieces
+from syncline.plan.trees import leaves
 from syncline.transport.base import Transport, Work
 
 __all__ = ["TensorBroadcaster", "broadcast_tensors", "named_tensors"]
@@ -59,48 +60,41 @@ def _walk(target: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(target, Optimizer):
         yield from _walk_optimizer(target)
     else:
-        yield from _walk_tree("", target)
+        yield from _walk_tree(target)
 
 
 def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """`state[3].exp_avg`: the state of the fourth parameter, counted over all groups."""
+    for path, leaf in optimizer_leaves(optimizer):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+
+
+def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """State and settings: `state[3].exp_avg` (of the fourth parameter over all groups), `param_groups[0].lr`."""
+    for path, node in optimizer_nodes(optimizer):
+        yield from leaves(node, path)
+
+
+def optimizer_nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dictionaries of an optimizer's state and settings, without the parameters themselves."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
-        yield from _tensors_in(f"state[{index}]", optimizer.state.get(parameter, {}))
+        # `state` is a defaultdict: asking it for a parameter without state would make one.
+        if parameter in optimizer.state:
+            yield f"state[{index}]", optimizer.state[parameter]
     for index, group in enumerate(optimizer.param_groups):
-        yield from _tensors_in(f"param_groups[{index}]", {k: v for k, v in group.items() if k != "params"})
+        yield f"param_groups[{index}]", {key: value for key, value in group.items() if key != "params"}
 
 
-def _tensors_in(path: str, node: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an optimizer's state; what else it keeps there is not ours to judge."""
-    for name, leaf in _leaves(path, node):
-        if isinstance(leaf, Tensor):
-            yield name, leaf
-
-
-def _walk_tree(path: str, node: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, leaf in _leaves(path, node):
+def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in leaves(tree):
         if not isinstance(leaf, Tensor):
-            where = f" at {name}" if name else ""
+            where = f" at {path}" if path else ""
             raise TypeError(
                 f"expected a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors; "
                 f"got {type(leaf).__name__}{where}: take it out, or make it a tensor"
             )
-        yield name or "tensor", leaf
-
-
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict):
-        for key in sorted(node, key=lambda key: (str(key), type(key).__name__)):
-            step = str(key) if isinstance(key, str) else f"[{key!r}]"
-            yield from _leaves(
-                f"{path}.{step}" if path and isinstance(key, str) else f"{path}{step}", node[key]
-            )
-    elif isinstance(node, list | tuple):
-        for index, child in enumerate(node):
-            yield from _leaves(f"{path}[{index}]", child)
-    else:
-        yield path, node
+        yield path or "tensor", leaf
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:

@@ -182,7 +182,7 @@ class Transport(ABC):
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         everyone = torch.zeros(self.size * widest, dtype=torch.uint8, device=self.control_device)
         self.all_gather(everyone, mine.to(self.control_device)).wait()
-        rows = bytes(everyone.cpu().untyped_storage().tolist())
+        rows = bytes(everyone.tolist())
         return [rows[r * widest : r * widest + num_bytes[r]] for r in range(self.size)]
 
     def statistics(self) -> Statistics:

@@ -1,0 +1,157 @@
+"""Which rank failed first, and what a person has to know about it. Pure, but for reading error files."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Failure", "LastWords", "describe", "first_failure", "read_last_words"]
+
+_MAX_TAIL_LINES = 20
+_MAX_OTHERS = 4
+
+# How an error reads that a rank gets because another one is gone; it is never a better answer than the rank
+# that went without a word.
+_OF_A_LOST_PEER = re.compile(
+    r"PeerLost|PeerFailed|CollectiveTimeout|connection|broken pipe|\bpeer\b|remote process|timed? ?out|"
+    r"failed to recv|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWords:
+    """What a rank wrote into its error file."""
+
+    summary: str
+    """Type and text of the exception."""
+    traceback: str
+    """Its traceback as Python prints it; empty for `sys.exit`."""
+    time_ns: int
+    """When it was written."""
+    exit_code: int | None = None
+    """What the exception leads to; None where torch's own @record wrote the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that did not end with exit code 0."""
+
+    rank: int
+    pid: int
+    return_code: int
+    """As Python's subprocess gives it: below 0 for a signal."""
+    words: LastWords | None
+    stderr_tail: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 to 255, in a shell's terms: 128 + number for a signal."""
+        if self.words is not None and self.words.exit_code:
+            return self.words.exit_code  # whatever ended the process while it was cleaning up
+        code = 128 - self.return_code if self.return_code < 0 else self.return_code
+        return code & 0xFF or 1
+
+    @property
+    def ending(self) -> str:
+        """How it ended, after the rank's name."""
+        if self.words is None and self.return_code < 0:
+            return f"was killed by {_signal_name(-self.return_code)}, exit code {self.exit_code}"
+        return f"failed with exit code {self.exit_code}"
+
+
+def read_last_words(path: str) -> LastWords | None:
+    """What is in an error file, written by us or by torch's @record; None if there is nothing."""
+    try:
+        message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+        if isinstance(message, str):
+            message = {"message": message}
+        extra = message.get("extraInfo", {})
+        return LastWords(
+            summary=str(message["message"]),
+            traceback=str(extra.get("py_callstack", "")),
+            time_ns=int(extra.get("time_ns") or Path(path).stat().st_mtime_ns),
+            exit_code=extra.get("exit_code"),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from, as far as can be known.
+
+    An exception tells its time. A rank that was killed does not, and its peers may well record their lost
+    connections before the launcher sees the death; so a silent death comes before such errors, but after
+    an exception that has a reason of its own. SIGTERM is how the launcher ends the ranks that are left.
+
+    Args:
+        failures: at least one, those first that the launcher saw first.
+    """
+
+    def key(place: tuple[int, Failure]) -> tuple[int, int]:
+        index, failure = place
+        if failure.words is None:
+            ended_by_launcher = failure.return_code == -signal.SIGTERM and index > 0
+            return (3 if ended_by_launcher else 1, index)
+        return (2 if _OF_A_LOST_PEER.search(failure.words.summary) else 0, failure.words.time_ns)
+
+    return min(enumerate(failures), key=key)[1]
+
+
+def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False) -> str:
+    """The last thing that a user sees: one line, then the traceback of the rank that failed first.
+
+    Args:
+        failures: at least one, those first that the launcher saw first.
+        host: this host's name.
+        more_hosts: ranks run on other hosts, too, about which nothing is known here.
+    """
+    first = first_failure(failures)
+    line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
+    others = [failure for failure in failures if failure is not first]
+    if others:
+        named = [f"rank {other.rank} {_briefly(other)}" for other in others[:_MAX_OTHERS]]
+        hidden = len(others) - len(named)
+        line += "; after it " + ", ".join(named) + (f" and {hidden} more" if hidden else "")
+    if more_hosts:
+        line += "; it is the first on this host, look at the others' output as well"
+    details = _details(first)
+    return "\n".join([f"{line}:", *details]) if details else line
+
+
+def _briefly(failure: Failure) -> str:
+    if failure.words is None and failure.return_code < 0:
+        return f"({_signal_name(-failure.return_code)})"
+    return f"(exit code {failure.exit_code})"
+
+
+def _details(failure: Failure) -> list[str]:
+    """What tells why: the traceback, else the end of what the rank wrote to stderr."""
+    if failure.words is not None and failure.words.traceback:
+        return failure.words.traceback.rstrip().split("\n")
+    lines: list[str] = []
+    if failure.words is not None:
+        lines.append(failure.words.summary)
+    elif failure.return_code == -signal.SIGKILL:
+        lines.append("(no words from it; when memory runs out the kernel kills like this: see `dmesg`)")
+    return lines + _end_of(failure.stderr_tail)
+
+
+def _end_of(tail: Sequence[str]) -> list[str]:
+    """The last traceback in `tail` and what follows; without one, the last lines."""
+    starts = [i for i, line in enumerate(tail) if re.search(r"Traceback \(most|Fatal Python error", line)]
+    if starts:
+        return list(tail[starts[-1] :])
+    return list(tail[-_MAX_TAIL_LINES:])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"
+

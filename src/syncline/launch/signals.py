@@ -1,0 +1,101 @@
+"""Signals to the launcher, and the workers they are meant for.
+
+The first signal goes to the workers, which get a few seconds to end; then, or at the second signal, they are
+killed. Torch's launcher has handlers of its own, but a second Ctrl-C starts its waiting anew, and it takes
+SIGHUP even under nohup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+__all__ = ["Interruption", "kill_workers"]
+
+
+class Interruption:
+    """While entered, turns the first of `signals` into torch's SignalException, the next into `kill`.
+
+    Must be entered in the main thread. A signal that is ignored when it is entered stays ignored (nohup).
+
+    Args:
+        signals: names such as "SIGINT".
+        grace_seconds: how long after the first signal `kill` is called anyway.
+        kill: ends the workers at once.
+    """
+
+    def __init__(self, signals: Sequence[str], *, grace_seconds: float, kill: Callable[[], None]) -> None:
+        self._signals = [signal.Signals[name] for name in signals]
+        self._grace_seconds = grace_seconds
+        self._kill = kill
+        self._replaced: dict[signal.Signals, Any] = {}
+        self._is_over = False
+        self._num_received = 0
+        self.received: signal.Signals | None = None
+        """The first signal that came."""
+
+    def __enter__(self) -> Interruption:
+        for number in self._signals:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._replaced[number] = signal.signal(number, self._handle)
+        self._replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._kill())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+
+    def end(self) -> None:
+        """From now on signals change nothing: the workers are gone, only the report is left to write."""
+        self._is_over = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:
+            return
+        self._num_received += 1
+        if self.received is None:
+            self.received = signal.Signals(number)
+            # A timer of the kernel, not a thread: this runs between any two instructions of the main thread.
+            signal.setitimer(signal.ITIMER_REAL, max(self._grace_seconds, 0.001))
+            raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)
+        self._kill()
+        if self._num_received > 2:
+            os._exit(128 + self.received)
+
+
+def kill_workers(mark: str) -> None:
+    """Kill the process groups of this process's workers, known by `mark` in their environment."""
+    for pid, parent, group in _marked(mark):
+        if parent == os.getpid() and group == pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def kill_left_behind(mark: str, groups: set[int]) -> None:
+    """Kill what ended workers, known by their process groups, have left running."""
+    for pid, _, group in _marked(mark):
+        if group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, process group) of each process with `mark` in its environment (Linux; else none)."""
+    wanted = os.fsencode(mark)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted not in (folder / "environ").read_bytes():
+                continue
+            # "pid (name) state ppid pgrp ...", and the name may hold spaces and brackets.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        yield int(folder.name), int(fields[1]), int(fields[2])

@@ -1,0 +1,209 @@
+"""Weighted means of numbers and tensors over ranks, the same bits on every rank.
+
+Small values are gathered as float64 and added up in rank order by every rank itself. Up to eight of them travel
+in the one record that also carries the weight and the fingerprint of the structure, so that the usual
+`mean(loss, weight=len(batch))` is a single collective. Large tensors are reduced by all_reduce, scaled first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.plan.difference import describe_ranks
+from syncline.plan.trees import leaves, map_leaves
+from syncline.sync.agreement import agree, gather_records
+from syncline.transport.base import Transport, Work
+
+__all__ = ["weighted_mean"]
+
+_LARGE_NUMEL = 4096
+"""Tensors from this size on are reduced, not gathered."""
+
+_NUM_INLINE = 8
+_RECORD = struct.Struct(f"<32s?d{_NUM_INLINE}d")  # fingerprint, at fault, weight, first values
+
+
+def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
+    """The mean of every leaf over the ranks; see `syncline.mean`, which says what it takes and raises."""
+    lines: list[str] = []
+    found: list[Any] = []
+    scale, row, fault = 0.0, torch.empty(0, dtype=torch.float64), None
+    try:
+        scale = _checked_weight(weight)
+        lines, found = _described(values)
+        row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
+    except (TypeError, ValueError) as error:
+        # The peers are waiting: they are told, and every rank raises the same.
+        fault = error
+    weights = _exchange_heads(transport, lines, scale, row, fault)
+    total = _checked_total([weight for weight, _ in weights])
+    if row.numel() <= _NUM_INLINE:
+        rows = [torch.tensor(inline[: row.numel()], dtype=torch.float64) for _, inline in weights]
+    else:
+        rows = _gathered(transport, row)
+    mean = _mean_of_rows(rows, [weight for weight, _ in weights], total)
+    large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
+    results = _results(found, mean, large)
+    return map_leaves(values, lambda path, leaf: next(results))
+
+
+# ---------------------------------------------------------------------- what comes in
+
+
+def _checked_weight(weight: Any) -> float:
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"expected a finite weight of at least 0, got {weight}")
+    return value
+
+
+def _described(values: Any) -> tuple[list[str], list[Any]]:
+    lines, found = [], []
+    for path, leaf in leaves(values, "values"):
+        if isinstance(leaf, Tensor):
+            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+                raise TypeError(f"expected a dense tensor at {path}, got {leaf.layout}, {leaf.dtype}, {leaf.device}")
+            lines.append(f"{path}  {leaf.dtype} {tuple(leaf.shape)}")
+        elif isinstance(leaf, Real):
+            lines.append(f"{path}  a number")
+        else:
+            raise TypeError(
+                f"expected numbers, tensors, or dicts, lists, tuples and dataclasses of them; got "
+                f"{type(leaf).__name__} at {path}: take it out, or make it a number"
+            )
+        found.append(leaf)
+    return lines, found
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() >= _LARGE_NUMEL
+
+
+def _as_row(leaf: Any) -> Tensor:
+    """(numel,) float64 on the CPU; a complex number counts as two."""
+    if not isinstance(leaf, Tensor):
+        return torch.tensor([float(leaf)], dtype=torch.float64)
+    if leaf.is_complex():
+        return torch.view_as_real(leaf.detach().to("cpu", torch.complex128).resolve_conj()).reshape(-1)
+    return leaf.detach().to("cpu", torch.float64).reshape(-1)
+
+
+# ---------------------------------------------------------------------- what is exchanged
+
+
+def _exchange_heads(
+    transport: Transport, lines: list[str], weight: float, row: Tensor, fault: Exception | None
+) -> list[tuple[float, tuple[float, ...]]]:
+    """Each rank's weight and first values, once all ranks are known to mean the same."""
+    inline = row[:_NUM_INLINE].tolist()
+    record = _RECORD.pack(
+        hashlib.sha256(json.dumps(lines).encode()).digest(),
+        fault is not None,
+        weight,
+        *inline,
+        *(0.0 for _ in range(_NUM_INLINE - len(inline))),
+    )
+    records = [record] if transport.size == 1 else gather_records(transport, record)
+    heads = [_RECORD.unpack(record) for record in records]
+    if any(at_fault for _, at_fault, *_ in heads):
+        _raise_fault(transport, fault)
+    if len({fingerprint for fingerprint, *_ in heads}) > 1:
+        agree(transport, "sl.mean", lines, remedy="Give every rank the same keys, shapes and dtypes.")
+    return [(head[2], head[3:]) for head in heads]
+
+
+def _raise_fault(transport: Transport, fault: Exception | None) -> None:
+    mine = [type(fault).__name__, str(fault)] if fault is not None else None
+    told = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, fault_there in enumerate(told):
+        if fault_there is not None:
+            ranks.setdefault((fault_there[0], fault_there[1]), []).append(rank)
+    text = "\n".join(f"{describe_ranks(there)}: {message}" for (_, message), there in ranks.items())
+    error_class = ValueError if any(name != "TypeError" for name, _ in ranks) else TypeError
+    raise error_class(f"sl.mean: nothing was averaged\n{text}") from fault
+
+
+def _checked_total(weights: Sequence[float]) -> float:
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"sl.mean: expected weights with a finite sum above 0, got {list(weights)} (in rank order): a mean "
+            "of nothing is not defined, so leave the call out on all ranks or give some rank a weight"
+        )
+    return total
+
+
+def _gathered(transport: Transport, row: Tensor) -> list[Tensor]:
+    if transport.size == 1:
+        return [row]
+    mine = row.to(transport.control_device)
+    everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)
+    transport.all_gather(everyone, mine).wait()
+    return list(everyone.cpu().view(transport.size, -1).unbind())
+
+
+def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:
+    # A rank of weight 0 is left out, not multiplied by 0: its values may be NaN.
+    parts = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight > 0]
+    if len(parts) == 1:
+        return parts[0][0]
+    # Multiply, then add: an add with a factor may or may not be fused, and ranks may differ in that.
+    products = [row * weight for row, weight in parts]
+    sums = products[0]
+    for product in products[1:]:
+        sums += product
+    return sums / total
+
+
+def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> Iterator[Tensor]:
+    """The weighted means of large tensors, each by an all_reduce of this rank's share."""
+    control = transport.control_device
+    started: list[tuple[Tensor, Work]] = []
+    for tensor in tensors:
+        # 16-bit values and integers are added up in fp32 at least.
+        dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
+        device = control if tensor.device.type == "cpu" else tensor.device
+        part = torch.zeros(tensor.shape, dtype=dtype, device=device)
+        if share > 0:
+            torch.mul(tensor.detach().to(part), share, out=part)
+        started.append((part, transport.all_reduce(part.view(-1))))
+    for part, work in started:
+        work.wait()
+        yield part
+
+
+# ---------------------------------------------------------------------- what goes out
+
+
+def _result_dtype(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.float32
+
+
+def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Iterator[Any]:
+    """A result for each leaf, of its kind, shape, dtype and device."""
+    position = 0
+    for leaf in found:
+        if not isinstance(leaf, Tensor):
+            yield mean[position].item()
+            position += 1
+            continue
+        dtype = _result_dtype(leaf)
+        if _is_large(leaf):
+            yield next(large).to(leaf.device, dtype)
+            continue
+        width = leaf.numel() * (2 if leaf.is_complex() else 1)
+        numbers = mean[position : position + width]
+        position += width
+        if leaf.is_complex():
+            numbers = torch.view_as_complex(numbers.view(-1, 2))
+        yield numbers.reshape(leaf.shape).to(leaf.device, dtype, copy=True)

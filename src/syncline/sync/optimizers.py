@@ -1,0 +1,77 @@
+"""The Python numbers of an optimizer (learning rates, step counts), which travel beside its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.plan.trees import map_leaves
+from syncline.sync.tensors import optimizer_leaves, optimizer_nodes
+
+__all__ = ["OptimizerNumbers"]
+
+
+class OptimizerNumbers:
+    """An optimizer's integers and floats as two tensors: to be broadcast, then written back.
+
+    Other settings (switches, names) are not sent; they are part of the description, so that a difference is
+    told before anything is sent.
+
+    Args:
+        optimizer: whose numbers.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> numbers = OptimizerNumbers(optimizer)
+        >>> _ = numbers.tensors[1].fill_(0.5)
+        >>> numbers.write_back()
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["nesterov"]
+        (0.5, False)
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        found = list(optimizer_leaves(optimizer))
+        self._integers = {path: leaf for path, leaf in found if _is_integer(leaf)}
+        self._floats = {path: leaf for path, leaf in found if isinstance(leaf, float)}
+        self.tensors: tuple[Tensor, Tensor] = (
+            torch.tensor(list(self._integers.values()), dtype=torch.int64),
+            torch.tensor(list(self._floats.values()), dtype=torch.float64),
+        )
+        """What to send: int64 and float64, on the CPU."""
+        self.lines: list[str] = [
+            f"{path}  {_described(leaf)}" for path, leaf in found if not isinstance(leaf, Tensor)
+        ]
+        """A description for `agree`."""
+        for index, group in enumerate(optimizer.param_groups):
+            self.lines.append(f"param_groups[{index}].params  {len(group['params'])} tensors")
+
+    def write_back(self) -> None:
+        """Make what is in `tensors` the optimizer's numbers."""
+        received: dict[str, Any] = {}
+        for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
+            for (path, old), new in zip(numbers.items(), tensor.tolist(), strict=True):
+                received[path] = type(old)(new)
+        nodes = dict(optimizer_nodes(self._optimizer))
+        for index, group in enumerate(self._optimizer.param_groups):
+            # The node of a group is a copy without its parameters.
+            _write(group, f"param_groups[{index}]", nodes.pop(f"param_groups[{index}]"), received)
+        for path, node in nodes.items():
+            _write(node, path, node, received)
+
+
+def _write(into: dict[str, Any], path: str, node: dict[str, Any], received: dict[str, Any]) -> None:
+    into.update(map_leaves(node, lambda path, leaf: received.get(path, leaf), path))
+
+
+def _is_integer(leaf: Any) -> bool:
+    return isinstance(leaf, int) and not isinstance(leaf, bool)
+
+
+def _described(leaf: Any) -> str:
+    if _is_integer(leaf) or isinstance(leaf, float):
+        return "an integer" if _is_integer(leaf) else "a float"
+    return repr(leaf) if isinstance(leaf, bool | str | None) else type(leaf).__name__
