@@ -24,24 +24,22 @@ from progress import Progress, synchronized
 NUM_TRAINING_SAMPLES = 4000  # of 5,000; the others are held out
 
 
-class DigitCNN(nn.Sequential):
+class MnistCNN(nn.Module):
     """Two convolutions, two linear layers: 106 thousand parameters."""
 
     def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.BatchNorm2d(32),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32 * 7 * 7, 64),
-            nn.ReLU(),
-            nn.Linear(64, 10),
-        )
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(32)
+        self.fc1 = nn.Linear(32 * 7 * 7, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:  # (batch, 1, 28, 28) -> (batch, 10)
+        x = F.max_pool2d(self.norm1(self.conv1(images)).relu(), 2)  # (batch, 16, 14, 14)
+        x = F.max_pool2d(self.norm2(self.conv2(x)).relu(), 2)  # (batch, 32, 7, 7)
+        return self.fc2(self.fc1(x.flatten(1)).relu())  # type: ignore[no-any-return]
 
 
 def split_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -132,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     args = parse_arguments()
     world = sl.init()
     if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
@@ -140,24 +138,23 @@ def main() -> int:
     training, held_out = split_digits()
 
     torch.manual_seed(args.seed)
-    ddp = sl.DistributedDataParallel(DigitCNN())
+    ddp = sl.DistributedDataParallel(MnistCNN())
     torch.manual_seed(1000 * args.seed + world.rank)  # from here on, each rank shifts its images its own way
     if world.rank == 0:
         print(ddp.contract, flush=True)
 
     start = time.perf_counter()
     train(ddp, training, args)
+    last_step = ddp.explain()
     accuracy = held_out_accuracy(ddp, held_out)
     seconds = time.perf_counter() - start
-    reached = args.target_accuracy is None or accuracy >= args.target_accuracy
     if world.rank == 0:
-        print(f"\n{ddp.explain()}\n\n{synchronized(ddp.statistics(), seconds)}\n")
+        print(f"\n{last_step}\n\n{synchronized(ddp.statistics(), seconds)}\n")
         print(f"Held-out accuracy: {accuracy:.1%} of {len(held_out):,} digits, after {seconds:.0f} s")
-        if not reached:
-            print(f"That is below the target of {args.target_accuracy:.1%}.", file=sys.stderr)
     sl.shutdown()
-    return 0 if reached else 1
+    if args.target_accuracy is not None and accuracy < args.target_accuracy:
+        sys.exit(f"Held-out accuracy {accuracy:.1%} is below the target of {args.target_accuracy:.1%}.")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -56,6 +56,6 @@ def synchronized(statistics: sl.Statistics, seconds: float) -> str:
     lines = ["Synchronized by rank 0:"]
     for operation, num_calls in sorted(statistics.num_calls.items()):
         megabytes = statistics.payload_bytes.get(operation, 0) / 1e6
-        lines.append(f"  {operation:<14} {num_calls:>6,} calls {megabytes:>10,.1f} MB")
+        lines.append(f"  {operation:<14} {num_calls:>6,} calls {megabytes:>12,.3f} MB")
     lines.append(f"  waited {statistics.waited_seconds:.1f} s of {seconds:.1f} s ({share:.0%}) for it")
     return "\n".join(lines)

@@ -150,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     args = parse_arguments()
     world = sl.init()
     if args.batch_size < world.size:
@@ -172,17 +172,15 @@ def main() -> int:
     start = time.perf_counter()
     loss = train(ddp, training, validation, args)
     seconds = time.perf_counter() - start
-    reached = args.target_loss is None or loss <= args.target_loss
     if world.rank == 0:
         print(f"\n{ddp.explain()}\n\n{synchronized(ddp.statistics(), seconds)}\n")
         # ddp.module, not ddp: rank 0 writes alone, so nothing may be synchronized.
         print(f"What it writes:\n{write(ddp.module, alphabet, 300)}\n")
         print(f"Validation loss: {loss:.3f} nats per character, after {seconds:.0f} s")
-        if not reached:
-            print(f"That is above the target of {args.target_loss}.", file=sys.stderr)
     sl.shutdown()
-    return 0 if reached else 1
+    if args.target_loss is not None and loss > args.target_loss:
+        sys.exit(f"Validation loss {loss:.3f} is above the target of {args.target_loss}.")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,6 +31,7 @@ class Plan:
     num_buffers: int
     buffer_bytes: int
     init_sync: bool
+    init_buffers: bool
     broadcast_buffers: bool
     as_bucket_view: bool
     allow_unused: bool

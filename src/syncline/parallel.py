@@ -46,8 +46,7 @@ class DistributedDataParallel(nn.Module):
             a module on several devices.
         output_device: accepted as torch does (outputs stay where the module leaves them).
         dim: accepted as torch does; not used.
-        broadcast_buffers: make buffers rank 0's before a forward (None means True). At construction they are
-            broadcast in any case.
+        broadcast_buffers: make buffers rank 0's, at construction and before a forward (None means True).
         init_sync: broadcast parameters and buffers from rank 0 at construction. With False the caller vouches
             that they are equal.
         process_group: the group to synchronize over: a `torch.distributed` process group, a Syncline transport,
@@ -60,6 +59,8 @@ class DistributedDataParallel(nn.Module):
         gradient_as_bucket_view: after a synchronized backward `.grad` is a view of the bucket, which saves the
             memory of one copy of all gradients, and time.
         static_graph: the set of used parameters does not change over time; implies find_unused_parameters.
+        forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward: with
+            False, buffers are still broadcast at construction. Give one of the two.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
@@ -89,14 +90,22 @@ class DistributedDataParallel(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        *,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        if broadcast_buffers is not None and forward_sync_buffers is not None:
+            raise ValueError(
+                "expected broadcast_buffers or forward_sync_buffers, got both: the second is torch 2.13's name for "
+                "the part of the first that concerns forward"
+            )
         trained = _trained_parameters(module)
         self._input_device = _input_device(module, device_ids, output_device)
         caps = _checked_caps(bucket_cap_mb)
         self.module = module
         self.dim = dim
-        self.broadcast_buffers = True if broadcast_buffers is None else bool(broadcast_buffers)
+        init_buffers = broadcast_buffers is not False
+        self.broadcast_buffers = init_buffers and forward_sync_buffers is not False
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -121,13 +130,14 @@ class DistributedDataParallel(nn.Module):
             num_buffers=buffers.size()[0],
             buffer_bytes=buffers.size()[1],
             init_sync=init_sync,
+            init_buffers=init_sync and init_buffers,
             broadcast_buffers=self.broadcast_buffers,
             as_bucket_view=gradient_as_bucket_view,
             allow_unused=options.allow_unused,
         )
         _agree_on(module, contract_of(self._plan), options, transport)
         if init_sync:
-            _broadcast_module(module, transport)
+            _broadcast_module(module, transport, buffers=init_buffers)
         self._gradients = GradientSync(trained, transport, options)
         self._buffers_sync = buffers
         # The hooks hold the synchronizer, never this module: dropping the wrapper takes the hooks off.
@@ -342,8 +352,8 @@ def _agree_on(module: nn.Module, contract: Contract, options: GradientOptions, t
     )
 
 
-def _broadcast_module(module: nn.Module, transport: Transport) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
+def _broadcast_module(module: nn.Module, transport: Transport, *, buffers: bool) -> None:
+    tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
     TensorBroadcaster([t.detach() for t in tensors], transport).start(0).wait()
 
 

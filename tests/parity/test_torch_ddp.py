@@ -52,6 +52,7 @@ class WithBatchNorm(torch.nn.Module):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_batch_norm_buffers_are_torchs_after_every_step(broadcast_buffers: bool) -> None:
     def run(wrap: Any) -> list[torch.Tensor]:

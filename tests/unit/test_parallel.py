@@ -141,10 +141,25 @@ def test_parameters_and_buffers_are_rank_0s_after_construction() -> None:
         module.weight.data.fill_(t.rank + 5)
         module.running_mean.fill_(t.rank + 7)
         module.num_batches_tracked.fill_(t.rank + 9)
-        DDP(module, process_group=t, broadcast_buffers=False)
+        DDP(module, process_group=t, forward_sync_buffers=False)
         return module.weight.tolist(), module.running_mean.tolist(), module.num_batches_tracked.item()
 
     assert run_ranks(2, rank) == [([5.0, 5.0], [7.0, 7.0], 9)] * 2
+
+
+def test_broadcast_buffers_false_leaves_them_alone_at_construction_too_as_in_torch() -> None:
+    def rank(t: Transport) -> tuple[float, str]:
+        module = nn.BatchNorm1d(1)
+        module.running_mean.fill_(t.rank)
+        ddp = DDP(module, process_group=t, broadcast_buffers=False)
+        return module.running_mean.item(), ddp.contract["buffers"].when
+
+    assert run_ranks(2, rank) == [(0.0, "never"), (1.0, "never")]
+
+
+def test_both_names_for_buffers_at_once_are_refused() -> None:
+    with pytest.raises(ValueError, match="got both"):
+        DDP(nn.Linear(1, 1), process_group=alone(), broadcast_buffers=True, forward_sync_buffers=True)
 
 
 def test_init_sync_false_sends_nothing() -> None:

@@ -8,6 +8,7 @@ rank is a named pipe, read by one thread: lines are whole, come at once, and lea
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import selectors
@@ -17,13 +18,16 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-__all__ = ["DEFAULT_PREFIX", "Forwarder", "Lines", "RankLogs"]
+from syncline.launch.report import read_last_words
+
+__all__ = ["DEFAULT_PREFIX", "Forwarder", "Lines", "RankLogs", "TorchLogs"]
 
 DEFAULT_PREFIX = "[rank ${rank}] "
 _PROGRESS_SECONDS = 5.0  # a progress bar that redraws itself becomes a line this often
@@ -180,17 +184,22 @@ class RankLogs(LogsSpecs):
         scratch: a private folder for pipes and error files, removed by its owner.
         keep_in: a folder in which to keep logs, or None.
         prefix: template of the line prefix, with torch's macros (rank, local_rank, role_name, hostname).
+        say: is told when the workers are restarted, and why.
     """
 
-    def __init__(self, *, scratch: Path, keep_in: Path | None = None, prefix: str = DEFAULT_PREFIX) -> None:
+    def __init__(
+        self, *, scratch: Path, keep_in: Path | None, prefix: str, say: Callable[[str], None]
+    ) -> None:
         super().__init__(log_dir=str(keep_in or scratch))
         self._scratch = scratch
         self._keep_in = keep_in
         self._prefix = Template(prefix)
+        self._say = say
         self._kept: Path | None = None
         self._forwarder: Forwarder | None = None
         self._num_attempts = 0
         self._stderr_tails: dict[int, deque[bytes]] = {}
+        self._error_files: dict[int, str] = {}
 
     @property
     def root_log_dir(self) -> str:
@@ -208,6 +217,7 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the pipes of one attempt; torch calls it just before it starts the workers."""
         self.stop()
+        self._say_restart(envs)
         forwarder = Forwarder()
         dest = LogsDest()
         kept = self._folder_to_keep(envs)
@@ -221,24 +231,22 @@ class RankLogs(LogsSpecs):
                 rank_kept.mkdir(parents=True)
             error_file = str((rank_kept or rank_folder) / "error.json")
             dest.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = error_file
+            prefix = self._prefix.safe_substitute(
+                rank=env["RANK"],
+                local_rank=local_rank,
+                role_name=env.get("ROLE_NAME", ""),
+                hostname=socket.gethostname(),
+            )
             for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
                 if env["RANK"] == "0" and os.isatty(fd) and not rank_kept:
                     places[local_rank] = ""  # torch's word for: inherit
                     continue
-                tail = forwarder.add(
-                    rank_folder / name,
-                    to_fd=fd,
-                    prefix=self._prefix.safe_substitute(
-                        rank=env["RANK"],
-                        local_rank=local_rank,
-                        role_name=env.get("ROLE_NAME", ""),
-                        hostname=socket.gethostname(),
-                    ),
-                    copy=rank_kept / f"{name}.log" if rank_kept else None,
-                )
-                places[local_rank] = str(rank_folder / name)
+                pipe, copy = rank_folder / name, rank_kept / f"{name}.log" if rank_kept else None
+                tail = forwarder.add(pipe, to_fd=fd, prefix=prefix, copy=copy)
+                places[local_rank] = str(pipe)
                 if name == "stderr":
                     self._stderr_tails[local_rank] = tail
+        self._error_files = dest.error_files
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()  # from here on, the forwarder writes to the descriptor itself
         forwarder.start()
@@ -251,6 +259,15 @@ class RankLogs(LogsSpecs):
             self._forwarder.stop()
             self._forwarder = None
 
+    def _say_restart(self, envs: dict[int, dict[str, str]]) -> None:
+        if not self._num_attempts:
+            return
+        env = next(iter(envs.values()))
+        found = [words for path in self._error_files.values() if (words := read_last_words(path))]
+        why = min(found, key=lambda words: words.time_ns).summary if found else "a worker was lost"
+        count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
+        self._say(f"starting all workers again ({why}); restart {count} of at most {most}")
+
     def _folder_to_keep(self, envs: dict[int, dict[str, str]]) -> Path | None:
         if self._keep_in is None:
             return None
@@ -259,3 +276,37 @@ class RankLogs(LogsSpecs):
             run_id = next((env.get("TORCHELASTIC_RUN_ID") for env in envs.values()), None) or "run"
             self._kept = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._keep_in))
         return self._kept / f"attempt_{self._num_attempts}"
+
+
+class TorchLogs(LogsSpecs):
+    """Torch's own way with the ranks' output, asked for by --tee and the like; remembers where it goes."""
+
+    def __init__(self, inner: LogsSpecs) -> None:
+        super().__init__()
+        self._inner = inner
+        self._stderrs: dict[int, str] = {}
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # else a pipe gets the lines in blocks, late
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._inner.root_log_dir
+
+    @property
+    def kept(self) -> Path | None:
+        return Path(self.root_log_dir)
+
+    def stderr_tail(self, local_rank: int) -> list[str]:
+        path = self._stderrs.get(local_rank)
+        if not path or not os.path.isfile(path):
+            return []
+        with open(path, errors="replace") as file:
+            return [line.rstrip("\n") for line in deque(file, maxlen=_TAIL_LINES)]
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        dest = self._inner.reify(envs)
+        self._stderrs = dest.stderrs
+        return dest
+
+    def stop(self) -> None:
+        """Nothing to do: torch's launcher has stopped its own tails."""

@@ -14,8 +14,7 @@ __all__ = ["Failure", "LastWords", "describe", "first_failure", "read_last_words
 _MAX_TAIL_LINES = 20
 _MAX_OTHERS = 4
 
-# How an error reads that a rank gets because another one is gone; it is never a better answer than the rank
-# that went without a word.
+# How an error reads that a rank gets because another one is gone.
 _OF_A_LOST_PEER = re.compile(
     r"PeerLost|PeerFailed|CollectiveTimeout|connection|broken pipe|\bpeer\b|remote process|timed? ?out|"
     r"failed to recv|DistNetworkError|DistStoreError",
@@ -85,21 +84,29 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from, as far as can be known.
 
     An exception tells its time. A rank that was killed does not, and its peers may well record their lost
-    connections before the launcher sees the death; so a silent death comes before such errors, but after
+    connections before the launcher sees the death; so a silent death comes before such an error, but after
     an exception that has a reason of its own. SIGTERM is how the launcher ends the ranks that are left.
 
     Args:
         failures: at least one, those first that the launcher saw first.
     """
+    spoke = sorted((f for f in failures if f.words is not None), key=_time_ns)
+    silent = [
+        failure
+        for index, failure in enumerate(failures)
+        if failure.words is None and (failure.return_code != -signal.SIGTERM or index == 0)
+    ]
+    if spoke and not (silent and _blames_a_peer(spoke[0])):
+        return spoke[0]
+    return (silent or failures)[0]
 
-    def key(place: tuple[int, Failure]) -> tuple[int, int]:
-        index, failure = place
-        if failure.words is None:
-            ended_by_launcher = failure.return_code == -signal.SIGTERM and index > 0
-            return (3 if ended_by_launcher else 1, index)
-        return (2 if _OF_A_LOST_PEER.search(failure.words.summary) else 0, failure.words.time_ns)
 
-    return min(enumerate(failures), key=key)[1]
+def _time_ns(failure: Failure) -> int:
+    return failure.words.time_ns if failure.words is not None else 0
+
+
+def _blames_a_peer(failure: Failure) -> bool:
+    return failure.words is not None and bool(_OF_A_LOST_PEER.search(failure.words.summary))
 
 
 def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False) -> str:
@@ -154,4 +161,3 @@ def _signal_name(number: int) -> str:
         return f"{signal.Signals(number).name} (signal {number})"
     except ValueError:
         return f"signal {number}"
-

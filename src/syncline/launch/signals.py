@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-__all__ = ["Interruption", "kill_workers"]
+__all__ = ["Interruption", "kill_left_behind", "kill_workers"]
 
 
 class Interruption:

@@ -3,4 +3,5 @@
 buckets.py     which gradients travel together, and in which order
 packing.py     which tensors travel alone and which are packed into chunks
 difference.py  what ranks do not agree on, in words
+trees.py       nested containers, their leaves, and the same container back
 """

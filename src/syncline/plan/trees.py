@@ -52,20 +52,25 @@ def map_leaves(tree: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
     if isinstance(tree, list):
         return new
     if isinstance(tree, tuple):
-        return type(tree)._make(new) if hasattr(tree, "_fields") else tuple(new)
+        cls: Any = type(tree)
+        return cls._make(new) if hasattr(tree, "_fields") else tuple(new)
     names = [step.removeprefix(".") for step, _ in children]
     return dataclasses.replace(tree, **dict(zip(names, new, strict=True)))
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, dict):
-        return [(f".{key}" if isinstance(key, str) else f"[{key!r}]", node[key]) for key in _sorted_keys(node)]
+        return [
+            (f".{key}" if isinstance(key, str) else f"[{key!r}]", node[key]) for key in _sorted_keys(node)
+        ]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
     if isinstance(node, list | tuple):
         return [(f"[{index}]", child) for index, child in enumerate(node)]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node) if field.init]
+        return [
+            (f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node) if field.init
+        ]
     return None
 
 

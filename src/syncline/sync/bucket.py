@@ -74,12 +74,12 @@ class Bucket:
         self._transition(BucketState.FILLING)
         self.num_pending = len(self.members)
 
-    def fill_small(self, scale: float) -> None:
+    def fill_small(self, scale: float, *, any_missing: bool) -> None:
         """Copy the small gradients into place, times `scale`; a missing one counts as zero."""
         if not self._small_members:
             return
         gradients = [parameter.grad for parameter in self._small_members]
-        if None in gradients:
+        if any_missing:
             for view, gradient in zip(self._small_views, gradients, strict=True):
                 if gradient is None:
                     view.zero_()
@@ -111,7 +111,10 @@ class Bucket:
         """Hand the flat tensor to the transport, `tail` behind the gradients."""
         self.trigger = trigger
         if tail is not None:
-            self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
+            if any(tail):
+                self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
+            else:  # nothing to report, as in almost every step
+                self._tail.zero_()
         self._transition(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
         self.work = transport.all_reduce(self.flat, "sum")
@@ -140,14 +143,12 @@ class Bucket:
             if index not in skip and parameter.grad is not view:
                 parameter.grad = view
 
-    def copy_out(self, skip: frozenset[int]) -> None:
+    def copy_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
         """Copy the reduced gradients into `.grad` of each member; `skip` are parameter indices."""
-        gradients = [parameter.grad for parameter in self.members]
-        views = self.views
-        if not skip and None not in gradients:
-            torch._foreach_copy_(gradients, views)  # type: ignore[arg-type]
+        if not any_missing:
+            torch._foreach_copy_([parameter.grad for parameter in self.members], self.views)  # type: ignore[misc]
             return
-        for index, parameter, view in zip(self.plan.parameters, self.members, views, strict=True):
+        for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
             if index in skip:
                 continue
             if parameter.grad is None:

@@ -228,7 +228,7 @@ class GradientSync:
     def _launch_next(self, *, trigger: int | None, missing: frozenset[int]) -> None:
         at = self._next_to_launch
         bucket = self.buckets[at]
-        bucket.fill_small(self._scale)
+        bucket.fill_small(self._scale, any_missing=bool(missing))
         if missing:
             bucket.fill_missing_large(missing, self._scale)
         tail = None
@@ -288,7 +288,7 @@ class GradientSync:
             # The common case: hand out each bucket while later ones are still on their way.
             for bucket in self.buckets:
                 self._wait(bucket)
-                self._hand_out(bucket, _NONE)
+                self._hand_out(bucket, _NONE, any_missing=False)
             self._check(*self._decode())
             divisor = self.transport.size
         else:
@@ -303,7 +303,7 @@ class GradientSync:
                     bucket.divide(divisor)
             skip = frozenset(i for i, any_rank in enumerate(used) if not any_rank) if missing else _NONE
             for bucket in self.buckets:
-                self._hand_out(bucket, skip)
+                self._hand_out(bucket, skip, any_missing=bool(missing))
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
         if not self._order_is_learnt:
@@ -338,11 +338,11 @@ class GradientSync:
         self._broken = f"{place}: {error}"
         return type(error)(self._broken)
 
-    def _hand_out(self, bucket: Bucket, skip: frozenset[int]) -> None:
+    def _hand_out(self, bucket: Bucket, skip: frozenset[int], *, any_missing: bool) -> None:
         if self.options.as_bucket_view:
             bucket.hand_over_views(skip)
         else:
-            bucket.copy_out(skip)
+            bucket.copy_out(skip, any_missing=any_missing)
 
     def _decode(self) -> tuple[tuple[RankControl, ...], tuple[bool, ...]]:
         return decode(self.buckets[-1].read_tail(), num_ranks=self.transport.size)

@@ -7,8 +7,6 @@ in the one record that also carries the weight and the fingerprint of the struct
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.plan.difference import describe_ranks
 from syncline.plan.trees import leaves, map_leaves
-from syncline.sync.agreement import agree, gather_records
+from syncline.sync.agreement import PAYLOAD_BYTES, exchange
 from syncline.transport.base import Transport, Work
 
 __all__ = ["weighted_mean"]
@@ -28,31 +25,37 @@ __all__ = ["weighted_mean"]
 _LARGE_NUMEL = 4096
 """Tensors from this size on are reduced, not gathered."""
 
-_NUM_INLINE = 8
-_RECORD = struct.Struct(f"<32s?d{_NUM_INLINE}d")  # fingerprint, at fault, weight, first values
+_REMEDY = "Give every rank the same keys, shapes and dtypes."
+
+_HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # the weight, then the first values
+_NUM_INLINE = PAYLOAD_BYTES // 8 - 1
 
 
 def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     """The mean of every leaf over the ranks; see `syncline.mean`, which says what it takes and raises."""
     lines: list[str] = []
     found: list[Any] = []
-    scale, row, fault = 0.0, torch.empty(0, dtype=torch.float64), None
+    row = torch.empty(0, dtype=torch.float64)
+    scale, fault = 0.0, None
     try:
         scale = _checked_weight(weight)
         lines, found = _described(values)
         row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
-    except (TypeError, ValueError) as error:
-        # The peers are waiting: they are told, and every rank raises the same.
+    except Exception as error:
         fault = error
-    weights = _exchange_heads(transport, lines, scale, row, fault)
-    total = _checked_total([weight for weight, _ in weights])
-    if row.numel() <= _NUM_INLINE:
-        rows = [torch.tensor(inline[: row.numel()], dtype=torch.float64) for _, inline in weights]
-    else:
+    inline = row[:_NUM_INLINE].tolist()
+    head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
+    heads = exchange(transport, "sl.mean", lines, payload=head, fault=fault, remedy=_REMEDY)
+    weights, rows = [], []
+    for head in heads:
+        weight_there, *inline = _HEAD.unpack(head)
+        weights.append(weight_there)
+        rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
+    total = _checked_total(weights)
+    if row.numel() > _NUM_INLINE:
         rows = _gathered(transport, row)
-    mean = _mean_of_rows(rows, [weight for weight, _ in weights], total)
     large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
-    results = _results(found, mean, large)
+    results = _results(found, _mean_of_rows(rows, weights, total), large)
     return map_leaves(values, lambda path, leaf: next(results))
 
 
@@ -60,9 +63,12 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
 
 
 def _checked_weight(weight: Any) -> float:
-    value = float(weight)
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = math.nan
     if not 0 <= value < math.inf:
-        raise ValueError(f"expected a finite weight of at least 0, got {weight}")
+        raise ValueError(f"expected a finite weight of at least 0, got {weight!r}")
     return value
 
 
@@ -71,7 +77,9 @@ def _described(values: Any) -> tuple[list[str], list[Any]]:
     for path, leaf in leaves(values, "values"):
         if isinstance(leaf, Tensor):
             if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
-                raise TypeError(f"expected a dense tensor at {path}, got {leaf.layout}, {leaf.dtype}, {leaf.device}")
+                raise TypeError(
+                    f"expected a dense tensor at {path}, got {leaf.layout}, {leaf.dtype}, {leaf.device}"
+                )
             lines.append(f"{path}  {leaf.dtype} {tuple(leaf.shape)}")
         elif isinstance(leaf, Real):
             lines.append(f"{path}  a number")
@@ -98,39 +106,6 @@ def _as_row(leaf: Any) -> Tensor:
 
 
 # ---------------------------------------------------------------------- what is exchanged
-
-
-def _exchange_heads(
-    transport: Transport, lines: list[str], weight: float, row: Tensor, fault: Exception | None
-) -> list[tuple[float, tuple[float, ...]]]:
-    """Each rank's weight and first values, once all ranks are known to mean the same."""
-    inline = row[:_NUM_INLINE].tolist()
-    record = _RECORD.pack(
-        hashlib.sha256(json.dumps(lines).encode()).digest(),
-        fault is not None,
-        weight,
-        *inline,
-        *(0.0 for _ in range(_NUM_INLINE - len(inline))),
-    )
-    records = [record] if transport.size == 1 else gather_records(transport, record)
-    heads = [_RECORD.unpack(record) for record in records]
-    if any(at_fault for _, at_fault, *_ in heads):
-        _raise_fault(transport, fault)
-    if len({fingerprint for fingerprint, *_ in heads}) > 1:
-        agree(transport, "sl.mean", lines, remedy="Give every rank the same keys, shapes and dtypes.")
-    return [(head[2], head[3:]) for head in heads]
-
-
-def _raise_fault(transport: Transport, fault: Exception | None) -> None:
-    mine = [type(fault).__name__, str(fault)] if fault is not None else None
-    told = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, fault_there in enumerate(told):
-        if fault_there is not None:
-            ranks.setdefault((fault_there[0], fault_there[1]), []).append(rank)
-    text = "\n".join(f"{describe_ranks(there)}: {message}" for (_, message), there in ranks.items())
-    error_class = ValueError if any(name != "TypeError" for name, _ in ranks) else TypeError
-    raise error_class(f"sl.mean: nothing was averaged\n{text}") from fault
 
 
 def _checked_total(weights: Sequence[float]) -> float:
@@ -205,5 +180,5 @@ def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Ite
         numbers = mean[position : position + width]
         position += width
         if leaf.is_complex():
-            numbers = torch.view_as_complex(numbers.view(-1, 2))
+            numbers = torch.view_as_complex(numbers.view(leaf.numel(), 2))
         yield numbers.reshape(leaf.shape).to(leaf.device, dtype, copy=True)

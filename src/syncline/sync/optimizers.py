@@ -1,17 +1,34 @@
-"""The Python numbers of an optimizer (learning rates, step counts), which travel beside its tensors."""
+"""What an optimizer consists of, and its Python numbers (learning rates, step counts), which travel as tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.plan.trees import map_leaves
-from syncline.sync.tensors import optimizer_leaves, optimizer_nodes
+from syncline.plan.trees import leaves, map_leaves
 
-__all__ = ["OptimizerNumbers"]
+__all__ = ["OptimizerNumbers", "optimizer_leaves"]
+
+
+def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """State and settings: `state[3].exp_avg` (of the fourth parameter over all groups), `param_groups[0].lr`."""
+    for path, node in _nodes(optimizer):
+        yield from leaves(node, path)
+
+
+def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dictionaries of an optimizer's state and settings, without the parameters themselves."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        # `state` is a defaultdict: asking it for a parameter without state would make one.
+        if parameter in optimizer.state:
+            yield f"state[{index}]", optimizer.state[parameter]
+    for index, group in enumerate(optimizer.param_groups):
+        yield f"param_groups[{index}]", {key: value for key, value in group.items() if key != "params"}
 
 
 class OptimizerNumbers:
@@ -55,7 +72,7 @@ class OptimizerNumbers:
         for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
             for (path, old), new in zip(numbers.items(), tensor.tolist(), strict=True):
                 received[path] = type(old)(new)
-        nodes = dict(optimizer_nodes(self._optimizer))
+        nodes = dict(_nodes(self._optimizer))
         for index, group in enumerate(self._optimizer.param_groups):
             # The node of a group is a copy without its parameters.
             _write(group, f"param_groups[{index}]", nodes.pop(f"param_groups[{index}]"), received)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from syncline.plan.packing import plan_pieces
 from syncline.plan.trees import leaves
+from syncline.sync.optimizers import optimizer_leaves
 from syncline.transport.base import Transport, Work
 
 __all__ = ["TensorBroadcaster", "broadcast_tensors", "named_tensors"]
@@ -67,23 +68,6 @@ def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in optimizer_leaves(optimizer):
         if isinstance(leaf, Tensor):
             yield path, leaf
-
-
-def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """State and settings: `state[3].exp_avg` (of the fourth parameter over all groups), `param_groups[0].lr`."""
-    for path, node in optimizer_nodes(optimizer):
-        yield from leaves(node, path)
-
-
-def optimizer_nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The dictionaries of an optimizer's state and settings, without the parameters themselves."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
-        # `state` is a defaultdict: asking it for a parameter without state would make one.
-        if parameter in optimizer.state:
-            yield f"state[{index}]", optimizer.state[parameter]
-    for index, group in enumerate(optimizer.param_groups):
-        yield f"param_groups[{index}]", {key: value for key, value in group.items() if key != "params"}
 
 
 def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
@@ -258,8 +242,8 @@ class _Piece:
             self._allocate()
         assert self._wire is not None
         if transport.rank == src:
-            if self._twins:
-                torch._foreach_copy_(self._twins, self._strided)
+            for twin, tensor in zip(self._twins, self._strided, strict=True):
+                twin.copy_(tensor)
             if self._slots:
                 torch._foreach_copy_(self._slots, self._bytes)
         return transport.broadcast(self._wire, src)
@@ -268,8 +252,9 @@ class _Piece:
         """Write what has arrived into the tensors."""
         if self._slots:
             torch._foreach_copy_(self._bytes, self._slots)
-        if self._twins:
-            torch._foreach_copy_(self._strided, self._twins)
+        # One by one: the batched call cannot write to a tensor with a pending conjugation.
+        for twin, tensor in zip(self._twins, self._strided, strict=True):
+            tensor.copy_(twin)
 
     def drop_copies(self) -> None:
         self._twins, self._bytes, self._slots, self._wire = [], [], [], None

@@ -1,1 +1,1 @@
-"""Testing distributed code: `@pytest.mark.ranks(n)` and the pool behind it (see `plugin`)."""
+"""Tests with ranks: `@pytest.mark.ranks(n)` (see `syncline.testing.plugin`)."""

@@ -1,9 +1,130 @@
-"""The pytest plugin: `@pytest.mark.ranks(n)` runs a test on n rank processes."""
+"""The pytest plugin: `@pytest.mark.ranks(n)` runs a test function on n rank processes at once.
+
+    import pytest, torch, torch.distributed as dist
+
+    @pytest.mark.ranks(2)
+    def test_sum() -> None:
+        x = torch.ones(1)
+        dist.all_reduce(x)          # torch.distributed (Gloo) is initialised in each rank
+        assert x == dist.get_world_size()
+
+Installed with Syncline, found by pytest through its entry point. The processes are warm: started once a session,
+torch imported once, one thread each; every test gets a new process group, so tests are isolated and start within
+milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are set as torchrun sets them.
+
+Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable.
+The test passes when it passes on every rank; the report names the ranks that failed, with their tracebacks. A rank
+that has not ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or shortly after another one failed,
+is killed, and its stacks are shown.
+"""
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import pytest
+
+from syncline.testing.pool import Outcome, RankPool, Task
+
+__all__: list[str] = []
+
+_POOL = pytest.StashKey[RankPool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n rank processes")
+    config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n rank processes at once")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    pool = config.stash.get(_POOL, None)
+    if pool is not None:
+        pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    __tracebackhide__ = True
+    size, timeout_seconds = _read(*marker.args, **marker.kwargs)
+    pool = _pool_of(pyfuncitem.config)
+    store_path = pool.store_path()
+    arguments = _arguments(pyfuncitem)
+    tasks = [
+        Task(
+            module=pyfuncitem.module.__name__,
+            qualname=_qualname(pyfuncitem),
+            arguments=arguments,
+            rank=rank,
+            size=size,
+            store_path=store_path,
+            timeout_seconds=timeout_seconds,
+            warning_filters=_warning_filters(pyfuncitem),
+        )
+        for rank in range(size)
+    ]
+    _judge(pool.run(tasks))
+    return True
+
+
+def _pool_of(config: pytest.Config) -> RankPool:
+    if _POOL not in config.stash:
+        config.stash[_POOL] = RankPool()
+    return config.stash[_POOL]
+
+
+def _read(n: int, timeout: float = 60.0) -> tuple[int, float]:
+    if not isinstance(n, int) or n < 1:
+        raise pytest.UsageError(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
+    return n, float(timeout)
+
+
+def _arguments(item: pytest.Function) -> dict[str, Any]:
+    """The function's arguments, checked for being fit to be sent."""
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise pytest.UsageError(
+                f"{item.nodeid}: the argument {name!r} ({type(value).__name__}) cannot be sent to the rank "
+                f"processes: {error}. Make it inside the test, or parametrize by a name of it"
+            ) from error
+    return arguments
+
+
+def _qualname(item: pytest.Function) -> str:
+    name = item.function.__name__
+    return name if item.cls is None else f"{item.cls.__qualname__}.{name}"
+
+
+def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
+    """In pytest's order: the configuration's, the command line's, then the test's own."""
+    config = item.config
+    marked = [mark.args for mark in reversed(list(item.iter_markers("filterwarnings")))]
+    given = [*config.getini("filterwarnings"), *(config.known_args_namespace.pythonwarnings or [])]
+    return (*given, *(text for texts in marked for text in texts))
+
+
+def _judge(outcomes: list[Outcome]) -> None:
+    """Pass, skip or fail in pytest's own process."""
+    __tracebackhide__ = True
+    bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.kind in ("failed", "stuck")}
+    if bad:
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, outcome in bad.items():
+            ranks_by_text.setdefault(f"{outcome.kind}\n{outcome.text}", []).append(rank)
+        passed = [rank for rank, outcome in enumerate(outcomes) if outcome.kind == "passed"]
+        parts = [f"{_named(ranks)} {text}" for text, ranks in ranks_by_text.items()]
+        if passed:
+            parts.append(f"{_named(passed)} passed")
+        pytest.fail("\n\n".join(parts), pytrace=False)
+    skipped = [outcome.text for outcome in outcomes if outcome.kind == "skipped"]
+    if skipped:
+        pytest.skip(skipped[0])
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

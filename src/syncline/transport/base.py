@@ -19,12 +19,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from syncline.errors import SynclineError
-
-__all__ = ["ReduceOp", "Statistics", "Transport", "Work"]
+__all__ = ["DONE", "ReduceOp", "Statistics", "Transport", "Work"]
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
+
+# What every engine reduces, and by which operations; everything else can be moved, but not reduced.
+_REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
+    **dict.fromkeys(_REALS, REDUCE_OPS),
+    **dict.fromkeys(_INTEGERS, ("sum", "max", "min", "product")),
+    **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
+    torch.bool: ("max", "min"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +69,10 @@ class Statistics:
 
 
 class Work(ABC):
-    """One operation under way. Keep it until it has been waited for."""
+    """One operation under way. Keep it until it has been waited for.
+
+    An error in `wait` is the end of the transport: every later operation on it raises as well.
+    """
 
     @abstractmethod
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -80,6 +91,21 @@ class Work(ABC):
     @abstractmethod
     def is_completed(self) -> bool:
         """Whether `wait` would return at once. Never blocks, never raises."""
+
+
+class _DoneWork(Work):
+    """An operation that was finished when it was started (a group of one rank)."""
+
+    __slots__ = ()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE: Work = _DoneWork()
 
 
 class _MeasuredWork(Work):
@@ -262,13 +288,14 @@ class Transport(ABC):
         if op not in REDUCE_OPS:
             raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
         self._check_flat(tensor)
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f'op="mean" needs floating point or complex numbers, got {tensor.dtype}: '
-                'use "sum" and divide, or convert first'
+        possible = _REDUCIBLE.get(tensor.dtype, ())
+        if op not in possible:
+            hint = (
+                f"it can be reduced by {', '.join(possible)}; convert it first for anything else"
+                if possible
+                else "convert it to a type that can be reduced first"
             )
-        if op in ("max", "min") and tensor.is_complex():
-            raise ValueError(f"op={op!r} is not defined for complex numbers ({tensor.dtype})")
+            raise ValueError(f"op={op!r} is not defined for {tensor.dtype}: {hint}")
 
     def _check_parts(self, operation: str, *, whole: Tensor, part: Tensor) -> None:
         self._check_flat(whole)
@@ -287,8 +314,3 @@ class Transport(ABC):
         self._check_rank(what, rank)
         if rank == self.rank:
             raise ValueError(f"rank {rank} cannot be its own {what}: copy the tensor instead")
-
-    def _check_usable(self, reason: str | None) -> None:
-        """For engines: raise when the transport was aborted."""
-        if reason is not None:
-            raise SynclineError(f"this transport was aborted on rank {self.rank}: {reason}")

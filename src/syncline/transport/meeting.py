@@ -11,15 +11,13 @@ import enum
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport.calls import Call, Failure, named_ranks
 
-__all__ = ["Call", "Failure", "Meeting", "MeetingRoom", "State"]
+__all__ = ["Meeting", "MeetingRoom", "State"]
 
 
 class State(enum.Enum):
@@ -41,43 +39,6 @@ _MOVES = {
     State.DONE: set[State](),
     State.FAILED: set[State](),
 }
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one rank called; the ranks of one meeting must call the same (or the two sides of a message)."""
-
-    operation: str
-    detail: str = ""
-    numel: int | None = None
-    dtype: torch.dtype | None = None
-
-    def agrees_with(self, other: Call) -> bool:
-        """Whether two ranks may meet with these calls."""
-        if {self.operation, other.operation} == {"send", "recv"}:
-            return (self.numel, self.dtype) == (other.numel, other.dtype)
-        return self == other
-
-    def __str__(self) -> str:
-        size = "" if self.numel is None else f" of {self.numel} elements, {self.dtype}"
-        return f"{self.operation}{f'({self.detail})' if self.detail else ''}{size}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a room is broken; every rank raises an exception object of its own made from it."""
-
-    kind: type[SynclineError]
-    text: str
-    aborted_by: int | None = None
-
-    def on_rank(self, rank: int | None) -> SynclineError:
-        """What `rank` raises; None for somebody who is not in the room."""
-        if self.aborted_by is None:
-            return self.kind(self.text)
-        if rank == self.aborted_by:
-            return SynclineError(f"this transport was aborted on rank {rank}: {self.text}")
-        return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
 
 
 class Meeting:
@@ -113,12 +74,7 @@ class Meeting:
         for rank in self.members:
             call = self.calls.get(rank)
             by_call.setdefault("has not called yet" if call is None else str(call), []).append(rank)
-        return "\n".join(f"  {_named(ranks)}: {call}" for call, ranks in by_call.items())
-
-
-def _named(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+        return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
 class MeetingRoom:
@@ -232,7 +188,7 @@ class MeetingRoom:
                 call = meeting.calls[rank]
                 text = (
                     f"{call} ({meeting.title} of this group of {self.size}): "
-                    f"{_named(meeting.absent())} did not come within {timeout_seconds:g} s\n"
+                    f"{named_ranks(meeting.absent())} did not come within {timeout_seconds:g} s\n"
                     f"{meeting.who_called_what()}\n"
                     "look at what the absent ranks do instead (an endless loop, fewer batches); "
                     "if they are only slow, raise the timeout"

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from syncline.errors import PeerFailed
-from syncline.transport.base import ReduceOp, Transport, Work
-from syncline.transport.meeting import Call, Failure, Meeting, MeetingRoom, State
+from syncline.transport.base import DONE, ReduceOp, Transport, Work
+from syncline.transport.calls import Call, Failure
+from syncline.transport.meeting import Meeting, MeetingRoom, State
 
 __all__ = ["ThreadGroup", "ThreadsTransport", "run_ranks"]
 
@@ -60,21 +61,6 @@ def _transports(room: MeetingRoom, timeout_seconds: float) -> tuple[ThreadsTrans
 
 
 # ---------------------------------------------------------------------- the transport
-
-
-class _DoneWork(Work):
-    """An operation that was finished when it was started (a group of one rank)."""
-
-    __slots__ = ()
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _DoneWork()
 
 
 class _ThreadsWork(Work):
@@ -192,7 +178,7 @@ class ThreadsTransport(Transport):
     def _done_alone(self) -> Work:
         if self._room.failure is not None:
             raise self._room.failure.on_rank(self.rank)
-        return _DONE
+        return DONE
 
 
 # ---------------------------------------------------------------------- arithmetic, in rank order

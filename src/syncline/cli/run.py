@@ -1,0 +1,210 @@
+"""`syncline run`: look at everything that can be wrong before a process starts, then start the job."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import config_from_args, determine_local_world_size, parse_min_max_nnodes
+
+from syncline import environment
+from syncline.cli import options
+from syncline.cli.options import UsageError
+from syncline.launch.supervise import Job, say, supervise, worker_command
+
+__all__ = ["main"]
+
+_GRACE_SECONDS = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `syncline run` with these arguments.
+
+    Returns:
+        0 when all ranks ended well; 2 for wrong usage, before any process was started; else the exit code of
+        the rank that failed first, or 128 + the signal that ended the launcher.
+    """
+    try:
+        args = options.parse(argv)
+        _check_program(args)
+        num_processes = _num_processes(args.nproc_per_node)
+        _choose_meeting_point(args)
+    except UsageError as error:
+        say(str(error))
+        return 2
+    variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))}
+    if args.max_restarts > 0:
+        # Restarted workers would find the addresses of the ended ones in the launcher's store, and hang.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    before = environment.export(variables)
+    try:
+        if args.verbose and "OMP_NUM_THREADS" in before:
+            say(f"OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} (cores / processes, as it was not set)")
+        with tempfile.TemporaryDirectory(prefix="syncline_", ignore_cleanup_errors=True) as scratch:
+            return supervise(_job(args, Path(scratch)))
+    except UsageError as error:
+        say(str(error))
+        return 2
+    finally:
+        environment.restore(before)
+
+
+# ---------------------------------------------------------------------- the program
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    program = args.training_script
+    if args.module and args.no_python:
+        raise UsageError("-m and --no-python exclude each other: a module needs python")
+    if args.no_python:
+        if shutil.which(program) is None:
+            raise UsageError(f"no command {program!r} on PATH, or it is not executable")
+    elif args.module:
+        _check_module(program)
+    else:
+        _check_script(Path(program))
+
+
+def _check_script(script: Path) -> None:
+    if script.is_file():
+        return
+    if script.is_dir():
+        has_main = (script / "__main__.py").is_file()
+        remedy = f"name {script / '__main__.py'}" if has_main else "name a script in it"
+        raise UsageError(f"{script} is a directory, not a script: {remedy}")
+    if not script.parent.is_dir():
+        raise UsageError(f"no script {script}: there is no folder {script.parent} in {Path.cwd()}")
+    names = [entry.name for entry in script.parent.iterdir() if entry.suffix == ".py"]
+    near = difflib.get_close_matches(script.name, names, n=3)
+    remedy = ""
+    if near:
+        remedy = f": did you mean {' or '.join(str(script.with_name(name)) for name in near)}?"
+    elif script.suffix != ".py" and script.parent == Path():
+        remedy = ": a module is named after -m, a command after --no-python"
+    raise UsageError(f"no script {script} in {script.parent.resolve()}{remedy}")
+
+
+def _check_module(name: str) -> None:
+    top = name.partition(".")[0]
+    found = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())]) or (
+        importlib.util.find_spec(top) if top else None
+    )
+    if found is None:
+        raise UsageError(f"no module {name!r}: looked in {Path.cwd()} and in {sys.prefix}")
+
+
+# ---------------------------------------------------------------------- how many, and where they meet
+
+
+def _num_processes(text: str) -> int:
+    try:
+        count = determine_local_world_size(text)
+    except ValueError as error:
+        if "available" in str(error):
+            raise UsageError(f"-n {text}: {error} Use -n auto, or a number") from None
+        raise UsageError(f"-n {text}: expected a number from 1, or auto, cpu or gpu") from None
+    if count < 1:
+        raise UsageError(f"-n {text}: expected at least 1 process on this host")
+    return count
+
+
+def _choose_meeting_point(args: argparse.Namespace) -> None:
+    """Decide where the ranks meet, as torchrun does, and see that this host can offer it."""
+    try:
+        least, most = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        raise UsageError(f"--nnodes {args.nnodes}: expected a number of hosts, or MIN:MAX") from None
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes {args.nnodes}: expected 1 <= MIN <= MAX hosts")
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts {args.max_restarts}: expected 0 or more")
+    if args.master_port is not None and not 1 <= args.master_port <= 65535:
+        raise UsageError(
+            f"--master-port {args.master_port}: expected 1 to 65535; leave it out for any free port"
+        )
+    one_host = most == 1
+    nowhere_named = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or (one_host and nowhere_named):
+        # A port of the kernel's choice and a name of our own: two jobs on one host never meet.
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", uuid.uuid4().hex
+        args.local_addr = args.local_addr or "127.0.0.1"
+    elif one_host or (args.rdzv_backend == "static" and args.node_rank == 0):
+        _check_port(args, own_host_only=one_host)
+    if args.master_port is None:
+        args.master_port = 29500  # what torchrun means when several hosts name none
+
+
+def _check_port(args: argparse.Namespace, *, own_host_only: bool) -> None:
+    """Where this host is the one that must listen, see that it can."""
+    if args.rdzv_endpoint:
+        option = "--rdzv-endpoint"
+        try:
+            host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=-1)
+        except ValueError as error:
+            raise UsageError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from None
+    else:
+        option, host, port = "--master-port", args.master_addr, args.master_port or 29500
+    if port <= 0 or not (own_host_only or host) or args.rdzv_backend not in ("static", "c10d"):
+        return
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: TIME_WAIT is no harm
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                return
+            why = "is in use on this host" if error.errno == errno.EADDRINUSE else "needs more rights"
+            remedy = "leave it out, or choose another" if own_host_only else "choose another, on all hosts"
+            raise UsageError(f"port {port} ({option}) {why}: {remedy}") from None
+
+
+# ---------------------------------------------------------------------- the job
+
+
+def _job(args: argparse.Namespace, scratch: Path) -> Job:
+    wants_torch_logs = (
+        args.tee != "0"
+        or args.redirects != "0"
+        or bool(args.local_ranks_filter or args.duplicate_stdout_filters or args.duplicate_stderr_filters)
+        or args.logs_specs is not None
+    )
+    keep_in = Path(args.log_dir) if args.log_dir else None
+    if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
+        raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")
+    # Else torch makes a folder of its own, which nobody removes.
+    args.log_dir = str(keep_in or scratch) if wants_torch_logs else os.devnull
+    grace_seconds = getattr(args, "shutdown_timeout", None)
+    try:
+        config, command, arguments = config_from_args(args)
+    except (ValueError, RuntimeError, AssertionError, KeyError) as error:
+        raise UsageError(f"{error}; see syncline run --help") from None
+    if not args.run_path:
+        program = [args.training_script, *args.training_script_args]
+        is_python = not args.no_python
+        arguments = worker_command(program, is_module=args.module, is_python=is_python)
+        command = command if is_python else sys.executable
+    return Job(
+        config=config,
+        command=command,
+        arguments=arguments,
+        scratch=scratch,
+        torch_logs=config.logs_specs if wants_torch_logs else None,
+        keep_logs_in=keep_in,
+        grace_seconds=_GRACE_SECONDS if grace_seconds is None else float(grace_seconds),
+        verbose=args.verbose,
+    )

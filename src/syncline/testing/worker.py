@@ -1,0 +1,131 @@
+"""One rank process of the pool: `python -m syncline.testing.worker FD`. Ends when its channel does."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.assertion import util as assertion_util
+from _pytest.config import Config, get_config, parse_warning_filter
+
+from syncline import environment
+from syncline.process import end_with_parent
+from syncline.testing.pool import Outcome, Task
+from syncline.world import shutdown
+
+__all__ = ["main"]
+
+
+def main(file_descriptor: int) -> None:
+    """Run tasks until the controller closes the channel."""
+    end_with_parent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    channel = Connection(file_descriptor)
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        sys.path[:] = channel.recv()
+        _rewrite_assertions()
+        while True:
+            task: Task = channel.recv()
+            outcome = _run(task)
+            sys.stdout.flush()
+            channel.send(outcome)
+
+
+def _run(task: Task) -> Outcome:
+    with _environment(task):
+        try:
+            with warnings.catch_warnings():
+                function = _find(task)
+                for text in task.warning_filters:
+                    warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+                try:
+                    _init_process_group(task)
+                    function(**task.arguments)
+                finally:
+                    _clean_up()
+        except pytest.skip.Exception as skip:
+            return Outcome(kind="skipped", text=str(skip))
+        except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
+            return Outcome(kind="failed", text=_traceback())
+    return Outcome(kind="passed")
+
+
+def _find(task: Task) -> Any:
+    found: Any = importlib.import_module(task.module)
+    *classes, name = task.qualname.split(".")
+    for part in classes:
+        found = getattr(found, part)()
+    return getattr(found, name)
+
+
+def _init_process_group(task: Task) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(task.store_path, task.size),
+        rank=task.rank,
+        world_size=task.size,
+        timeout=timedelta(seconds=task.timeout_seconds),
+    )
+
+
+def _clean_up() -> None:
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _environment(task: Task) -> Iterator[None]:
+    """torchrun's variables, for the length of one test."""
+    variables = {
+        "RANK": task.rank,
+        "LOCAL_RANK": task.rank,
+        "WORLD_SIZE": task.size,
+        "LOCAL_WORLD_SIZE": task.size,
+    }
+    before = environment.export({name: str(value) for name, value in variables.items()}, replace=True)
+    try:
+        yield
+    finally:
+        environment.restore(before)
+
+
+def _traceback() -> str:
+    """The exception under way, without this file's frames."""
+    kind, error, trace = sys.exc_info()
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(kind, error, trace)).rstrip()
+
+
+def _rewrite_assertions() -> None:
+    """Let `assert a == b` say what a and b were, as in any pytest run."""
+    config: Config = get_config()
+    config.parse(["-W", "ignore"], addopts=False)  # it warns of plugins that were imported before
+    install_importhook(config)
+
+    def compared(op: str, left: object, right: object) -> str | None:
+        for lines in config.hook.pytest_assertrepr_compare(config=config, op=op, left=left, right=right):
+            if lines:
+                return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
+        return None
+
+    assertion_util._reprcompare = compared
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

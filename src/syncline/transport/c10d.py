@@ -1,0 +1,330 @@
+"""Any torch.distributed process group as a transport: Gloo, NCCL, MPI, UCC, or one backend for each device.
+
+The process group's methods are called directly: `torch.distributed.all_reduce` and its like add 3 to 50 us of
+checks for each call, depending on the version of torch, and this is the training step's hot path.
+
+What differs from backend to backend is evened out here. Gloo and NCCL lack int16 and the unsigned types; Gloo
+lacks complex numbers in some operations; MPI has no mean. Tensors of such types are moved as bytes, and int16
+is reduced as int32.
+
+Gloo cannot tell ranks that they called different things: sizes that do not fit end the *process* there
+("terminate called ... EnforceNotMet"), and its peers raise `PeerLost`. So agree on sizes first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from syncline.errors import PeerFailed
+from syncline.transport.base import DONE, ReduceOp, Transport, Work
+from syncline.transport.c10d_work import C10dWork, Health, MessageWork
+from syncline.transport.calls import Failure
+from syncline.transport.notices import Notices
+from syncline.transport.threads import ThreadGroup
+
+__all__ = ["C10dTransport"]
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
+_MOVED_AS_THEY_ARE = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+}
+_FALLBACK_TIMEOUT_SECONDS = 1800.0
+
+
+class C10dTransport(Transport):
+    """A transport over a torch.distributed process group.
+
+    Args:
+        group: the group; None means the default group.
+        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`; None means the
+            group's own timeout.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, or this process is not in the group.
+
+    Example:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> transport = C10dTransport()
+        >>> transport.name, transport.rank, transport.size
+        ('gloo', 0, 1)
+        >>> transport.all_reduce(torch.ones(2), "mean").wait()
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float | None = None
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group "
+                "(or syncline.init) first"
+            )
+        group = dist.group.WORLD if group is None else group
+        rank = dist.get_rank(group)
+        if rank < 0 or not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"expected a process group that this process is in, got {group!r}")
+        if timeout_seconds is None:
+            timeout_seconds = _group_timeout_seconds(group)
+        super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds)
+        self._group = group
+        self._backends = _backends(group)
+        self._owns_group = False
+        self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
+        self._make_options()
+        notices = Notices(group.get_group_store(), rank=rank, size=self.size) if self.size > 1 else None
+        self._health = Health(notices, rank=rank, size=self.size, backend=self.name)
+
+    def _make_options(self) -> None:
+        """Prebuilt, for the hot path; Gloo's own deadline for an operation follows the transport's."""
+        timeout = timedelta(seconds=self.timeout_seconds)
+        self._all_reduce_options = {}
+        self._reduce_scatter_options = {}
+        for op, torch_op in _REDUCE_OPS.items():
+            all_reduce, reduce_scatter = dist.AllreduceOptions(), dist.ReduceScatterOptions()
+            reduce_op = dist.ReduceOp(torch_op if op != "mean" or self._has_mean else dist.ReduceOp.SUM)
+            all_reduce.reduceOp = reduce_scatter.reduceOp = reduce_op
+            all_reduce.timeout = reduce_scatter.timeout = timeout
+            self._all_reduce_options[op] = all_reduce
+            self._reduce_scatter_options[op] = reduce_scatter
+        self._all_gather_options = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        self._all_gather_options.timeout = timeout
+        self._broadcast_options = []
+        for src in range(self.size):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = src, 0, timeout
+            self._broadcast_options.append(options)
+
+    @property
+    def name(self) -> str:
+        names = set(self._backends.values())
+        if len(names) == 1:
+            return next(iter(names))
+        return ", ".join(f"{backend} ({device})" for device, backend in sorted(self._backends.items()))
+
+    @property
+    def control_device(self) -> torch.device:
+        if "cpu" in self._backends or not self._backends:
+            return torch.device("cpu")
+        return torch.device(next(iter(self._backends)), torch.accelerator.current_device_index())
+
+    # ------------------------------------------------------------------ operations
+
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        if self.size == 1:
+            return self._done_alone()
+        wire, finish = _reducible(tensor)
+        if op == "mean" and not self._has_mean:
+            finish = _then_divide(tensor, self.size)
+        group, options = self._group, self._all_reduce_options[op]
+        return self._start("all_reduce", op, tensor, lambda: group.allreduce([wire], options), finish)
+
+    def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
+        if self.size == 1:
+            output.detach().view(-1).copy_(input.detach().view(-1))
+            return self._done_alone()
+        wire, _ = _reducible(input)
+        if wire.dtype is not output.dtype and not output.is_complex():
+            part = torch.empty(output.numel(), dtype=wire.dtype, device=output.device)
+            finish: Callable[[], object] | None = _then_copy(output, part)
+        else:
+            part, finish = _reducible(output)
+        if op == "mean" and not self._has_mean:
+            finish = _then_divide(output, self.size)
+        group, options = self._group, self._reduce_scatter_options[op]
+        return self._start(
+            "reduce_scatter", op, input, lambda: group._reduce_scatter_base(part, wire, options), finish
+        )
+
+    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+        if self.size == 1:
+            output.detach().view(-1).copy_(input.detach().view(-1))
+            return self._done_alone()
+        whole, part = _movable(output), _movable(input)
+        group, options = self._group, self._all_gather_options
+        return self._start("all_gather", "", input, lambda: group._allgather_base(whole, part, options))
+
+    def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
+        if self.size == 1:
+            return self._done_alone()
+        wire = _movable(tensor)
+        group, options = self._group, self._broadcast_options[src]
+        return self._start("broadcast", f"from rank {src}", tensor, lambda: group.broadcast([wire], options))
+
+    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+        wire = _movable(tensor)
+        return self._start(
+            "send", f"to rank {dst}", tensor, lambda: self._message(self._group.send, wire, dst)
+        )
+
+    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+        wire = _movable(tensor)
+        return self._start(
+            "recv", f"from rank {src}", tensor, lambda: self._message(self._group.recv, wire, src)
+        )
+
+    def _message(self, start: Callable[[list[Tensor], int, int], Any], wire: Tensor, peer: int) -> Any:
+        work = start([wire], peer, 0)
+        return MessageWork(work, self.timeout_seconds) if wire.device.type == "cpu" else work
+
+    def _start_barrier(self) -> Work:
+        if self.size == 1:
+            return self._done_alone()
+        device = self.control_device
+        ids = None if device.type == "cpu" else [device.index]
+        return self._start(
+            "barrier", "", None, lambda: dist.barrier(self._group, async_op=True, device_ids=ids)
+        )
+
+    def _start(
+        self,
+        operation: str,
+        detail: str,
+        tensor: Tensor | None,
+        start: Callable[[], Any],
+        finish: Callable[[], object] | None = None,
+    ) -> Work:
+        health = self._health
+        if health.failure is not None:
+            raise health.failure.on_rank(self.rank)
+        health.num_started += 1
+        work = C10dWork(health, self.timeout_seconds, operation, detail, tensor, finish)
+        try:
+            work.start(start)
+        except RuntimeError as error:
+            raise health.broken_by(error, work) from error
+        return work
+
+    def _done_alone(self) -> Work:
+        if self._health.failure is not None:
+            raise self._health.failure.on_rank(self.rank)
+        return DONE
+
+    # ------------------------------------------------------------------ groups
+
+    def split(self, color: int | None) -> Transport | None:
+        if self.size == 1:
+            return None if color is None else ThreadGroup(1, self.timeout_seconds).transport(0)
+        if "mpi" in self._backends.values():
+            raise ValueError(
+                "MPI cannot make a group without the other ranks: call torch.distributed.new_group on all "
+                "ranks, and give its result to C10dTransport"
+            )
+        # (size, 3): takes part, color, a random number; the lowest member's number makes the group's name.
+        mine = torch.tensor([color is not None, color or 0, secrets.randbits(62)])
+        rows = torch.empty(self.size * 3, dtype=torch.int64, device=self.control_device)
+        self._start_all_gather(rows, mine.to(self.control_device)).wait()
+        members = [
+            (rank, token)
+            for rank, (takes_part, its_color, token) in enumerate(rows.view(-1, 3).tolist())
+            if takes_part and its_color == color
+        ]
+        if color is None:
+            return None
+        if len(members) == 1:
+            return ThreadGroup(1, self.timeout_seconds).transport(0)
+        group = self._new_group([rank for rank, _ in members], f"syncline-{members[0][1]:x}")
+        child = C10dTransport(group, timeout_seconds=self.timeout_seconds)
+        child._owns_group = True
+        return child
+
+    def _new_group(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        """A process group of some of this group's ranks, made by its members alone.
+
+        torch.distributed.new_group(use_local_synchronization=True) is meant for this, but names a group by
+        how many groups a rank has been in: ranks with unequal pasts wait for each other in vain, and the
+        group that follows a destroyed one finds its old addresses in the store.
+        """
+        global_ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
+        group: dist.ProcessGroup
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
+            global_ranks,
+            backend,
+            distributed_c10d.PrefixStore(name, self._group.get_group_store()),
+            distributed_c10d.GroupName(name),
+            timeout=timedelta(seconds=self.timeout_seconds),
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {
+            global_rank: rank for rank, global_rank in enumerate(global_ranks)
+        }
+        return group
+
+    def abort(self, reason: str) -> None:
+        self._health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
+
+    def close(self) -> None:
+        if self._owns_group and self._group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self._group)
+        self._owns_group = False
+
+
+# ---------------------------------------------------------------------- what a group is made of
+
+
+def _group_timeout_seconds(group: dist.ProcessGroup) -> float:
+    """The shortest timeout of the group's backends."""
+    found = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta) and timeout > timedelta(0):
+            found.append(timeout.total_seconds())
+    return min(found, default=_FALLBACK_TIMEOUT_SECONDS)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type, for instance {"cpu": "gloo", "cuda": "nccl"}."""
+    config = str(dist.get_backend_config(group))
+    return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
+
+
+# ---------------------------------------------------------------------- what a backend can carry
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend moves."""
+    if tensor.dtype in _MOVED_AS_THEY_ARE:
+        return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _reducible(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """`tensor` in a dtype that every backend reduces, and how its result gets back."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach()), None
+    if tensor.dtype is torch.int16:
+        wide = tensor.to(torch.int32)
+        return wide, _then_copy(tensor, wide)
+    return (tensor.detach() if tensor.requires_grad else tensor), None
+
+
+def _then_copy(target: Tensor, result: Tensor) -> Callable[[], object]:
+    return lambda: target.view(-1).copy_(result.view(-1))
+
+
+def _then_divide(target: Tensor, size: int) -> Callable[[], object]:
+    return lambda: target.detach().div_(size)

@@ -1,0 +1,251 @@
+"""An operation of a torch.distributed process group: how it is waited for, and its errors in our words.
+
+A `wait` on the CPU looks up every `_SLICE_SECONDS` whether a peer has told of an error (see `notices`). On a
+GPU `wait` orders the current stream after the operation, as torch does, and errors come from the backend's
+own watchdog, unless a timeout is given.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport.base import Work
+from syncline.transport.calls import Call, Failure
+from syncline.transport.notices import Notices
+
+__all__ = ["C10dWork", "Health", "MessageWork"]
+
+_SLICE_SECONDS = 0.25
+_SLICE = timedelta(seconds=_SLICE_SECONDS)
+
+
+class Health:
+    """Whether a group can still be used on this rank, and why not.
+
+    Args:
+        notices: where ranks tell each other; None for a rank that is alone.
+        rank: this rank in the group.
+        size: number of ranks in the group.
+        backend: the backend's name, for messages.
+    """
+
+    def __init__(self, notices: Notices | None, *, rank: int, size: int, backend: str) -> None:
+        self.failure: Failure | None = None
+        self.num_started = 0
+        self.rank = rank
+        self._size = size
+        self._backend = backend
+        self._notices = notices
+
+    def fail(self, failure: Failure) -> None:
+        """The end of the transport; the peers are told."""
+        if self.failure is None:
+            self.failure = failure
+            if self._notices is not None:
+                self._notices.publish(failure)
+
+    def told(self) -> Failure | None:
+        """What a peer told of the end of the transport."""
+        return None if self._notices is None else self._notices.failure()
+
+    def waits_in(self, work: C10dWork) -> None:
+        """Let the peers know that this rank has been waiting for a while."""
+        if self._notices is not None:
+            self._notices.waits_in(str(work))
+
+    def timed_out(self, work: C10dWork) -> SynclineError:
+        """Nobody failed, but not every rank came."""
+        return self._ended(work, CollectiveTimeout, "not every rank came before the deadline", _LATE, None)
+
+    def broken_by(self, error: RuntimeError, work: C10dWork) -> SynclineError:
+        """The backend's error in our words."""
+        told = self.told()
+        if told is not None and told.kind is PeerFailed:
+            # A lost connection is only the consequence of what the peer itself has told.
+            self.failure = told
+            return told.on_rank(self.rank)
+        return self._ended(work, *_meaning(str(error)), error)
+
+    def _ended(
+        self, work: C10dWork, kind: type[SynclineError], what: str, remedy: str, error: Exception | None
+    ) -> SynclineError:
+        where = f"rank {self.rank} of {self._size} over {self._backend}"
+        lines = [f"{work} on {where}: {what}, {work.elapsed_seconds():.1f} s after the call"]
+        if kind is CollectiveTimeout and self._notices is not None:
+            lines.append(self._notices.places())
+        lines.append(remedy)
+        if error is not None:
+            lines.append(f"{self._backend} said: {error}".splitlines()[0])
+        failure = Failure(kind, "\n".join(lines))
+        self.fail(failure)
+        return failure.on_rank(self.rank)
+
+
+_LATE = (
+    "look at what the ranks do that do not wait here (an endless loop, fewer batches, another call); "
+    "if they are only slow, raise the timeout"
+)
+_LOST = (
+    "a peer's process has ended, or its network failed: look at the log of the rank that ended first, "
+    "its last lines say why"
+)
+_DIFFERENT = "every rank must make the same calls in the same order, with equal sizes and dtypes"
+_SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
+
+
+def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
+    """What a backend's error message stands for: our error, what happened, what to do."""
+    words = message.lower()
+    if "enforce fail" in words or "mismatch" in words:
+        return CollectiveMismatch, "the ranks called different operations, or sizes differ", _DIFFERENT
+    if "timed out" in words or "timeout" in words:
+        return CollectiveTimeout, "not every rank came before the deadline", _LATE
+    if any(sign in words for sign in _SIGNS_OF_LOSS):
+        return PeerLost, "the connection to a peer is lost", _LOST
+    return SynclineError, "the backend failed", "its own words, below, are all that is known"
+
+
+class C10dWork(Work):
+    """One operation, under way once `start` was called.
+
+    Args:
+        health: of the group.
+        timeout_seconds: of the transport.
+        operation: its name, for messages.
+        detail: reduce operation or peer, for messages.
+        tensor: what the caller handed in; None for a barrier.
+        finish: what is left to do when the backend is done.
+    """
+
+    __slots__ = (
+        "_detail",
+        "_finish",
+        "_health",
+        "_number",
+        "_operation",
+        "_started",
+        "_tensor",
+        "_timeout_seconds",
+        "_work",
+    )
+
+    def __init__(
+        self,
+        health: Health,
+        timeout_seconds: float,
+        operation: str,
+        detail: str,
+        tensor: Tensor | None,
+        finish: Callable[[], object] | None,
+    ) -> None:
+        self._health = health
+        self._timeout_seconds = timeout_seconds
+        self._operation = operation
+        self._detail = detail
+        self._tensor = tensor
+        self._finish = finish
+        self._number = health.num_started
+        self._started = time.monotonic()
+        self._work: Any = None
+
+    def start(self, start: Callable[[], Any]) -> None:
+        """Call the backend."""
+        self._work = start()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        if self._work is None:
+            return
+        try:
+            if self._tensor is None or self._tensor.device.type == "cpu":
+                self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+            elif timeout_seconds is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout_seconds))
+        except SynclineError:
+            raise
+        except RuntimeError as error:
+            raise self._health.broken_by(error, self) from error
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = None
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def elapsed_seconds(self) -> float:
+        """Time since the call."""
+        return time.monotonic() - self._started
+
+    def __str__(self) -> str:
+        tensor = self._tensor
+        numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
+        return f"{Call(self._operation, self._detail, numel, dtype)} (call {self._number} of this transport)"
+
+    def _wait_in_slices(self, timeout_seconds: float) -> None:
+        health, work = self._health, self._work
+        deadline = time.monotonic() + timeout_seconds
+        slice_ = _SLICE if timeout_seconds >= _SLICE_SECONDS else timedelta(seconds=timeout_seconds)
+        has_told = False
+        while health.failure is None or work.is_completed():
+            try:
+                work.wait(slice_)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it ended just now, or says once more what went wrong
+                    return
+            if not has_told:
+                health.waits_in(self)
+                has_told = True
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0:
+                raise health.timed_out(self)
+            health.failure = health.failure or health.told()
+            slice_ = min(_SLICE, timedelta(seconds=remaining_seconds))
+        raise health.failure.on_rank(health.rank)
+
+
+class MessageWork:
+    """A message on the CPU, waited for by a thread of its own.
+
+    Gloo ends all its connections when the wait for a message times out, and a message does not complete
+    unless somebody waits for it. A thread that waits for as long as the transport allows leaves us free to
+    look, and to give up.
+
+    Args:
+        work: the backend's work.
+        timeout_seconds: how long the thread waits.
+    """
+
+    def __init__(self, work: Any, timeout_seconds: float) -> None:
+        self._work = work
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._error: RuntimeError | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="syncline message", daemon=True).start()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As a torch work's."""
+        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """As a torch work's, but true."""
+        return self._ended.is_set()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._ended.set()

@@ -1,0 +1,60 @@
+"""What a rank called, and why a group is broken: the words of a transport's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from syncline.errors import SynclineError
+
+__all__ = ["Call", "Failure", "named_ranks"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank called; the ranks of one meeting must call the same (or the two sides of a message)."""
+
+    operation: str
+    detail: str = ""
+    numel: int | None = None
+    dtype: torch.dtype | None = None
+
+    def agrees_with(self, other: Call) -> bool:
+        """Whether two ranks may meet with these calls."""
+        if {self.operation, other.operation} == {"send", "recv"}:
+            return (self.numel, self.dtype) == (other.numel, other.dtype)
+        return self == other
+
+    def __str__(self) -> str:
+        size = "" if self.numel is None else f" of {self.numel} elements, {self.dtype}"
+        return f"{self.operation}{f'({self.detail})' if self.detail else ''}{size}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group is broken; every rank raises an exception object of its own made from it."""
+
+    kind: type[SynclineError]
+    text: str
+    aborted_by: int | None = None
+
+    def on_rank(self, rank: int | None) -> SynclineError:
+        """What `rank` raises; None for somebody outside the group."""
+        if self.aborted_by is None:
+            return self.kind(self.text)
+        if rank == self.aborted_by:
+            return SynclineError(f"this transport was aborted on rank {rank}: {self.text}")
+        return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words.
+
+    Example:
+        >>> named_ranks([2]), named_ranks([0, 3])
+        ('rank 2', 'ranks 0, 3')
+    """
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

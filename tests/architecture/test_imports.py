@@ -1,0 +1,437 @@
+"""The shape of the house, enforced: who may import whom, what is pure, who reads the environment, what is exported.
+
+The rules are functions of a tree of sources, so that each is shown to fail on a made-up tree before it is
+applied to the real one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "syncline"
+
+LEVELS = (
+    ("errors",),
+    ("events", "environment", "process"),
+    ("contract", "plan"),
+    ("explain",),
+    ("transport",),
+    ("world",),
+    ("sync", "data"),
+    ("verbs",),
+    ("parallel",),
+    ("launch",),
+    ("cli", "testing"),
+)
+"""Modules and packages of syncline, low to high. One imports only what is below it, never its neighbour."""
+
+IMPURE = (
+    *("asyncio", "ctypes", "datetime", "io", "mmap", "multiprocessing", "os", "pathlib", "random", "secrets"),
+    *(
+        "shutil",
+        "signal",
+        "socket",
+        "ssl",
+        "subprocess",
+        "sys",
+        "tempfile",
+        "threading",
+        "time",
+        "urllib",
+        "uuid",
+    ),
+    *("torch.distributed", "torch.multiprocessing"),
+)
+"""What plan/ does not import: clocks, files, sockets, processes, chance."""
+
+ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
+
+Sources = Mapping[str, str]
+"""Dotted module name (a package is its own name) -> source text."""
+
+
+# ---------------------------------------------------------------------- reading a tree
+
+
+def read_sources(package: Path) -> dict[str, str]:
+    sources = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+        sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return sources
+
+
+def is_package(module: str, sources: Sources) -> bool:
+    return any(other.startswith(f"{module}.") for other in sources) or module == "syncline"
+
+
+def imports_of(module: str, sources: Sources) -> Iterator[tuple[int, str, str | None]]:
+    """(line, module, name) of every import, wherever it stands; name None: the module itself.
+
+    `from package import module` counts as an import of that module.
+    """
+    for node in ast.walk(ast.parse(sources[module])):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                kept = len(parts) - node.level + is_package(module, sources)
+                origin = ".".join([*parts[:kept], *filter(None, [node.module])])
+            for alias in node.names:
+                inner = f"{origin}.{alias.name}"
+                yield (node.lineno, inner, None) if inner in sources else (node.lineno, origin, alias.name)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value, None
+
+
+def part_of(module: str) -> str:
+    """The module or package right below syncline; "" for syncline itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+def wrong_directions(sources: Sources, levels: tuple[tuple[str, ...], ...] = LEVELS) -> list[str]:
+    """Imports that do not point downwards."""
+    level_of = {part: level for level, parts in enumerate(levels) for part in parts}
+    found = []
+    for module in sources:
+        part = part_of(module)
+        if not part:
+            continue  # syncline/__init__.py re-exports from everywhere
+        if part not in level_of:
+            found.append(f"{module}: {part} has no level: give it one in LEVELS")
+            continue
+        for line, imported, _ in imports_of(module, sources):
+            if imported.partition(".")[0] != "syncline":
+                continue
+            other = part_of(imported)
+            if other == part:
+                continue
+            if not other:
+                found.append(f"{module}:{line} imports syncline itself, which imports everything")
+            elif other in level_of and level_of[other] >= level_of[part]:
+                where = "beside" if level_of[other] == level_of[part] else "above"
+                found.append(f"{module}:{line} imports {imported}, which stands {where} it")
+    return found
+
+
+def impure_plans(sources: Sources) -> list[str]:
+    """What the pure packages import, call or reach for that is not pure."""
+    found = []
+    for module in sources:
+        if part_of(module) != "plan":
+            continue
+        for line, imported, name in imports_of(module, sources):
+            full = f"{imported}.{name}" if name else imported
+            if any(full == root or full.startswith(f"{root}.") for root in IMPURE):
+                found.append(f"{module}:{line} imports {full}")
+        for node in ast.walk(ast.parse(sources[module])):
+            if isinstance(node, ast.Name) and node.id in ("open", "print", "input"):
+                found.append(f"{module}:{node.lineno} uses {node.id}()")
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in IMPURE:
+                found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+    return found
+
+
+def environment_readers(sources: Sources) -> list[str]:
+    """Where the environment is read or written outside of environment.py."""
+    found = []
+    for module in sources:
+        if part_of(module) == "environment":
+            continue
+        tree = ast.parse(sources[module])
+        names_of_os = {
+            alias.asname or "os"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.name == "os"
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT:
+                if isinstance(node.value, ast.Name) and node.value.id in names_of_os:
+                    found.append(f"{module}:{node.lineno} uses os.{node.attr}")
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                taken = [alias.name for alias in node.names if alias.name in ENVIRONMENT]
+                found += [f"{module}:{node.lineno} imports os.{name}" for name in taken]
+    return found
+
+
+def exported_by(source: str) -> list[str] | None:
+    """`__all__` as written; None where there is none."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return None
+
+
+def defined_by(source: str) -> Iterator[str]:
+    """Public functions and classes of a module (pytest finds its hooks by their names)."""
+    for node in ast.parse(source).body:
+        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_definition and not node.name.startswith(("_", "pytest_")):
+            yield node.name
+
+
+def wrong_exports(sources: Sources) -> list[str]:
+    """Public definitions missing from `__all__`, and imports of names that their module does not export."""
+    found = []
+    exports = {module: exported_by(source) for module, source in sources.items()}
+    for module, source in sources.items():
+        exported = exports[module]
+        missing = [name for name in defined_by(source) if name not in (exported or [])]
+        found += [f"{module}: {name} is public but not in __all__" for name in dict.fromkeys(missing)]
+        if exported is not None and len(exported) != len(set(exported)):
+            found.append(f"{module}: __all__ names something twice")
+        for line, origin, name in imports_of(module, sources):
+            if origin in sources and name is not None and name not in (exports[origin] or []):
+                found.append(f"{module}:{line} imports {name}, which {origin} does not export")
+    return found
+
+
+def more_than_reexports(source: str) -> list[str]:
+    """What a root `__init__` holds besides imports, `__all__` and `__version__`; and how those do not match."""
+    found, imported = [], set()
+    tree = ast.parse(source)
+    for position, node in enumerate(tree.body):
+        if isinstance(node, ast.ImportFrom):
+            if node.module != "__future__":
+                imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names = [getattr(target, "id", "?") for target in node.targets]
+            found += [
+                f"line {node.lineno}: {name}" for name in names if name not in ("__all__", "__version__")
+            ]
+        elif position or not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            found.append(f"line {node.lineno}: {type(node).__name__}")
+    exported = set(exported_by(source) or [])
+    found += [f"{name} is imported but not in __all__" for name in sorted(imported - exported)]
+    found += [f"{name} is in __all__ but not imported" for name in sorted(exported - imported)]
+    return found
+
+
+# ---------------------------------------------------------------------- the real tree
+
+
+SOURCES = read_sources(PACKAGE)
+
+
+def assert_none(found: list[str]) -> None:
+    assert not found, "\n".join(["", *found])
+
+
+def test_imports_point_downwards() -> None:
+    assert_none(wrong_directions(SOURCES))
+
+
+def test_every_level_names_something_that_exists() -> None:
+    parts = {part_of(module) for module in SOURCES}
+    assert_none([part for level in LEVELS for part in level if part not in parts])
+
+
+def test_plan_is_pure() -> None:
+    assert_none(impure_plans(SOURCES))
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    assert_none(environment_readers(SOURCES))
+
+
+def test_what_is_public_is_exported_and_what_is_imported_is_public() -> None:
+    assert_none(wrong_exports(SOURCES))
+
+
+def test_the_package_itself_only_reexports() -> None:
+    assert_none(more_than_reexports(SOURCES["syncline"]))
+
+
+@pytest.mark.parametrize("module", [name for name, source in SOURCES.items() if exported_by(source)])
+def test_exported_names_exist(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert [name for name in exported_by(SOURCES[module]) or [] if not hasattr(loaded, name)] == []
+
+
+_PROBE = """
+import json, os, random, signal, sys, threading
+import torch, torch.distributed as dist
+
+def state():
+    return {
+        "torch.distributed": dist.is_initialized(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()),
+        "seeds": (torch.initial_seed(), str(torch.get_rng_state().tolist()), str(random.getstate())),
+        "dtype": str(torch.get_default_dtype()),
+        "environment": dict(os.environ),
+        "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "hooks": (str(sys.excepthook), str(threading.excepthook)),
+        "directory": os.getcwd(),
+        "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+    }
+
+before = state()
+{}
+after = state()
+print(json.dumps([name for name in before if before[name] != after[name]]))
+"""
+
+
+def side_effects_of(statement: str) -> list[str]:
+    """What `statement` changes, run in a process of its own."""
+    command = [sys.executable, "-c", _PROBE.replace("{}", statement)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    return list(json.loads(result.stdout))
+
+
+def test_importing_syncline_has_no_side_effects() -> None:
+    assert side_effects_of("import syncline") == []
+
+
+def test_side_effects_of_an_import_would_be_found() -> None:
+    found = side_effects_of("torch.manual_seed(1); os.environ['A'] = 'b'; sys.excepthook = print")
+    assert found == ["seeds", "environment", "hooks"]
+
+
+# ---------------------------------------------------------------------- the rules can fail
+
+
+MADE_UP_LEVELS = (("errors",), ("plan", "contract"), ("transport",), ("cli",))
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        (
+            "syncline.errors",
+            "from syncline.transport import base",
+            "syncline.transport.base, which stands above",
+        ),
+        ("syncline.errors", "import syncline.plan", "imports syncline.plan, which stands above it"),
+        ("syncline.plan.a", "from syncline.contract import X", "syncline.contract, which stands beside it"),
+        ("syncline.plan.a", "from ..transport.base import X", "syncline.transport.base, which stands above"),
+        ("syncline.plan.a", "from .. import cli", "imports syncline.cli, which stands above it"),
+        ("syncline.plan.a", "def f():\n    from syncline.cli import x", "plan.a:2 imports syncline.cli"),
+        (
+            "syncline.plan.a",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from syncline.cli import x",
+            "plan.a:3 imports syncline.cli",
+        ),
+        (
+            "syncline.plan.a",
+            "import importlib\nimportlib.import_module('syncline.cli')",
+            "imports syncline.cli",
+        ),
+        ("syncline.plan", "from ..cli import x", "imports syncline.cli"),
+        ("syncline.cli", "import syncline as sl", "imports syncline itself"),
+        ("syncline.cli", "from syncline import x", "imports syncline itself"),
+        ("syncline.newcomer", "", "newcomer has no level"),
+    ],
+)
+def test_a_wrong_direction_is_found(module: str, source: str, complaint: str) -> None:
+    parts = ("errors", "plan", "plan.a", "contract", "transport", "transport.base", "cli")
+    tree = dict.fromkeys(["syncline", *(f"syncline.{part}" for part in parts)], "")
+    assert wrong_directions(tree, MADE_UP_LEVELS) == []
+    found = wrong_directions({**tree, module: source}, MADE_UP_LEVELS)
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+def test_imports_that_point_downwards_are_fine() -> None:
+    tree = {
+        "syncline": "from syncline.cli import x",
+        "syncline.errors": "import os",
+        "syncline.plan": "from syncline.plan.a import x\nfrom . import a",
+        "syncline.plan.a": "from ..errors import x\nfrom .b import y",
+        "syncline.plan.b": "",
+        "syncline.cli": "from syncline.plan import a",
+    }
+    assert wrong_directions(tree, MADE_UP_LEVELS) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed.tensor import DTensor",
+        "import torch\nx = torch.distributed.get_rank()",
+        "import time",
+        "from os import path",
+        "def f():\n    import socket",
+        "import io",
+        "text = open('x').read()",
+    ],
+)
+def test_an_impure_plan_is_found(source: str) -> None:
+    assert len(impure_plans({"syncline.plan.a": source})) == 1
+    assert impure_plans({"syncline.world": source}) == []
+
+
+def test_a_pure_plan_is_fine() -> None:
+    assert impure_plans({"syncline.plan.a": "import torch, math\nfrom collections import Counter"}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nx = os.environ['A']",
+        "import os as o\no.getenv('A')",
+        "from os import environ",
+        "import os\nos.putenv",
+    ],
+)
+def test_a_reader_of_the_environment_is_found(source: str) -> None:
+    assert len(environment_readers({"syncline.world": source})) == 1
+    assert environment_readers({"syncline.environment": source}) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "complaint"),
+    [
+        ({"syncline.a": "def f(): ..."}, "f is public but not in __all__"),
+        ({"syncline.a": "__all__ = []\nclass C: ..."}, "C is public but not in __all__"),
+        ({"syncline.a": "__all__ = ['x', 'x']\nx = 1"}, "names something twice"),
+        (
+            {"syncline.a": "x = 1", "syncline.b": "from syncline.a import x"},
+            "imports x, which syncline.a does not",
+        ),
+        (
+            {"syncline.a": "_x = 1", "syncline.b": "from .a import _x"},
+            "imports _x, which syncline.a does not",
+        ),
+    ],
+)
+def test_a_wrong_export_is_found(sources: Sources, complaint: str) -> None:
+    found = wrong_exports({"syncline": "", **sources})
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from a import x\n__all__ = []",
+        "__all__ = ['x']",
+        "from a import x\n__all__ = ['x']\nx.start()",
+        "from a import x\n__all__ = ['x']\nversion = 1",
+        "import a\n__all__ = []",
+    ],
+)
+def test_a_package_that_does_more_than_reexport_is_found(source: str) -> None:
+    assert len(more_than_reexports(source)) == 1
+    assert more_than_reexports("'''Doc.'''\nfrom a import x\n__version__ = '1'\n__all__ = ['x']") == []

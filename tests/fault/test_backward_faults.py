@@ -1,0 +1,55 @@
+"""A transport that fails in the middle of a step: every rank gets a named error, and no rank goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.parallel import DistributedDataParallel as DDP
+from syncline.transport.base import Transport
+from syncline.transport.faulty import Fault, FaultyTransport
+from syncline.transport.threads import run_ranks
+
+
+def train(t: Transport, num_steps: int) -> tuple[int, list[SynclineError]]:
+    """Steps done, and the errors of the first failing step and of the one after it."""
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(3, 2), process_group=t)
+    errors: list[SynclineError] = []
+    for step in range(num_steps):
+        try:
+            ddp.zero_grad()
+            ddp(torch.ones(1, 3)).sum().backward()
+        except SynclineError as error:
+            errors.append(error)
+            with pytest.raises(SynclineError) as again:
+                ddp(torch.ones(1, 3)).sum().backward()
+            errors.append(again.value)
+            return step, errors
+    return num_steps, errors
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("lost", PeerLost), ("timeout", CollectiveTimeout)])
+def test_a_collective_that_fails_is_a_named_error_on_every_rank(kind: Any, expected: type[SynclineError]) -> None:
+    def rank(t: Transport) -> Any:
+        return train(FaultyTransport(t, [Fault(rank=1, operation="all_reduce", call=2, error=kind)]), 5)
+
+    for own_rank, (steps, errors) in enumerate(run_ranks(2, rank)):
+        assert steps == 2
+        first, again = errors
+        text = str(first)
+        if own_rank == 1:
+            assert isinstance(first, expected)
+        assert f"rank {own_rank}, step 3, backward, bucket 0 (" in text
+        assert "weight" in text
+        assert "bias" in text
+        assert "step 3" in str(again), "the module stays broken and says where"
+
+
+def test_without_faults_training_goes_on() -> None:
+    results = run_ranks(2, lambda t: train(FaultyTransport(t, []), 5))
+    assert [steps for steps, _ in results] == [5, 5]

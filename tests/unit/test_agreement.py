@@ -1,0 +1,154 @@
+"""Agreement before the first byte: cheap when ranks agree, the same words everywhere when not. Ranks are threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncline.errors import ContractMismatch, SynclineError
+from syncline.sync.agreement import agree, describe_tensors, exchange
+from syncline.transport.base import Statistics, Transport
+from syncline.transport.threads import run_ranks
+
+
+def error_of(transport: Transport, title: str, lines: list[str], **options: Any) -> str:
+    with pytest.raises(ContractMismatch) as caught:
+        agree(transport, title, lines, **options)
+    return str(caught.value)
+
+
+def test_agreeing_costs_one_small_collective() -> None:
+    def program(transport: Transport) -> Statistics:
+        agree(transport, "Net", [f"parameter p{i}  (1000, 1000)" for i in range(1000)])
+        return transport.statistics()
+
+    for statistics in run_ranks(3, program):
+        assert statistics.num_calls == {"all_gather": 1}
+        assert statistics.payload_bytes == {"all_gather": 3 * 105}
+
+
+def test_a_rank_that_is_alone_sends_nothing() -> None:
+    def program(transport: Transport) -> int:
+        agree(transport, "Net", ["a  1"])
+        return transport.statistics().total_calls
+
+    assert run_ranks(1, program) == [0]
+
+
+def test_a_difference_is_told_in_the_same_words_on_every_rank() -> None:
+    def program(transport: Transport) -> str:
+        lines = ["a  1", "b  2" if transport.rank != 1 else "b  3"]
+        return error_of(transport, "Net", lines, remedy=f"Ask rank {transport.rank}.")
+
+    texts = run_ranks(3, program)
+    assert len(set(texts)) == 1
+    assert texts[0] == (
+        "Net: the ranks do not agree. Expected is what most ranks have.\n"
+        "rank 1 against ranks 0, 2:\n"
+        "  b\n"
+        "    expected 2 (ranks 0, 2)\n"
+        "    got      3 (rank 1)\n"
+        "Ask rank 0."
+    )
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(["a", "b"], ["b", "a"]), (["a"], ["a", "a"]), ([], ["a"])])
+def test_order_and_number_of_entries_count(mine: list[str], theirs: list[str]) -> None:
+    texts = run_ranks(2, lambda transport: error_of(transport, "Net", theirs if transport.rank else mine))
+    assert texts[0] == texts[1]
+
+
+def test_ranks_at_different_places_of_the_program_are_told_so() -> None:
+    def program(transport: Transport) -> str:
+        return error_of(transport, "generator" if transport.rank else "discriminator", ["a  1"])
+
+    texts = run_ranks(2, program)
+    assert texts[0] == texts[1]
+    assert "expected discriminator (rank 0)" in texts[0]
+    assert "got      generator (rank 1)" in texts[0]
+
+
+def test_after_a_disagreement_the_transport_still_works() -> None:
+    def program(transport: Transport) -> float:
+        error_of(transport, "Net", [str(transport.rank)])
+        x = torch.ones(1)
+        transport.all_reduce(x).wait()
+        return x.item()
+
+    assert run_ranks(2, program) == [2.0, 2.0]
+
+
+def test_a_payload_travels_in_the_same_collective() -> None:
+    def program(transport: Transport) -> tuple[list[bytes], int]:
+        payloads = exchange(transport, "Net", [], payload=bytes([7 + transport.rank]) * (3 + transport.rank))
+        return payloads, transport.statistics().total_calls
+
+    expected = [b"\7" * 3 + b"\0" * 69, b"\x08" * 4 + b"\0" * 68]
+    assert run_ranks(2, program) == [(expected, 1), (expected, 1)]
+
+
+@pytest.mark.parametrize(
+    ("faults", "error_class", "text"),
+    [
+        ({1: TypeError("no")}, TypeError, "rank 1: no"),
+        (
+            {0: ValueError("no"), 1: TypeError("never"), 2: ValueError("no")},
+            ValueError,
+            "ranks 0, 2: no\nrank 1: never",
+        ),
+        ({2: KeyError("k")}, SynclineError, "rank 2: KeyError: 'k'"),
+    ],
+)
+def test_what_some_ranks_refuse_every_rank_raises(
+    faults: dict[int, Exception], error_class: type[Exception], text: str
+) -> None:
+    def program(transport: Transport) -> None:
+        fault = faults.get(transport.rank)
+        with pytest.raises(error_class) as caught:
+            exchange(transport, "Net", [] if fault else ["a"], fault=fault)
+        assert type(caught.value) is error_class
+        assert str(caught.value) == f"Net: refused, nothing was sent\n{text}"
+        assert caught.value.__cause__ is fault
+
+    run_ranks(3, program)
+
+
+def test_a_tensor_is_described_by_everything_that_must_be_equal() -> None:
+    module = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module.bias.requires_grad_(False)
+    assert describe_tensors(module.named_parameters()) == [
+        "parameter weight  torch.float32 (8, 3, 3, 3) on cpu strides (27, 1, 9, 3) requires_grad=True",
+        "parameter bias  torch.float32 (8,) on cpu strides (1,) requires_grad=False",
+    ]
+
+
+def test_without_layout_only_what_is_sent_is_described() -> None:
+    assert describe_tensors([("x", torch.zeros(2, 3).t())], kind="tensor", layout=False) == [
+        "tensor x  torch.float32 (3, 2) on cpu"
+    ]
+
+
+def test_a_sparse_tensor_can_be_described() -> None:
+    (line,) = describe_tensors([("x", torch.zeros(2).to_sparse())])
+    assert "torch.sparse_coo" in line
+
+
+def test_devices_are_counted_not_numbered_so_that_ranks_can_compare_them() -> None:
+    def on(device: str) -> Any:
+        tensor = torch.zeros(1)
+        return SimpleNamespace(
+            dtype=tensor.dtype, shape=tensor.shape, device=torch.device(device), layout=tensor.layout
+        )
+
+    def devices(*names: str) -> list[str]:
+        lines = describe_tensors([("x", on(name)) for name in names], layout=False)
+        return [line.partition(" on ")[2] for line in lines]
+
+    assert devices("cuda:3", "cpu", "cuda:3") == devices("cuda:0", "cpu", "cuda:0") == ["cuda", "cpu", "cuda"]
+    assert (
+        devices("cuda:3", "cuda:2") == devices("cuda:0", "cuda:1") == ["cuda", "cuda (device 2 of this rank)"]
+    )

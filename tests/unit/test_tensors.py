@@ -1,0 +1,365 @@
+"""Naming the tensors of a target, and broadcasting them. Ranks are threads."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import PeerFailed, PeerLost
+from syncline.plan.packing import plan_pieces
+from syncline.sync.tensors import TensorBroadcaster, broadcast_tensors, named_tensors
+from syncline.transport.base import Transport, Work
+from syncline.transport.threads import run_ranks
+
+
+def names(target: Any) -> list[str]:
+    return [name for name, _ in named_tensors(target)]
+
+
+# ---------------------------------------------------------------------- names
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("absent", None)
+
+
+def test_a_module_gives_parameters_then_buffers_and_tied_weights_once() -> None:
+    assert names(Net()) == [
+        "embed.weight",
+        "norm.weight",
+        "norm.bias",
+        "mask",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+
+
+def test_an_optimizer_gives_its_state_in_the_order_of_its_parameters() -> None:
+    first, second, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [unused, second]}], lr=torch.tensor(0.1))
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert names(optimizer) == [
+        "state[0].exp_avg",
+        "state[0].exp_avg_sq",
+        "state[0].step",
+        "state[2].exp_avg",
+        "state[2].exp_avg_sq",
+        "state[2].step",
+        "param_groups[0].lr",  # one tensor in both groups
+    ]
+    assert unused not in optimizer.state
+
+
+def test_nested_containers_name_the_path_and_do_not_depend_on_insertion_order() -> None:
+    x, y, z = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    assert named_tensors({"b": [x, (y,)], "a": {"c": z}}) == [("a.c", z), ("b[0]", x), ("b[1][0]", y)]
+    assert names({"a": {"c": z}, "b": [x, (y,)]}) == ["a.c", "b[0]", "b[1][0]"]
+    assert names(x) == ["tensor"]
+    assert names({}) == []
+
+
+def test_views_of_the_same_memory_are_one_tensor_and_others_are_not() -> None:
+    x = torch.arange(6.0)
+    assert names([x, x.view(6), x.detach(), x]) == ["[0]"]
+    assert names([x, x[:3], x.view(2, 3), x[1:]]) == ["[0]", "[1]", "[2]", "[3]"]
+    assert names([x.view(2, 3), x.view(3, 2).t()]) == ["[0]", "[1]"]
+    assert names([torch.empty(0), torch.empty(0)]) == ["[0]", "[1]"]
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (3, "got int:"),
+        (None, "got NoneType:"),
+        ({"a": [torch.zeros(1), "x"]}, r"got str at a\[1\]:"),
+        ([nn.Linear(1, 1)], r"got Linear at \[0\]:"),
+    ],
+)
+def test_other_leaves_are_refused_by_path(target: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        named_tensors(target)
+
+
+class Wrapping(torch.Tensor):
+    """As DTensor does, this announces that it wraps other tensors."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.LazyLinear(2), "weight is lazy, it has no shape yet: run one forward"),
+        (lambda: {"x": torch.zeros(2, device="meta")}, "x is on the meta device"),
+        (lambda: {"x": torch.zeros(2).to_sparse()}, "x is torch.sparse_coo"),
+        (
+            lambda: {"x": torch.zeros(1, 3).expand(2, 3)},
+            r"x is expanded \(shape \(2, 3\), strides \(0, 1\)\)",
+        ),
+        (lambda: {"x": torch.zeros(2).as_subclass(Wrapping)}, "x is a Wrapping, which wraps other tensors"),
+    ],
+)
+def test_tensors_that_cannot_be_written_are_refused_by_name(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        named_tensors(make())
+
+
+def test_an_expanded_dimension_of_size_one_is_fine() -> None:
+    assert names(torch.arange(3).expand(1, 3)) == ["tensor"]
+
+
+# ---------------------------------------------------------------------- values
+
+
+def every_kind(seed: int) -> list[Tensor]:
+    """Tensors of all sorts, different for every seed."""
+    g = torch.Generator().manual_seed(seed)
+
+    def bits(*shape: int, dtype: torch.dtype) -> Tensor:
+        # Any bit pattern, NaNs with payloads too: what is sent are bytes.
+        width = torch.empty(0, dtype=dtype).element_size()
+        raw = torch.randint(0, 256, (*shape, width), generator=g, dtype=torch.uint8)
+        return raw.view(dtype).reshape(shape)
+
+    return [
+        bits(3, dtype=torch.float32),
+        bits(dtype=torch.int64),
+        torch.empty(0, 4),
+        torch.randint(0, 2, (5,), generator=g, dtype=torch.bool),
+        bits(7, dtype=torch.bfloat16),
+        bits(3, dtype=torch.float8_e4m3fn),
+        bits(2, 2, dtype=torch.complex64),
+        torch.randn(300_000, generator=g),
+        torch.randn(2, 3, 4, 4, generator=g).to(memory_format=torch.channels_last),
+        torch.randn(600, 700, generator=g).t(),
+        torch.randn(10, generator=g)[::3],
+        torch.randn(4, generator=g, dtype=torch.complex64).conj(),
+        torch.randint(0, 99, (2, 2), generator=g, dtype=torch.uint8),
+    ]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    a, b = (t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("src", [0, 2])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_tensors_of_every_kind_arrive_bit_for_bit(src: int, blocking: bool) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        tensors = every_kind(seed=transport.rank)
+        if blocking:
+            TensorBroadcaster(tensors, transport).run(src)
+        else:
+            broadcast_tensors(tensors, transport, src).wait()
+        return tensors
+
+    for tensors in run_ranks(3, program):
+        for got, expected in zip(tensors, every_kind(seed=src), strict=True):
+            assert same_bits(got, expected)
+            assert got.stride() == expected.stride()
+            assert got.is_conj() == expected.is_conj()
+
+
+def test_strides_may_differ_between_ranks() -> None:
+    def program(transport: Transport) -> Tensor:
+        x = torch.arange(12.0).view(3, 4) if transport.rank == 0 else torch.zeros(4, 3).t()
+        big = torch.ones(600, 500) * 7 if transport.rank == 0 else torch.zeros(500, 600).t()
+        broadcast_tensors([x, torch.zeros(1), big], transport, 0).wait()
+        assert torch.equal(big, torch.full((600, 500), 7.0))
+        return x
+
+    assert torch.equal(run_ranks(2, program)[1], torch.arange(12.0).view(3, 4))
+
+
+def test_everything_small_travels_in_one_collective_and_large_tensors_alone() -> None:
+    def program(transport: Transport) -> tuple[dict[str, int], dict[str, int], int]:
+        tensors = [*nn.BatchNorm1d(8).buffers(), torch.zeros(300_000), torch.zeros(3, dtype=torch.bool)]
+        broadcaster = TensorBroadcaster(tensors, transport)
+        broadcaster.start(0).wait()
+        statistics = transport.statistics()
+        return statistics.num_calls, statistics.payload_bytes, broadcaster.num_collectives
+
+    for num_calls, payload_bytes, num_collectives in run_ranks(2, program):
+        assert num_calls == {"broadcast": 2}
+        assert payload_bytes == {"broadcast": 2 * 32 + 8 + 1_200_000 + 3}
+        assert num_collectives == 2
+
+
+def test_a_large_tensor_is_sent_from_where_it_is() -> None:
+    def program(transport: Transport) -> bool:
+        x = torch.zeros(300_000)
+        addresses = []
+        original = transport.broadcast
+        transport.broadcast = lambda t, src=0: addresses.append(t.data_ptr()) or original(t, src)  # type: ignore
+        broadcast_tensors([x], transport, 0).wait()
+        return addresses == [x.data_ptr()]
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_one_rank_or_no_tensor_sends_nothing() -> None:
+    def program(transport: Transport) -> int:
+        tensors = [torch.ones(3)] if transport.size == 1 else [torch.ones(0)]
+        broadcaster = TensorBroadcaster(tensors, transport)
+        broadcaster.start(0).wait()
+        broadcaster.run(0)
+        assert broadcaster.num_collectives == 0
+        return transport.statistics().total_calls
+
+    assert run_ranks(1, program) == [0]
+    assert run_ranks(2, program) == [0, 0]
+
+
+# ---------------------------------------------------------------------- autograd
+
+
+def test_a_parameter_that_requires_grad_is_written_in_place() -> None:
+    def program(transport: Transport) -> tuple[bool, list[float], bool]:
+        p = nn.Parameter(torch.full((2,), float(transport.rank)))
+        before = p.data_ptr()
+        broadcast_tensors([p], transport, 1).wait()
+        return p.requires_grad and p.is_leaf and p.grad_fn is None, p.tolist(), p.data_ptr() == before
+
+    assert run_ranks(2, program) == [(True, [1.0, 1.0], True)] * 2
+
+
+@pytest.mark.parametrize("numel", [2, 300_000])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_writing_counts_as_an_in_place_change_except_on_the_source(numel: int, blocking: bool) -> None:
+    def program(transport: Transport) -> bool:
+        p = nn.Parameter(torch.ones(numel))
+        loss = (p * p).sum()  # saves p
+        before = p._version
+        broadcaster = TensorBroadcaster([p, torch.zeros(3)], transport)
+        if blocking:
+            broadcaster.run(0)
+        else:
+            broadcaster.start(0).wait()
+        if transport.rank == 0:
+            loss.backward()
+            return p._version == before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return p._version > before
+
+    assert run_ranks(2, program) == [True, True]
+
+
+@pytest.mark.parametrize("numel", [2, 300_000])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_with_preserve_version_autograd_does_not_see_the_writing(numel: int, blocking: bool) -> None:
+    def program(transport: Transport) -> bool:
+        x = torch.full((numel,), float(transport.rank))
+        w = torch.ones(numel, requires_grad=True)
+        loss = (w * x).sum()  # saves x
+        before = x._version
+        broadcaster = TensorBroadcaster([x, torch.zeros(3)], transport, preserve_version=True)
+        if blocking:
+            broadcaster.run(0)
+        else:
+            broadcaster.start(0).wait()
+        loss.backward()
+        return x._version == before and bool((x == 0).all())
+
+    assert run_ranks(2, program) == [True, True]
+
+
+# ---------------------------------------------------------------------- again and again
+
+
+def test_a_broadcaster_sends_what_is_there_at_each_call() -> None:
+    def program(transport: Transport) -> list[list[float]]:
+        x, y = torch.zeros(2), torch.zeros(3)
+        broadcaster = TensorBroadcaster([x, y], transport)
+        seen = []
+        for step in range(3):
+            x.fill_(10 * step + transport.rank)
+            y.fill_(100 * step + transport.rank)
+            broadcaster.start(step % 2).wait()
+            seen.append([*x.tolist(), *y.tolist()])
+        return seen
+
+    expected = [[0.0] * 5, [11.0] * 2 + [101.0] * 3, [20.0] * 2 + [200.0] * 3]
+    assert run_ranks(2, program) == [expected, expected]
+
+
+def test_a_tensor_whose_memory_was_replaced_is_followed() -> None:
+    def program(transport: Transport) -> list[float]:
+        x, y = torch.zeros(2), torch.zeros(3)
+        broadcaster = TensorBroadcaster([x, y], transport)
+        broadcaster.start(0).wait()
+        x.data = torch.full((2,), 5.0 + transport.rank)
+        broadcaster.start(0).wait()
+        return x.tolist()
+
+    assert run_ranks(2, program) == [[5.0, 5.0]] * 2
+
+
+def test_starting_again_waits_for_what_is_under_way() -> None:
+    def program(transport: Transport) -> list[float]:
+        x, y = torch.full((2,), 1.0 + transport.rank), torch.zeros(3)
+        broadcaster = TensorBroadcaster([x, y], transport)
+        first = broadcaster.start(0)
+        second = broadcaster.start(1)
+        second.wait()
+        first.wait()
+        assert first.is_completed()
+        return x.tolist()
+
+    assert run_ranks(2, program) == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_run_holds_at_most_two_packed_copies_at_a_time(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    small_pieces = functools.partial(plan_pieces, cap_bytes=64, alone_bytes=1000)
+    monkeypatch.setattr("syncline.sync.tensors.plan_pieces", small_pieces)
+
+    def program(transport: Transport) -> tuple[int, int, bool]:
+        tensors = [torch.full((8,), float(i + transport.rank)) for i in range(20)]
+        copies: list[weakref.ref[Tensor]] = []
+        most = 0
+        original = transport.broadcast
+
+        def counting(tensor: Tensor, src: int = 0) -> Work:
+            nonlocal most
+            copies.append(weakref.ref(tensor))
+            most = max(most, sum(copy() is not None for copy in copies))
+            return original(tensor, src)
+
+        transport.broadcast = counting  # type: ignore[method-assign]
+        TensorBroadcaster(tensors, transport).run(0)
+        right = all(bool((t == i).all()) for i, t in enumerate(tensors))
+        return len(copies), most, right
+
+    assert run_ranks(2, program)[rank] == (10, 2, True)
+
+
+def test_a_rank_that_fails_is_an_error_of_wait_and_nothing_counts_as_arrived() -> None:
+    def program(transport: Transport) -> None:
+        if transport.rank == 0:
+            raise ZeroDivisionError("rank 0 fails")
+        work = TensorBroadcaster([torch.zeros(2), torch.zeros(3)], transport).start(0)
+        for _ in range(2):
+            with pytest.raises((PeerFailed, PeerLost)):
+                work.wait()
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(2, program)
