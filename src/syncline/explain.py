@@ -117,10 +117,8 @@ def _buffers_row(plan: Plan) -> Row:
     if plan.num_ranks == 1:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
     if not plan.broadcast_buffers:
-        when = "once, at construction" if plan.init_sync else "never: init_sync=False"
-        return Row(
-            what="buffers", size=size, when=when, how="broadcast from rank 0", drift_allowed="unbounded"
-        )
+        when, how = ("once, at construction", "broadcast from rank 0") if plan.init_buffers else ("never", "-")
+        return Row(what="buffers", size=size, when=when, how=how, drift_allowed="unbounded")
     return Row(
         what="buffers",
         size=size,

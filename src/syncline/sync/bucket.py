@@ -12,7 +12,7 @@ from torch import Tensor
 from syncline.plan.buckets import BucketPlan
 from syncline.transport.base import Transport, Work
 
-__all__ = ["Bucket", "BucketState"]
+__all__ = ["Bucket", "BucketState", "copy_scaled"]
 
 
 class BucketState(enum.Enum):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import secrets
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -41,13 +42,13 @@ class Notices:
         size: number of ranks in the group.
     """
 
-    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+    def __init__(self, store: Any, *, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        own = store
+        own = store  # Any: torch's stub of Store knows neither `clone` nor `timeout`
         timeout = store.timeout
         with contextlib.suppress(RuntimeError):  # a store that cannot be cloned is shared
-            own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+            own = store.clone()
             own.set_timeout(_STORE_TIMEOUT)
             if store.timeout != timeout:
                 own.set_timeout(timeout)  # it is the same store after all
