@@ -39,7 +39,8 @@ class MnistCNN(nn.Module):
     def forward(self, images: Tensor) -> Tensor:  # (batch, 1, 28, 28) -> (batch, 10)
         x = F.max_pool2d(self.norm1(self.conv1(images)).relu(), 2)  # (batch, 16, 14, 14)
         x = F.max_pool2d(self.norm2(self.conv2(x)).relu(), 2)  # (batch, 32, 7, 7)
-        return self.fc2(self.fc1(x.flatten(1)).relu())  # type: ignore[no-any-return]
+        logits: Tensor = self.fc2(self.fc1(x.flatten(1)).relu())
+        return logits
 
 
 def split_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -132,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    world = sl.init()
+    world = sl.init(device="cpu")  # small enough for it, whatever else this machine has
     if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     training, held_out = split_digits()

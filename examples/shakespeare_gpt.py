@@ -44,7 +44,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, NUM_HEADS, time, WIDTH / NUM_HEADS)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        mixed: Tensor = self.mlp(self.norm2(x))
+        return x + mixed
 
 
 class GPT(nn.Module):
@@ -60,7 +61,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, num_characters)
         x = self.characters(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
 
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,24 +88,23 @@ def validation_loss(ddp: sl.DistributedDataParallel, text: Tensor) -> float:
     return sl.mean(loss_sum / num_tokens, weight=num_tokens)
 
 
+def share_of_lr(step: int, num_steps: int) -> float:
+    """Warm-up along a straight line, then down to a tenth along a cosine."""
+    warm_up = (step + 1) / max(1, num_steps // 20)
+    return min(warm_up, 0.1 + 0.45 * (1 + math.cos(math.pi * step / num_steps)))
+
+
 def train(
     ddp: sl.DistributedDataParallel, training: Tensor, validation: Tensor, args: argparse.Namespace
 ) -> float:
     """Returns the last validation loss."""
     world = sl.world()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    warm_up = max(1, args.steps // 20)
-
-    def share_of_lr(step: int) -> float:
-        """Up in a straight line, then down to a tenth along a cosine."""
-        return min((step + 1) / warm_up, 0.1 + 0.45 * (1 + math.cos(math.pi * step / args.steps)))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_lr(step, args.steps))
     # Sequences per step may not divide evenly: then some ranks have one more than others.
     num_sequences = len(range(world.rank, args.batch_size, world.size))
-    randomness = torch.Generator().manual_seed(
-        1000 * args.seed + world.rank
-    )  # each rank draws its own windows
+    # Each rank draws windows of its own.
+    randomness = torch.Generator().manual_seed(1000 * args.seed + world.rank)
     report_every = max(1, args.steps // 10)
     loss = math.inf
     start = time.perf_counter()
@@ -121,7 +122,7 @@ def train(
             optimizer.step()
             schedule.step()
 
-            progress.advance(f"loss {loss_sum.item() / targets.numel():.3f}  validation {loss:.3f}")
+            progress.advance(f"loss {loss_sum.item() / targets.numel():.3f}")
             if step % report_every == 0 or step == args.steps:
                 loss = validation_loss(ddp, validation)
                 rate = step * args.batch_size * CONTEXT / (time.perf_counter() - start)
@@ -152,7 +153,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    world = sl.init()
+    world = sl.init(device="cpu")  # small enough for it, whatever else this machine has
     if args.batch_size < world.size:
         sys.exit(f"--batch-size {args.batch_size} leaves some of the {world.size} ranks without a sequence")
     if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out

@@ -10,22 +10,26 @@
 
 Installed with Syncline, found by pytest through its entry point. The processes are warm: started once a session,
 torch imported once, one thread each; every test gets a new process group, so tests are isolated and start within
-milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are set as torchrun sets them.
+milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (a port that
+was free) are set as torchrun sets them.
 
 Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable.
 The test passes when it passes on every rank; the report names the ranks that failed, with their tracebacks. A rank
 that has not ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or shortly after another one failed,
-is killed, and its stacks are shown.
+is killed, and its stacks are shown. The processes of a failed test are replaced.
+
+`ranks(3, killed=[2])` is for tests of what the others do when rank 2 is killed with SIGKILL: it must be.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
-from syncline.testing.pool import Outcome, RankPool, Task
+from syncline.testing.pool import Outcome, RankPool, Task, free_port
 
 __all__: list[str] = []
 
@@ -33,7 +37,9 @@ _POOL = pytest.StashKey[RankPool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n rank processes at once")
+    config.addinivalue_line(
+        "markers", "ranks(n, timeout=60, killed=()): run the test on n rank processes at once"
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -48,9 +54,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None:
         return None
     __tracebackhide__ = True
-    size, timeout_seconds = _read(*marker.args, **marker.kwargs)
+    size, timeout_seconds, killed = _read(pyfuncitem.nodeid, *marker.args, **marker.kwargs)
     pool = _pool_of(pyfuncitem.config)
-    store_path = pool.store_path()
+    store_path, master_port = pool.store_path(), free_port()
     arguments = _arguments(pyfuncitem)
     tasks = [
         Task(
@@ -60,12 +66,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             rank=rank,
             size=size,
             store_path=store_path,
+            master_port=master_port,
             timeout_seconds=timeout_seconds,
             warning_filters=_warning_filters(pyfuncitem),
         )
         for rank in range(size)
     ]
-    _judge(pool.run(tasks))
+    _judge(pool.run(tasks, killed))
     return True
 
 
@@ -75,10 +82,17 @@ def _pool_of(config: pytest.Config) -> RankPool:
     return config.stash[_POOL]
 
 
-def _read(n: int, timeout: float = 60.0) -> tuple[int, float]:
+def _read(
+    test: str, n: int, timeout: float = 60.0, killed: Collection[int] = ()
+) -> tuple[int, float, frozenset[int]]:
+    """The marker's arguments."""
     if not isinstance(n, int) or n < 1:
-        raise pytest.UsageError(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
-    return n, float(timeout)
+        raise pytest.UsageError(f"{test}: @pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
+    if not all(0 <= rank < n for rank in killed):
+        raise pytest.UsageError(
+            f"{test}: @pytest.mark.ranks({n}, killed={killed}): these are not ranks of {n}"
+        )
+    return n, float(timeout), frozenset(killed)
 
 
 def _arguments(item: pytest.Function) -> dict[str, Any]:
@@ -121,9 +135,11 @@ def _judge(outcomes: list[Outcome]) -> None:
         if passed:
             parts.append(f"{_named(passed)} passed")
         pytest.fail("\n\n".join(parts), pytrace=False)
-    skipped = [outcome.text for outcome in outcomes if outcome.kind == "skipped"]
-    if skipped:
-        pytest.skip(skipped[0])
+    for outcome in outcomes:
+        if outcome.kind == "skipped":
+            pytest.skip(outcome.text)
+        if outcome.kind == "xfailed":
+            pytest.xfail(outcome.text)
 
 
 def _named(ranks: list[int]) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "RankPool", "Task"]
+__all__ = ["Outcome", "RankPool", "Task", "free_port"]
 
 _GRACE_SECONDS = 5.0
 """How long the other ranks may take to end after one has failed."""
@@ -31,13 +33,14 @@ class Task:
     rank: int
     size: int
     store_path: str
+    master_port: int
     timeout_seconds: float
     warning_filters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a task ended: "passed", "skipped", "failed" or "stuck"."""
+    """How a task ended: "passed", "skipped", "xfailed", "failed", "killed" (its process) or "stuck"."""
 
     kind: str
     text: str = ""
@@ -58,14 +61,18 @@ class _Worker:
         self.output_from += len(data)
         return data.decode(errors="replace").strip()
 
-    def end(self, *, patience_seconds: float) -> None:
-        with contextlib.suppress(OSError):
-            self.channel.close()  # an idle worker sees the end of its channel and leaves
-        try:
-            self.process.wait(patience_seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def send(self, message: object) -> None:
+        # Plain pickle: torch would send tensors as descriptors of shared memory, for which the worker would
+        # have to know this process's key.
+        with contextlib.suppress(
+            OSError
+        ):  # a worker that has died since is found when its outcome is awaited
+            self.channel.send_bytes(pickle.dumps(message))
+
+    def kill(self) -> None:
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
 
 
 class RankPool:
@@ -77,23 +84,31 @@ class RankPool:
         self._num_started = 0
         self._num_tasks = 0
 
-    def run(self, tasks: list[Task]) -> list[Outcome]:
+    def run(self, tasks: list[Task], killed: Collection[int] = ()) -> list[Outcome]:
         """Run one task on each rank and return their outcomes, in rank order.
 
+        Args:
+            tasks: one for each rank.
+            killed: the ranks whose process must be killed (SIGKILL) during the task.
+
         A rank that does not end before its deadline, or soon after another rank failed, is "stuck": its stacks
-        are part of the outcome, its process is killed and replaced.
+        are part of the outcome. The processes of a test that failed are killed, for nobody knows their state.
         """
         while len(self._workers) < len(tasks):
             self._workers.append(self._start())
         workers = self._workers[: len(tasks)]
-        for worker, task in zip(workers, tasks, strict=True):
-            worker.new_output()
-            worker.channel.send(task)
-        outcomes = self._collect(workers, tasks[0].timeout_seconds)
-        for worker, outcome in zip(workers, outcomes, strict=True):
-            if outcome.kind == "stuck" or worker.process.poll() is not None:
-                worker.end(patience_seconds=0.0)
-                self._workers.remove(worker)
+        outcomes: list[Outcome] = []
+        try:
+            for worker, task in zip(workers, tasks, strict=True):
+                worker.new_output()
+                worker.send(task)
+            outcomes = self._collect(workers, tasks[0].timeout_seconds, killed)
+        finally:
+            is_sound = outcomes and not {"failed", "stuck"} & {outcome.kind for outcome in outcomes}
+            for worker in workers:
+                if not is_sound or worker.process.poll() is not None:
+                    worker.kill()
+                    self._workers.remove(worker)
         return outcomes
 
     def store_path(self) -> str:
@@ -102,12 +117,9 @@ class RankPool:
         return os.path.join(self._folder.name, f"store-{self._num_tasks}")
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; they are idle, so nothing is lost."""
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.channel.close()
-        for worker in self._workers:
-            worker.end(patience_seconds=2.0)
+            worker.kill()
         self._workers.clear()
         self._folder.cleanup()
 
@@ -125,11 +137,13 @@ class RankPool:
                 # Ctrl-C is for the controller, which ends its workers itself.
                 start_new_session=True,
             )
-        channel = Connection(ours.detach())
-        channel.send(list(sys.path))
-        return _Worker(process, channel, output)
+        worker = _Worker(process, Connection(ours.detach()), output)
+        worker.send(list(sys.path))
+        return worker
 
-    def _collect(self, workers: list[_Worker], timeout_seconds: float) -> list[Outcome]:
+    def _collect(
+        self, workers: list[_Worker], timeout_seconds: float, killed: Collection[int]
+    ) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout_seconds
         channels = {worker.channel: rank for rank, worker in enumerate(workers)}
@@ -140,24 +154,30 @@ class RankPool:
             for channel in ready:
                 assert isinstance(channel, Connection)
                 rank = channels.pop(channel)
-                outcomes[rank] = self._receive(workers[rank])
+                outcomes[rank] = _outcome(workers[rank], must_be_killed=rank in killed)
                 if outcomes[rank].kind == "failed":
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         for rank in channels.values():
             outcomes[rank] = Outcome(kind="stuck", text=_stacks(workers[rank]))
         return [outcomes[rank] for rank in range(len(workers))]
 
-    def _receive(self, worker: _Worker) -> Outcome:
-        try:
-            outcome = worker.channel.recv()
-        except (EOFError, OSError):
-            code = worker.process.wait()
-            how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            return Outcome(kind="failed", text=f"the process ended {how}\n{worker.new_output()}")
-        assert isinstance(outcome, Outcome)
-        if outcome.kind == "failed" and (printed := worker.new_output()):
-            return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")
-        return outcome
+
+def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
+    """What a worker whose channel is ready has to say."""
+    try:
+        outcome = pickle.loads(worker.channel.recv_bytes())
+    except (EOFError, OSError):
+        code = worker.process.wait()
+        if must_be_killed and code == -signal.SIGKILL:
+            return Outcome(kind="killed")
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return Outcome(kind="failed", text=f"the process ended {how}\n{worker.new_output()}")
+    assert isinstance(outcome, Outcome)
+    if outcome.kind == "failed" and (printed := worker.new_output()):
+        return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")
+    if outcome.kind == "passed" and must_be_killed:
+        return Outcome(kind="failed", text="ended by itself, but was to be killed")
+    return outcome
 
 
 def _stacks(worker: _Worker) -> str:
@@ -170,3 +190,11 @@ def _stacks(worker: _Worker) -> str:
             size = worker.output.stat().st_size
             time.sleep(0.05)
     return f"did not end in time; its stacks and output:\n{worker.new_output()}"
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import pickle
 import signal
 import sys
 import traceback
@@ -32,35 +33,38 @@ __all__ = ["main"]
 def main(file_descriptor: int) -> None:
     """Run tasks until the controller closes the channel."""
     end_with_parent()
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     channel = Connection(file_descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        sys.path[:] = channel.recv()
+        sys.path[:] = pickle.loads(channel.recv_bytes())
         _rewrite_assertions()
         while True:
-            task: Task = channel.recv()
-            outcome = _run(task)
+            message = channel.recv_bytes()
+            outcome = _run(message)
             sys.stdout.flush()
-            channel.send(outcome)
+            channel.send_bytes(pickle.dumps(outcome))
 
 
-def _run(task: Task) -> Outcome:
-    with _environment(task):
-        try:
-            with warnings.catch_warnings():
-                function = _find(task)
-                for text in task.warning_filters:
-                    warnings.filterwarnings(*parse_warning_filter(text, escape=False))
-                try:
-                    _init_process_group(task)
-                    function(**task.arguments)
-                finally:
-                    _clean_up()
-        except pytest.skip.Exception as skip:
-            return Outcome(kind="skipped", text=str(skip))
-        except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
-            return Outcome(kind="failed", text=_traceback())
+def _run(message: bytes) -> Outcome:
+    try:
+        task: Task = pickle.loads(message)
+        with _environment(task), warnings.catch_warnings():
+            function = _find(task)
+            for text in task.warning_filters:
+                warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+            try:
+                _init_process_group(task)
+                function(**task.arguments)
+            finally:
+                _clean_up()
+    except pytest.skip.Exception as skip:
+        return Outcome(kind="skipped", text=str(skip))
+    except pytest.xfail.Exception as xfail:
+        return Outcome(kind="xfailed", text=str(xfail))
+    except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
+        return Outcome(kind="failed", text=_traceback())
     return Outcome(kind="passed")
 
 
@@ -96,6 +100,8 @@ def _environment(task: Task) -> Iterator[None]:
         "LOCAL_RANK": task.rank,
         "WORLD_SIZE": task.size,
         "LOCAL_WORLD_SIZE": task.size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": task.master_port,
     }
     before = environment.export({name: str(value) for name, value in variables.items()}, replace=True)
     try:

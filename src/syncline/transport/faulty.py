@@ -1,0 +1,162 @@
+"""A transport that fails on purpose: at a rank, an operation, a step.
+
+With no faults it is the transport inside, to the bit. A fault raises its error when the operation is started on
+its rank, and aborts the transport inside, so that the peers get a named error of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from syncline.errors import CollectiveTimeout, PeerLost
+from syncline.transport.base import ReduceOp, Transport, Work
+
+__all__ = ["Fault", "FaultyTransport"]
+
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv", "barrier", "split")
+_ERRORS: dict[str, type[Exception]] = {
+    "lost": PeerLost,
+    "timeout": CollectiveTimeout,
+    "raise": RuntimeError,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Where to fail, and how.
+
+    Example:
+        >>> Fault(rank=1, operation="all_reduce", call=2, error="timeout")
+        Fault(rank=1, operation='all_reduce', call=2, step=None, error='timeout')
+    """
+
+    rank: int
+    """The rank that fails."""
+    operation: str
+    """The operation that fails: a method of `Transport`. `all_gather_bytes` is made of two `all_gather`."""
+    call: int = 0
+    """Which call of that operation, from 0: since the beginning, or since `step` began."""
+    step: int | None = None
+    """In which step (`FaultyTransport.step`); None means that steps are not looked at."""
+    error: Literal["lost", "timeout", "raise"] | Exception = field(default="lost")
+    """`PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or an exception of your own."""
+
+    def __post_init__(self) -> None:
+        if self.operation not in _OPERATIONS:
+            raise ValueError(
+                f"expected operation to be one of {', '.join(_OPERATIONS)}; got {self.operation!r}"
+            )
+        if isinstance(self.error, str) and self.error not in _ERRORS:
+            raise ValueError(
+                f"expected error to be one of {', '.join(_ERRORS)} or an exception; got {self.error!r}"
+            )
+
+    def __str__(self) -> str:
+        during = "" if self.step is None else f" in step {self.step}"
+        return f"a fault planned for call {self.call} of {self.operation}{during} on rank {self.rank}"
+
+    def make_error(self) -> Exception:
+        """The exception to raise."""
+        return self.error if isinstance(self.error, Exception) else _ERRORS[self.error](str(self))
+
+
+class FaultyTransport(Transport):
+    """`inner`, failing where `faults` say. Every rank may be given all faults; it takes its own.
+
+    Args:
+        inner: the transport that does the work.
+        faults: where to fail; each happens at most once.
+
+    Example:
+        >>> from syncline.transport.threads import ThreadGroup
+        >>> transport = FaultyTransport(ThreadGroup(1).transport(0), [Fault(rank=0, operation="barrier")])
+        >>> transport.barrier()
+        Traceback (most recent call last):
+        ...
+        syncline.errors.PeerLost: a fault planned for call 0 of barrier on rank 0
+    """
+
+    def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
+        super().__init__(rank=inner.rank, size=inner.size, timeout_seconds=inner.timeout_seconds)
+        self._inner = inner
+        self._faults = [fault for fault in faults if fault.rank == inner.rank]
+        self._step: int | None = None
+        self._num_started: Counter[str] = Counter()
+        self._num_started_in_step: Counter[str] = Counter()
+
+    @property
+    def step(self) -> int | None:
+        """The step under way; set it to let faults be addressed by step."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        if step != self._step:
+            self._num_started_in_step.clear()
+        self._step = step
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def control_device(self) -> torch.device:
+        return self._inner.control_device
+
+    def split(self, color: int | None) -> Transport | None:
+        """A plain transport: faults stay here."""
+        self._fail_if_due("split")
+        return self._inner.split(color)
+
+    def abort(self, reason: str) -> None:
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        return self._start("all_reduce", lambda: self._inner.all_reduce(tensor, op))
+
+    def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
+        return self._start("reduce_scatter", lambda: self._inner.reduce_scatter(output, input, op))
+
+    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+        return self._start("all_gather", lambda: self._inner.all_gather(output, input))
+
+    def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
+        return self._start("broadcast", lambda: self._inner.broadcast(tensor, src))
+
+    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+        return self._start("send", lambda: self._inner.send(tensor, dst))
+
+    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+        return self._start("recv", lambda: self._inner.recv(tensor, src))
+
+    def _start_barrier(self) -> Work:
+        return self._start("barrier", self._inner.barrier)
+
+    def _start(self, operation: str, start: Callable[[], Work]) -> Work:
+        self._fail_if_due(operation)
+        return start()
+
+    def _fail_if_due(self, operation: str) -> None:
+        call, call_in_step = self._num_started[operation], self._num_started_in_step[operation]
+        self._num_started[operation] += 1
+        self._num_started_in_step[operation] += 1
+        for fault in self._faults:
+            is_due = (
+                fault.call == call
+                if fault.step is None
+                else (fault.step, fault.call) == (self._step, call_in_step)
+            )
+            if is_due and fault.operation == operation:
+                self._faults.remove(fault)
+                error = fault.make_error()
+                self._inner.abort(f"{type(error).__name__}: {error}")
+                raise error
