@@ -142,7 +142,7 @@ def main() -> None:
     ddp = sl.DistributedDataParallel(MnistCNN())
     torch.manual_seed(1000 * args.seed + world.rank)  # from here on, each rank shifts its images its own way
     if world.rank == 0:
-        print(ddp.contract, flush=True)
+        print(f"{ddp.contract}\n", flush=True)
 
     start = time.perf_counter()
     train(ddp, training, args)

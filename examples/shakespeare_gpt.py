@@ -168,7 +168,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     ddp = sl.DistributedDataParallel(GPT(len(alphabet)))
     if world.rank == 0:
-        print(ddp.contract, flush=True)
+        print(f"{ddp.contract}\n", flush=True)
 
     start = time.perf_counter()
     loss = train(ddp, training, validation, args)

@@ -19,7 +19,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RUN_MARK", "Environment", "Launcher", "current", "error_file", "export", "parse", "restore"]
+__all__ = [
+    "RUN_MARK",
+    "Environment",
+    "Launcher",
+    "current",
+    "error_file",
+    "export",
+    "first_host",
+    "parse",
+    "restore",
+    "tasks_per_node",
+]
 
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 

@@ -117,7 +117,9 @@ def _buffers_row(plan: Plan) -> Row:
     if plan.num_ranks == 1:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
     if not plan.broadcast_buffers:
-        when, how = ("once, at construction", "broadcast from rank 0") if plan.init_buffers else ("never", "-")
+        when, how = (
+            ("once, at construction", "broadcast from rank 0") if plan.init_buffers else ("never", "-")
+        )
         return Row(what="buffers", size=size, when=when, how=how, drift_allowed="unbounded")
     return Row(
         what="buffers",

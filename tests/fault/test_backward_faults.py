@@ -34,7 +34,9 @@ def train(t: Transport, num_steps: int) -> tuple[int, list[SynclineError]]:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("lost", PeerLost), ("timeout", CollectiveTimeout)])
-def test_a_collective_that_fails_is_a_named_error_on_every_rank(kind: Any, expected: type[SynclineError]) -> None:
+def test_a_collective_that_fails_is_a_named_error_on_every_rank(
+    kind: Any, expected: type[SynclineError]
+) -> None:
     def rank(t: Transport) -> Any:
         return train(FaultyTransport(t, [Fault(rank=1, operation="all_reduce", call=2, error=kind)]), 5)
 

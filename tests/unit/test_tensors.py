@@ -189,6 +189,30 @@ def test_strides_may_differ_between_ranks() -> None:
     assert torch.equal(run_ranks(2, program)[1], torch.arange(12.0).view(3, 4))
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_nothing_is_written_on_the_source(blocking: bool) -> None:
+    def program(transport: Transport) -> list[list[float]]:
+        tensors = [torch.ones(2), torch.ones(3), torch.ones(2, 2).t()]
+        original = transport.broadcast
+
+        def broadcast(tensor: Tensor, src: int = 0) -> Work:
+            work = original(tensor, src)  # this engine sends a copy
+            if transport.rank == src:
+                for t in tensors:
+                    t.fill_(7)
+            return work
+
+        transport.broadcast = broadcast  # type: ignore[method-assign]
+        broadcaster = TensorBroadcaster(tensors, transport)
+        if blocking:
+            broadcaster.run(0)
+        else:
+            broadcaster.start(0).wait()
+        return [t.unique().tolist() for t in tensors]
+
+    assert run_ranks(2, program) == [[[7.0]] * 3, [[1.0]] * 3]
+
+
 def test_everything_small_travels_in_one_collective_and_large_tensors_alone() -> None:
     def program(transport: Transport) -> tuple[dict[str, int], dict[str, int], int]:
         tensors = [*nn.BatchNorm1d(8).buffers(), torch.zeros(300_000), torch.zeros(3, dtype=torch.bool)]

@@ -110,7 +110,7 @@ def _check_module(name: str) -> None:
 
 def _num_processes(text: str) -> int:
     try:
-        count = determine_local_world_size(text)
+        count: int = determine_local_world_size(text)
     except ValueError as error:
         if "available" in str(error):
             raise UsageError(f"-n {text}: {error} Use -n auto, or a number") from None

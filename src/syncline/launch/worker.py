@@ -28,6 +28,8 @@ import sys
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+__all__ = ["main"]
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 

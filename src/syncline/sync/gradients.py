@@ -109,7 +109,7 @@ class GradientSync:
             # Registration order reversed: what is used last in forward is usually ready first in backward.
             self._build(list(reversed(range(len(self.parameters)))))
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -334,7 +334,8 @@ class GradientSync:
         """The transport's error with the step, phase and parameters it hit; from now on the module is broken."""
         names = [self.names[i] for i in bucket.plan.parameters]
         shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
-        place = f"rank {self.transport.rank}, step {self._step_under_way}, backward, bucket {bucket.plan.index} ({shown})"
+        rank, step = self.transport.rank, self._step_under_way
+        place = f"rank {rank}, step {step}, backward, bucket {bucket.plan.index} ({shown})"
         self._broken = f"{place}: {error}"
         return type(error)(self._broken)
 

@@ -181,4 +181,4 @@ def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Ite
         position += width
         if leaf.is_complex():
             numbers = torch.view_as_complex(numbers.view(leaf.numel(), 2))
-        yield numbers.reshape(leaf.shape).to(leaf.device, dtype, copy=True)
+        yield numbers.reshape(leaf.shape).to(leaf.device, dtype)

@@ -70,8 +70,7 @@ class OptimizerNumbers:
         """Make what is in `tensors` the optimizer's numbers."""
         received: dict[str, Any] = {}
         for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
-            for (path, old), new in zip(numbers.items(), tensor.tolist(), strict=True):
-                received[path] = type(old)(new)
+            received.update(zip(numbers, tensor.tolist(), strict=True))
         nodes = dict(_nodes(self._optimizer))
         for index, group in enumerate(self._optimizer.param_groups):
             # The node of a group is a copy without its parameters.

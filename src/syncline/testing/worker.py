@@ -79,7 +79,7 @@ def _find(task: Task) -> Any:
 def _init_process_group(task: Task) -> None:
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(task.store_path, task.size),
+        store=dist.FileStore(task.store_path, task.size),  # type: ignore[attr-defined]
         rank=task.rank,
         world_size=task.size,
         timeout=timedelta(seconds=task.timeout_seconds),
