@@ -21,6 +21,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config, parse_warning_filter
+from torch.distributed.distributed_c10d import FileStore
 
 from syncline import environment
 from syncline.process import end_with_parent
@@ -79,7 +80,7 @@ def _find(task: Task) -> Any:
 def _init_process_group(task: Task) -> None:
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(task.store_path, task.size),  # type: ignore[attr-defined]
+        store=FileStore(task.store_path, task.size),  # type: ignore[attr-defined]
         rank=task.rank,
         world_size=task.size,
         timeout=timedelta(seconds=task.timeout_seconds),
