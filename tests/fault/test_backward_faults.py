@@ -38,7 +38,7 @@ def test_a_collective_that_fails_is_a_named_error_on_every_rank(
     kind: Any, expected: type[SynclineError]
 ) -> None:
     def rank(t: Transport) -> Any:
-        return train(FaultyTransport(t, [Fault(rank=1, operation="all_reduce", call=2, error=kind)]), 5)
+        return train(FaultyTransport(t, [Fault(rank=1, operation="all_reduce", step=3, error=kind)]), 5)
 
     for own_rank, (steps, errors) in enumerate(run_ranks(2, rank)):
         assert steps == 2

@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest_plugins = ["pytester"]
-
-
 # ---------------------------------------------------------------------- what a rank sees
 
 
@@ -66,12 +63,6 @@ def test_warnings_are_errors_as_configured() -> None:
         warnings.warn("careful", stacklevel=1)
 
 
-@pytest.mark.ranks(2)
-def test_a_rank_may_skip() -> None:
-    if dist.get_rank() == 1:
-        pytest.skip("rank 1 has no time")
-
-
 @pytest.mark.ranks(3, killed=[1])
 def test_a_rank_may_be_killed_when_that_is_the_test() -> None:
     if dist.get_rank() == 1:
@@ -81,69 +72,82 @@ def test_a_rank_may_be_killed_when_that_is_the_test() -> None:
 # ---------------------------------------------------------------------- what the author is told
 
 _FAILING = """
-    import os, signal, time
-    import pytest
-    import torch.distributed as dist
+import os, pathlib, signal, time
+import pytest
+import torch.distributed as dist
 
-    @pytest.mark.ranks(2)
-    def test_one_rank_fails():
-        print("printed on", dist.get_rank())
-        assert [1, 2] == [1, 3 - dist.get_rank()]
+@pytest.mark.ranks(2)
+def test_one_rank_fails():
+    print("printed on", dist.get_rank())
+    assert [1, 2] == [1, 3 - dist.get_rank()]
 
-    @pytest.mark.ranks(3)
-    def test_all_ranks_fail_alike():
-        raise KeyError("the same everywhere")
+@pytest.mark.ranks(3)
+def test_all_ranks_fail_alike():
+    raise KeyError("the same everywhere")
 
-    @pytest.mark.ranks(2, timeout=1)
-    def test_one_rank_hangs():
-        if dist.get_rank() == 1:
-            sleeping_beauty()
+@pytest.mark.ranks(4, timeout=1)
+def test_ranks_end_in_many_ways():
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1:
+        os._exit(7)
+    if dist.get_rank() == 2:
+        sleeping_beauty()
 
-    def sleeping_beauty():
-        time.sleep(1000)
+def sleeping_beauty():
+    time.sleep(1000)
 
-    @pytest.mark.ranks(2)
-    def test_one_rank_dies():
-        if dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.ranks(2, killed=[0])
+def test_a_rank_that_was_to_be_killed_lives():
+    pass
 
-    @pytest.mark.ranks(2)
-    def test_one_rank_leaves():
-        if dist.get_rank() == 0:
-            os._exit(7)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("value", [lambda: 0])
+def test_a_value_that_cannot_be_sent(value):
+    pass
 
-    @pytest.mark.ranks(2, killed=[0])
-    def test_a_rank_that_was_to_be_killed_lives():
-        pass
+@pytest.mark.ranks(0)
+def test_no_ranks():
+    pass
 
-    @pytest.mark.ranks(2)
-    @pytest.mark.parametrize("value", [lambda: 0])
-    def test_a_value_that_cannot_be_sent(value):
-        pass
+@pytest.mark.ranks(2, killed=[2])
+def test_a_rank_that_is_none():
+    pass
 
-    @pytest.mark.ranks(0)
-    def test_no_ranks():
-        pass
+@pytest.mark.ranks(2)
+def test_a_rank_may_skip():
+    if dist.get_rank() == 1:
+        pytest.skip("rank 1 has no time")
 
-    @pytest.mark.ranks(2)
-    def test_the_pool_goes_on():
-        dist.barrier()
+@pytest.mark.ranks(2)
+def test_a_rank_may_fail_as_expected():
+    if dist.get_rank() == 1:
+        pytest.xfail("rank 1 is young")
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("folder", [pathlib.Path(__file__).parent])
+def test_the_pool_goes_on(folder):
+    dist.barrier()
+    folder.joinpath(f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
 """
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest prints for the failing tests above."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pytest has run the tests above."""
     folder = tmp_path_factory.mktemp("failing")
-    lines = [line.removeprefix("    ") for line in _FAILING.splitlines()]
-    (folder / "test_failing.py").write_text("\n".join(lines))
+    (folder / "test_failing.py").write_text(_FAILING)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    return _pytest(folder).stdout
+    command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    (folder / "report.txt").write_text(ended.stdout)
+    return folder
 
 
-def _pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def report(folder: Path) -> str:
+    """What pytest has printed for them."""
+    return (folder / "report.txt").read_text()
 
 
 def _section(report: str, test: str) -> str:
@@ -155,13 +159,11 @@ def _section(report: str, test: str) -> str:
 
 def test_a_failing_rank_is_named_with_its_assertion_and_its_output(report: str) -> None:
     text = _section(report, "test_one_rank_fails")
-    assert "rank 1 failed" in text
-    assert (
-        "assert [1, 2] == [1, 3 - dist.get_rank()]" not in text.replace("    ", "")
-        or "At index 1 diff" in text
-    )
-    assert "AssertionError: assert [1, 2] == [1, 3]" in text.replace("rank 1", "") or "rank 0 failed" in text
-    assert "printed on" in text
+    assert "rank 0 failed" in text
+    assert "AssertionError: assert [1, 2] == [1, 3]" in text
+    assert "At index 1 diff: 2 != 3" in text, "assertions are rewritten in the ranks, too"
+    assert "printed on 0" in text
+    assert "rank 1 passed" in text
 
 
 def test_equal_failures_are_printed_once(report: str) -> None:
@@ -170,16 +172,13 @@ def test_equal_failures_are_printed_once(report: str) -> None:
     assert text.count("KeyError: 'the same everywhere'") == 1
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack(report: str) -> None:
-    text = _section(report, "test_one_rank_hangs")
-    assert "rank 1 stuck" in text
+def test_each_rank_is_named_with_its_end(report: str) -> None:
+    text = _section(report, "test_ranks_end_in_many_ways")
+    assert "rank 0 failed\nthe process ended by signal SIGKILL" in text
+    assert "rank 1 failed\nthe process ended with exit code 7" in text
+    assert "rank 2 stuck\n" in text
     assert "in sleeping_beauty" in text
-    assert "rank 0 passed" in text
-
-
-def test_a_rank_that_ends_is_named_with_its_end(report: str) -> None:
-    assert "rank 0 failed\nthe process ended by signal SIGKILL" in _section(report, "test_one_rank_dies")
-    assert "rank 0 failed\nthe process ended with exit code 7" in _section(report, "test_one_rank_leaves")
+    assert "rank 3 passed" in text
     lives = _section(report, "test_a_rank_that_was_to_be_killed_lives")
     assert "rank 0 failed\nended by itself, but was to be killed" in lives
 
@@ -187,10 +186,16 @@ def test_a_rank_that_ends_is_named_with_its_end(report: str) -> None:
 def test_misuse_is_explained(report: str) -> None:
     assert "the argument 'value' (function) cannot be sent" in report
     assert "expected at least 1 rank, got 0" in report
+    assert "ranks(2, killed=[2]): expected ranks between 0 and 1" in report
+
+
+def test_a_rank_may_skip_or_fail_as_expected(report: str) -> None:
+    assert re.search(r"SKIPPED \[1\] test_failing.py:\d+: rank 1 has no time", report)
+    assert "XFAIL test_failing.py::test_a_rank_may_fail_as_expected - rank 1 is young" in report
 
 
 def test_the_pool_goes_on_after_failures(report: str) -> None:
-    assert "1 passed" in report
+    assert "7 failed, 1 passed, 1 skipped, 1 xfailed" in report
 
 
 # ---------------------------------------------------------------------- no process is left behind
@@ -198,13 +203,16 @@ def test_the_pool_goes_on_after_failures(report: str) -> None:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
+    return state != "Z"
 
 
-def _wait_until_gone(pids: list[int], timeout_seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
+def _wait_until_gone(folder: Path) -> None:
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
     while alive := [pid for pid in pids if _is_alive(pid)]:
         assert time.monotonic() < deadline, f"processes left behind: {alive}"
         time.sleep(0.01)
@@ -215,42 +223,31 @@ import os, pathlib, time
 import pytest
 
 @pytest.mark.ranks(2)
-def test_endless(tmp_path_factory):
-    pass
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("folder", [os.environ["PIDS"]])
-def test_pids(folder):
-    path = pathlib.Path(folder, os.environ["RANK"])
-    path.with_suffix(".draft").write_text(str(os.getpid()))
-    path.with_suffix(".draft").rename(path)
-    if "ENDLESS" in os.environ:
-        time.sleep(1000)
-    assert "FAIL" not in os.environ
+@pytest.mark.parametrize("folder", [pathlib.Path(__file__).parent])
+def test_endless(folder):
+    draft = folder / f"draft-{os.environ['RANK']}"
+    draft.write_text(str(os.getpid()))
+    draft.rename(folder / f"pid-{os.environ['RANK']}")
+    time.sleep(1000)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("end", ["normal", "failed with -x", signal.SIGINT, signal.SIGKILL], ids=str)
-def test_no_process_is_left_behind(tmp_path: Path, end: str | signal.Signals) -> None:
+def test_no_process_is_left_behind_at_the_end(folder: Path) -> None:
+    _wait_until_gone(folder)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_behind_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_ranks.py").write_text(
-        _ENDLESS.replace("def test_endless(tmp_path_factory)", "def test_first()")
-    )
-    env = {**os.environ, "PIDS": str(tmp_path)}
-    if isinstance(end, signal.Signals):
-        env["ENDLESS"] = "1"
-    if end == "failed with -x":
-        env["FAIL"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
-    paths = [tmp_path / "0", tmp_path / "1"]
-    deadline = time.monotonic() + 100
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    pids = [int(path.read_text()) for path in paths]
-    if isinstance(end, signal.Signals):
-        process.send_signal(end)
-    process.wait(30)
-    _wait_until_gone(pids)
+    (tmp_path / "test_endless.py").write_text(_ENDLESS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as pytest_process:
+        deadline = time.monotonic() + 100
+        while len(list(tmp_path.glob("pid-*"))) < 2:
+            assert time.monotonic() < deadline
+            assert pytest_process.poll() is None
+            time.sleep(0.01)
+        pytest_process.send_signal(number)
+    _wait_until_gone(tmp_path)

@@ -200,7 +200,7 @@ class GradientSync:
         if self._synchronizing:
             self._scale = 1.0 if self._num_items is not None else 1.0 / self.transport.size
             self._next_to_launch = 0
-            self._step_under_way = self.step + 1
+            self._step_under_way = self.transport.step = self.step + 1
             for bucket in self.buckets:
                 bucket.reset()
         Variable._execution_engine.queue_callback(self._finish)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -53,8 +53,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
-    __tracebackhide__ = True
-    size, timeout_seconds, killed = _read(pyfuncitem.nodeid, *marker.args, **marker.kwargs)
+    size, timeout_seconds, killed = _read(*marker.args, **marker.kwargs)
     pool = _pool_of(pyfuncitem.config)
     store_path, master_port = pool.store_path(), free_port()
     arguments = _arguments(pyfuncitem)
@@ -82,17 +81,17 @@ def _pool_of(config: pytest.Config) -> RankPool:
     return config.stash[_POOL]
 
 
-def _read(
-    test: str, n: int, timeout: float = 60.0, killed: Collection[int] = ()
-) -> tuple[int, float, frozenset[int]]:
+def _read(n: int, timeout: float = 60.0, killed: Collection[int] = ()) -> tuple[int, float, frozenset[int]]:
     """The marker's arguments."""
     if not isinstance(n, int) or n < 1:
-        raise pytest.UsageError(f"{test}: @pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
+        _refuse(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
     if not all(0 <= rank < n for rank in killed):
-        raise pytest.UsageError(
-            f"{test}: @pytest.mark.ranks({n}, killed={killed}): these are not ranks of {n}"
-        )
+        _refuse(f"@pytest.mark.ranks({n}, killed={killed!r}): expected ranks between 0 and {n - 1}")
     return n, float(timeout), frozenset(killed)
+
+
+def _refuse(message: str) -> NoReturn:
+    pytest.fail(message, pytrace=False)
 
 
 def _arguments(item: pytest.Function) -> dict[str, Any]:
@@ -102,10 +101,10 @@ def _arguments(item: pytest.Function) -> dict[str, Any]:
         try:
             pickle.dumps(value)
         except Exception as error:
-            raise pytest.UsageError(
-                f"{item.nodeid}: the argument {name!r} ({type(value).__name__}) cannot be sent to the rank "
-                f"processes: {error}. Make it inside the test, or parametrize by a name of it"
-            ) from error
+            _refuse(
+                f"the argument {name!r} ({type(value).__name__}) cannot be sent to the rank processes: "
+                f"{error}. Make it inside the test, or parametrize by a name of it"
+            )
     return arguments
 
 
@@ -124,7 +123,6 @@ def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
 
 def _judge(outcomes: list[Outcome]) -> None:
     """Pass, skip or fail in pytest's own process."""
-    __tracebackhide__ = True
     bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.kind in ("failed", "stuck")}
     if bad:
         ranks_by_text: dict[str, list[int]] = {}
@@ -137,7 +135,7 @@ def _judge(outcomes: list[Outcome]) -> None:
         pytest.fail("\n\n".join(parts), pytrace=False)
     for outcome in outcomes:
         if outcome.kind == "skipped":
-            pytest.skip(outcome.text)
+            raise pytest.skip.Exception(outcome.text, _use_item_location=True)
         if outcome.kind == "xfailed":
             pytest.xfail(outcome.text)
 

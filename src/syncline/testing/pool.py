@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ __all__ = ["Outcome", "RankPool", "Task", "free_port"]
 
 _GRACE_SECONDS = 5.0
 """How long the other ranks may take to end after one has failed."""
+_START_SECONDS = 300.0
+"""How long a worker may take to start, on however busy a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,8 @@ class _Worker:
     process: subprocess.Popen[bytes]
     channel: Connection
     output: Path
-    output_from: int = field(default=0)
+    output_from: int = 0
+    is_ready: bool = False
 
     def new_output(self) -> str:
         """What the worker has printed since the last call."""
@@ -68,6 +71,16 @@ class _Worker:
             OSError
         ):  # a worker that has died since is found when its outcome is awaited
             self.channel.send_bytes(pickle.dumps(message))
+
+    def wait_ready(self) -> None:
+        if not self.is_ready:
+            try:
+                if not self.channel.poll(_START_SECONDS):
+                    raise TimeoutError
+                self.channel.recv_bytes()
+            except (EOFError, OSError) as error:
+                raise RuntimeError(f"a rank process did not start:\n{self.new_output()}") from error
+            self.is_ready = True
 
     def kill(self) -> None:
         self.channel.close()
@@ -99,14 +112,18 @@ class RankPool:
         workers = self._workers[: len(tasks)]
         outcomes: list[Outcome] = []
         try:
-            for worker, task in zip(workers, tasks, strict=True):
+            for worker in workers:
+                worker.wait_ready()
                 worker.new_output()
+            for worker, task in zip(workers, tasks, strict=True):
                 worker.send(task)
             outcomes = self._collect(workers, tasks[0].timeout_seconds, killed)
         finally:
             is_sound = outcomes and not {"failed", "stuck"} & {outcome.kind for outcome in outcomes}
             for worker in workers:
-                if not is_sound or worker.process.poll() is not None:
+                if is_sound and worker.process.poll() is None:
+                    worker.send("all ranks have ended")
+                else:
                     worker.kill()
                     self._workers.remove(worker)
         return outcomes
@@ -171,7 +188,7 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
         if must_be_killed and code == -signal.SIGKILL:
             return Outcome(kind="killed")
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return Outcome(kind="failed", text=f"the process ended {how}\n{worker.new_output()}")
+        return Outcome(kind="failed", text=f"the process ended {how}\n{worker.new_output()}".rstrip())
     assert isinstance(outcome, Outcome)
     if outcome.kind == "failed" and (printed := worker.new_output()):
         return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config, parse_warning_filter
-from torch.distributed.distributed_c10d import FileStore
 
 from syncline import environment
 from syncline.process import end_with_parent
@@ -41,11 +40,16 @@ def main(file_descriptor: int) -> None:
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         sys.path[:] = pickle.loads(channel.recv_bytes())
         _rewrite_assertions()
+        channel.send_bytes(b"ready")
         while True:
             message = channel.recv_bytes()
             outcome = _run(message)
+            if outcome.kind == "failed":
+                _clean_up()  # so that ranks that wait for this one fail, too
             sys.stdout.flush()
             channel.send_bytes(pickle.dumps(outcome))
+            channel.recv_bytes()  # all ranks have ended: none needs this one's connections any more
+            _clean_up()
 
 
 def _run(message: bytes) -> Outcome:
@@ -55,11 +59,8 @@ def _run(message: bytes) -> Outcome:
             function = _find(task)
             for text in task.warning_filters:
                 warnings.filterwarnings(*parse_warning_filter(text, escape=False))
-            try:
-                _init_process_group(task)
-                function(**task.arguments)
-            finally:
-                _clean_up()
+            _init_process_group(task)
+            function(**task.arguments)
     except pytest.skip.Exception as skip:
         return Outcome(kind="skipped", text=str(skip))
     except pytest.xfail.Exception as xfail:
@@ -80,7 +81,7 @@ def _find(task: Task) -> Any:
 def _init_process_group(task: Task) -> None:
     dist.init_process_group(
         "gloo",
-        store=FileStore(task.store_path, task.size),  # type: ignore[attr-defined]
+        store=dist.FileStore(task.store_path, task.size),  # type: ignore[attr-defined]
         rank=task.rank,
         world_size=task.size,
         timeout=timedelta(seconds=task.timeout_seconds),

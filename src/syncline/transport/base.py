@@ -145,6 +145,8 @@ class Transport(ABC):
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
+        self.step: int | None = None
+        """The training step under way, told by whoever uses the transport; None before the first."""
         self._num_calls: dict[str, int] = {}
         self._payload_bytes: dict[str, int] = {}
         self._waited_seconds = 0.0

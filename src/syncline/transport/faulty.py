@@ -43,7 +43,7 @@ class Fault:
     call: int = 0
     """Which call of that operation, from 0: since the beginning, or since `step` began."""
     step: int | None = None
-    """In which step (`FaultyTransport.step`); None means that steps are not looked at."""
+    """In which step (`Transport.step`); None means that steps are not looked at."""
     error: Literal["lost", "timeout", "raise"] | Exception = field(default="lost")
     """`PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or an exception of your own."""
 
@@ -86,20 +86,9 @@ class FaultyTransport(Transport):
         super().__init__(rank=inner.rank, size=inner.size, timeout_seconds=inner.timeout_seconds)
         self._inner = inner
         self._faults = [fault for fault in faults if fault.rank == inner.rank]
-        self._step: int | None = None
+        self._counted_step: int | None = None
         self._num_started: Counter[str] = Counter()
         self._num_started_in_step: Counter[str] = Counter()
-
-    @property
-    def step(self) -> int | None:
-        """The step under way; set it to let faults be addressed by step."""
-        return self._step
-
-    @step.setter
-    def step(self, step: int | None) -> None:
-        if step != self._step:
-            self._num_started_in_step.clear()
-        self._step = step
 
     @property
     def name(self) -> str:
@@ -146,6 +135,9 @@ class FaultyTransport(Transport):
         return start()
 
     def _fail_if_due(self, operation: str) -> None:
+        if self.step != self._counted_step:
+            self._counted_step = self.step
+            self._num_started_in_step.clear()
         call, call_in_step = self._num_started[operation], self._num_started_in_step[operation]
         self._num_started[operation] += 1
         self._num_started_in_step[operation] += 1
@@ -153,7 +145,7 @@ class FaultyTransport(Transport):
             is_due = (
                 fault.call == call
                 if fault.step is None
-                else (fault.step, fault.call) == (self._step, call_in_step)
+                else (fault.step, fault.call) == (self.step, call_in_step)
             )
             if is_due and fault.operation == operation:
                 self._faults.remove(fault)
