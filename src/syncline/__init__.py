@@ -4,6 +4,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
 
     errors                      the exception tree
     events, environment         records of what happened; the only reader of os.environ
+    process, handshake          what a rank owes its launcher; how ranks meet
     contract, explain, plan/    pure: what is synchronized when, in rows, words and buckets
     transport/                  what moves tensors between ranks
     world                       who this process is

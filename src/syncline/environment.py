@@ -59,6 +59,8 @@ class Environment:
     """Port of that store."""
     generation: int = 0
     """How often the launcher has restarted the workers."""
+    launcher_has_store: bool = False
+    """Whether the launcher itself listens at that port; else rank 0 has to."""
 
     def variables(self) -> dict[str, str]:
         """This environment in torchrun's variables, for libraries that read only those."""
@@ -166,6 +168,7 @@ def _parse_torchrun(variables: Mapping[str, str]) -> Environment:
         master_addr=variables.get("MASTER_ADDR") or None,
         master_port=_port(variables) if variables.get("MASTER_PORT") else None,
         generation=_number(variables, "TORCHELASTIC_RESTART_COUNT", default=0),
+        launcher_has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

@@ -1,16 +1,23 @@
-"""Who this process is among the ranks, and which transport a group has.
+"""Who this process is among the ranks: `init`, `shutdown`, `world`, and the transport of a group.
 
-`init` joins the ranks that the launcher started. It is optional: with torch.distributed initialised by somebody else
-(Ray's `train_func`, a program written for torch's own class) that group is used and left alone.
-
-Nothing here happens on import. `init` seeds nothing and sets no thread counts.
+`init` is optional. Alone, nothing is needed; where torch.distributed is initialised already (by Ray, by the
+user), the library works on what is there. `init` does what a program otherwise writes itself: it reads the
+launcher's variables, meets the other ranks, makes the process group, selects the device, and sees that an
+exception reaches the launcher and that the process ends when it should.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import math
+import os
 import socket
 import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -18,10 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from syncline import environment
+from syncline import environment, process
+from syncline.environment import Environment
 from syncline.errors import SynclineError
-from syncline.process import end_with_parent, record_failure
+from syncline.handshake import Presence, backend_for, connect, meet
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.threads import ThreadGroup
@@ -29,14 +38,17 @@ from syncline.transport.threads import ThreadGroup
 __all__ = ["World", "init", "shutdown", "transport_of", "world"]
 
 _TRANSPORTS = ("auto", "c10d")
+_DESTROY_SECONDS = 10.0
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One process among all ranks of a job."""
+    """This process among the ranks of its job."""
 
     rank: int
-    """0 to `size - 1`."""
+    """0 to `size - 1`, over all hosts."""
     size: int
     """Number of ranks."""
     local_rank: int
@@ -44,60 +56,71 @@ class World:
     local_size: int
     """Number of ranks on this host."""
     host: str
-    """Name of this host."""
+    """This host's name."""
     generation: int
-    """How often the launcher has restarted the job."""
+    """How often the launcher has restarted the ranks."""
     device: torch.device
-    """Where this rank computes: its own accelerator, or the CPU."""
+    """Where this rank should compute."""
 
 
 @dataclass
-class _Running:
-    """What `init` made and `shutdown` undoes."""
+class _Session:
+    """What one `init` did, for `shutdown` to undo."""
 
+    asked: tuple[str, float, torch.device | None]
     world: World
-    arguments: tuple[object, ...]
-    owns_group: bool
-    exported: dict[str, str | None]
-    former_excepthook: Any
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    """The default group that `init` made or found; None when alone."""
+    owns_group: bool = False
+    variables_before: dict[str, str | None] = field(default_factory=dict)
+    hook: _Hook | None = None
+    hook_before: _Hook | None = None
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self.asked[1]
+
+    def is_current(self) -> bool:
+        """Whether the default group is still the one of this session: users and tests may destroy it."""
+        return (self.group() if self.group is not None else None) is _default_group()
 
 
-@dataclass
-class _Transports:
-    """One transport for each group in use, forgotten with the default group they belong to."""
+_lock = threading.RLock()
+_session: _Session | None = None
+_num_inits = 0
+# Stores outlive `shutdown`, so that a second `init` of the same ranks cannot meet a store that is closing.
+_stores: dict[tuple[str | None, int | None, int, int], Store] = {}
+_transports: dict[int, tuple[dist.ProcessGroup, Transport]] = {}
+_alone: Transport | None = None
 
-    of_world: dist.ProcessGroup | None = None
-    by_group: dict[int, tuple[dist.ProcessGroup, Transport]] = field(default_factory=dict)
-    alone: Transport | None = None
 
-
-_running: _Running | None = None
-_transports = _Transports()
+# ---------------------------------------------------------------------- init and shutdown
 
 
 def init(
     transport: str = "auto",
     *,
     timeout: timedelta | float = 300.0,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
 ) -> World:
-    """Join the ranks that torchrun, SLURM, `syncline run` or another launcher started.
+    """Join the other ranks, as the launcher's variables say; alone, do nothing but say so.
 
-    Alone, no process group is made and everything works with one rank. Where torch.distributed is initialised
-    already, its default group is used, and `shutdown` leaves it alone.
+    Called again with the same arguments it returns the same `World`. An initialised torch.distributed is used
+    as it is, and left as it is by `shutdown`.
 
     Args:
-        transport: "auto", or "c10d" for torch's process groups.
-        timeout: how long any wait may take, in seconds or as a timedelta.
-        device: where this rank computes; None is its own CUDA device, or the CPU.
+        transport: "auto", or "c10d" (torch.distributed: Gloo on CPUs, NCCL on GPUs).
+        timeout: how long to wait for another rank, here and in every collective (a timedelta, or seconds).
+        device: where this rank computes; None means the GPU of its local rank, or the CPU where there is
+            none. A GPU is made torch's current device.
 
     Returns:
-        Who this process is. A second call with the same arguments returns the same.
+        Who this process is.
 
     Raises:
-        ValueError: an unknown transport, a timeout that is not positive, contradictory environment variables, or
-            more ranks than CUDA devices on this host.
-        SynclineError: called again with other arguments.
+        ValueError: an argument, or a variable of the launcher, makes no sense.
+        SynclineError: init was called before with other arguments, or the ranks do not fit together.
+        CollectiveTimeout: some ranks did not come; they are named.
 
     Example:
         >>> import syncline as sl
@@ -105,165 +128,279 @@ def init(
         1
         >>> sl.shutdown()
     """
-    global _running
-    arguments = (transport, timeout, device)
-    if _running is not None:
-        if _running.arguments != arguments:
-            raise SynclineError(
-                f"init was called before with {_running.arguments}, now with {arguments}: call it once, or "
-                "call shutdown in between"
-            )
-        return _running.world
+    global _session
     if transport not in _TRANSPORTS:
         raise ValueError(f"expected transport to be one of {', '.join(_TRANSPORTS)}; got {transport!r}")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"expected a finite timeout above 0 seconds, got {timeout}")
-    found = environment.current()
-    own_device = _device(found, device)
-    owns_group = found.size > 1 and not dist.is_initialized()
-    exported = environment.export(found.variables()) if found.size > 1 else {}
-    if own_device.type == "cuda":
-        torch.cuda.set_device(own_device)
-    if owns_group:
-        _join(found, own_device, timedelta(seconds=seconds))
-    if found.launcher == "torchrun":
-        end_with_parent()  # `syncline run` has seen to it before the script began
-    former_excepthook = sys.excepthook
-    sys.excepthook = _recording(former_excepthook)
-    _running = _Running(_describe(found, own_device), arguments, owns_group, exported, former_excepthook)
-    return _running.world
+    asked = (transport, _seconds(timeout), torch.device(device) if device is not None else None)
+    with _lock:
+        if _session is not None and not _session.is_current():
+            shutdown()
+        if _session is None:
+            _session = _start(asked)
+        elif _session.asked != asked:
+            raise SynclineError(
+                f"init was called before with {_in_words(_session.asked)}, and now with {_in_words(asked)}: use the "
+                "same arguments, or call shutdown() in between"
+            )
+        return _session.world
 
 
 def shutdown() -> None:
-    """Undo `init`: leave the ranks, restore what was set. Safe to call twice, or without `init`."""
-    global _running
-    running, _running = _running, None
-    _transports.by_group.clear()
-    _transports.of_world = None
-    _transports.alone = None
-    if running is None:
-        return
-    sys.excepthook = running.former_excepthook
-    environment.restore(running.exported)
-    if running.owns_group and dist.is_initialized():
-        dist.destroy_process_group()
+    """Undo `init`; without it, or a second time, do nothing.
 
-
-# A program that ends without `shutdown` leaves no process group behind, and no warning about one.
-atexit.register(shutdown)
+    Destroys the process group that `init` made, and closes the transports; call it on all ranks.
+    """
+    global _session, _alone
+    with _lock:
+        session, _session, _alone = _session, None, None
+        if session is None:
+            return
+        atexit.unregister(_at_exit)
+        owns_live_group = session.owns_group and session.is_current()
+        for _, transport in _transports.values():
+            transport.close()
+        _transports.clear()
+        if owns_live_group:
+            _destroy_default_group()
+        if session.hook is not None and sys.excepthook is session.hook:
+            sys.excepthook = session.hook_before or sys.__excepthook__
+        environment.restore(session.variables_before)
 
 
 def world() -> World:
-    """Who this process is, also without `init`: as torch.distributed says, or alone.
+    """Who this process is: what `init` said; else what torch.distributed says; else it is alone.
 
     Raises:
-        SynclineError: a launcher started several ranks, but nobody has joined them.
+        SynclineError: a launcher started several ranks, and nobody has joined them yet.
+
+    Example:
+        >>> world().rank
+        0
     """
-    if _running is not None:
-        return _running.world
-    found = environment.current()
-    _check_joined(found)
-    return _describe(found, _device(found, None))
+    with _lock:
+        if _session is not None and _session.is_current():
+            return _session.world
+    if _default_group() is not None:
+        return _world_of_default_group(None)
+    _check_that_ranks_were_joined()
+    return _world_alone(None)
+
+
+def _start(asked: tuple[str, float, torch.device | None]) -> _Session:
+    _, timeout_seconds, device = asked
+    group = _default_group()
+    if group is not None:
+        session = _Session(asked=asked, world=_world_of_default_group(device), group=weakref.ref(group))
+        _watch(session, hook_before=sys.excepthook)
+        return session
+    env = environment.current()
+    if env.master_addr is None or env.master_port is None:
+        return _Session(asked=asked, world=_world_alone(device))
+    if env.launcher in ("syncline run", "torchrun"):
+        process.end_with_parent()  # these do not outlive their ranks; a thread of Ray's may
+    before = environment.export(env.variables())
+    hook_before = sys.excepthook
+    try:
+        found = _world(env, _device(device, env.local_rank))
+        if found.device.type == "cuda":
+            torch.cuda.set_device(found.device)
+        _make_default_group(env, found.device, timeout_seconds)
+    except BaseException:
+        environment.restore(before)
+        raise
+    # Torch's own hook puts "[rank1]: " before each line; `syncline run` has named the rank already.
+    hook_before = hook_before if env.launcher == "syncline run" else sys.excepthook
+    group = _default_group()
+    assert group is not None
+    session = _Session(
+        asked=asked, world=found, group=weakref.ref(group), owns_group=True, variables_before=before
+    )
+    _watch(session, hook_before=hook_before)
+    return session
+
+
+def _make_default_group(env: Environment, device: torch.device, timeout_seconds: float) -> None:
+    global _num_inits
+    place = (env.master_addr, env.master_port, env.rank, env.size)
+    if place not in _stores:
+        _stores[place] = connect(env, timeout_seconds)
+    # The launcher's store may remember an earlier attempt, or an earlier init: each gets names of its own.
+    store = PrefixStore(f"syncline/{env.generation}/{_num_inits}", _stores[place])
+    _num_inits += 1
+    everyone = meet(store, Presence.of_this_process(env, device), timeout_seconds)
+    backend = backend_for(everyone, warn=env.local_rank == 0)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=env.rank,
+        world_size=env.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if "nccl" in backend else None,
+    )
+
+
+# ---------------------------------------------------------------------- how the process ends
+
+
+def _watch(session: _Session, *, hook_before: _Hook) -> None:
+    """See that an uncaught exception reaches the launcher, and that the exit is clean and never hangs."""
+    atexit.register(_at_exit)
+    path, own_pid = environment.error_file(), os.getpid()
+    if path is None:
+        return
+
+    def excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if os.getpid() == own_pid:  # not in a fork, which inherits the hook
+            process.record_failure(error, path, tb)
+        hook_before(kind, error, tb)
+
+    session.hook, session.hook_before = excepthook, hook_before
+    sys.excepthook = excepthook
+
+
+def _at_exit() -> None:
+    if getattr(sys, "last_type", None) is None:
+        shutdown()
+        return
+    # An exception ends this process, perhaps with collectives under way that its peers will never join. The
+    # destructor of their group would wait for them, for as long as the timeout, while the peers wait for this
+    # process. So the groups are left to the kernel, which closes the connections at once.
+    groups = dist.distributed_c10d._world.pg_map
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+
+
+def _destroy_default_group() -> None:
+    """Destroy it, but do not wait forever for a collective that the other ranks never joined."""
+    thread = threading.Thread(target=dist.destroy_process_group, name="syncline-shutdown", daemon=True)
+    thread.start()
+    thread.join(_DESTROY_SECONDS)
+    if thread.is_alive():
+        warnings.warn(
+            f"shutdown: after {_DESTROY_SECONDS:g} s a collective is still under way that other ranks have not "
+            "joined; the process group is left behind. Wait for asynchronous work before shutdown()",
+            stacklevel=3,
+        )
+
+
+# ---------------------------------------------------------------------- transports
 
 
 def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transport:
-    """The transport of a group: the same object for the same group, as long as its default group lives.
+    """The transport of a group, always the same object while the group lives.
 
     Args:
-        group: a torch.distributed group, a transport (returned as it is), or None for the default group, which is
-            one rank where torch.distributed is not initialised.
+        group: None means torch's default group, or this process alone; a transport means itself.
 
     Raises:
-        SynclineError: a launcher started several ranks, but nobody has joined them.
+        ValueError: this rank is not in `group`, or `group` was destroyed.
+
+    Example:
+        >>> transport_of(None).size
+        1
     """
+    global _alone
     if isinstance(group, Transport):
         return group
-    if group is None and not dist.is_initialized():
-        _check_joined(environment.current())
-        if _transports.alone is None:
-            _transports.alone = ThreadGroup(1).transport(0)
-        return _transports.alone
-    default: dist.ProcessGroup | None = dist.group.WORLD
-    if _transports.of_world is not default:
-        _transports.by_group.clear()
-        _transports.of_world = default
-    wanted = default if group is None else group
-    assert wanted is not None
-    known = _transports.by_group.get(id(wanted))
-    if known is None:
-        # The group is kept with its transport, so its id stays its own.
-        known = _transports.by_group[id(wanted)] = (wanted, C10dTransport(wanted))
-    return known[1]
+    with _lock:
+        _forget_destroyed_groups()
+        default = _default_group()
+        found = group if group is not None else default
+        if found is None:
+            _check_that_ranks_were_joined()
+            if _alone is None:
+                _alone = ThreadGroup(1).transport(0)
+            return _alone
+        if not isinstance(found, dist.ProcessGroup):
+            raise ValueError(
+                f"expected a process group that this rank is in, got {found!r}: dist.new_group returns such a value "
+                "on ranks outside of the group; make no call with it there"
+            )
+        if id(found) not in _transports:
+            if not _is_alive(found):
+                raise ValueError("this process group was destroyed: pass one that is alive, or None")
+            known = _session.timeout_seconds if _session is not None and found is default else None
+            _transports[id(found)] = found, C10dTransport(found, timeout_seconds=known)
+        return _transports[id(found)][1]
 
 
-# ---------------------------------------------------------------------- the parts of init
+def _forget_destroyed_groups() -> None:
+    for key in [key for key, (group, _) in _transports.items() if not _is_alive(group)]:
+        _transports.pop(key)[1].close()
 
 
-def _device(found: environment.Environment, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    num_devices = torch.cuda.device_count()
-    if found.local_rank >= num_devices:
-        raise ValueError(
-            f"local rank {found.local_rank} has no CUDA device of its own: {found.local_size} ranks share this host, "
-            f"which shows {num_devices} device(s). Start at most {num_devices} rank(s) a host, or pass "
-            'device="cpu" or the device to share'
-        )
-    return torch.device("cuda", found.local_rank)
-
-
-def _join(found: environment.Environment, device: torch.device, timeout: timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _is_alive(group: dist.ProcessGroup) -> bool:
     try:
-        dist.init_process_group(
-            backend, init_method="env://", rank=found.rank, world_size=found.size, timeout=timeout
-        )
-    except (RuntimeError, dist.DistError) as error:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+# ---------------------------------------------------------------------- worlds
+
+
+def _check_that_ranks_were_joined() -> None:
+    """Several ranks that each train alone, and nobody notices: not here."""
+    try:
+        env = environment.current()
+    except ValueError:
+        return  # `init` will say so; without it, variables that make no sense say nothing
+    if env.size > 1:
         raise SynclineError(
-            f"rank {found.rank} of {found.size} could not join the others at {found.master_addr}:{found.master_port} "
-            f"within {timeout.total_seconds():.0f} s (launcher: {found.launcher}). Either a rank was not started "
-            f"or has ended, or the address cannot be reached from this host, or another program uses the "
-            f"port: {error}"
-        ) from error
+            f"this process is rank {env.rank} of {env.size} (launcher: {env.launcher}), but it has not joined the "
+            "others: call sl.init() first, or torch.distributed.init_process_group()"
+        )
 
 
-def _describe(found: environment.Environment, device: torch.device) -> World:
-    rank, size = found.rank, found.size
-    local_rank, local_size = found.local_rank, found.local_size
-    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (rank, size):
-        # Initialised by hand, without a launcher's variables: nothing says more than that it is this host.
-        rank, size = dist.get_rank(), dist.get_world_size()
-        local_rank, local_size = rank, size
+def _world_alone(device: torch.device | None) -> World:
+    return _world(Environment(launcher="alone"), _device(device, 0))
+
+
+def _world_of_default_group(device: torch.device | None) -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        env = environment.current()
+    except ValueError:  # whoever initialised torch.distributed did not go by them
+        env = Environment(launcher="alone")
+    if (env.rank, env.size) != (rank, size):
+        # No launcher said which ranks share a host; asking them would be a collective. One host is assumed.
+        env = Environment(launcher="environment", rank=rank, size=size, local_rank=rank, local_size=size)
+    if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())  # whoever came first has chosen
+    return _world(env, _device(device, env.local_rank))
+
+
+def _world(env: Environment, device: torch.device) -> World:
     return World(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        rank=env.rank,
+        size=env.size,
+        local_rank=env.local_rank,
+        local_size=env.local_size,
         host=socket.gethostname(),
-        generation=found.generation,
+        generation=env.generation,
         device=device,
     )
 
 
-def _check_joined(found: environment.Environment) -> None:
-    """Several ranks that each train alone, and nobody notices: not here."""
-    if found.size > 1 and not dist.is_initialized():
-        raise SynclineError(
-            f"this process is rank {found.rank} of {found.size} ({found.launcher}), but it has not joined the others: "
-            "call sl.init() first, or torch.distributed.init_process_group()"
-        )
+def _device(asked: torch.device | None, local_rank: int) -> torch.device:
+    if asked is None:
+        asked = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if str(asked) == "cuda":
+        # A launcher may show each rank only its own GPU: then there is one, and it is number 0.
+        return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    return asked
 
 
-def _recording(former: Any) -> Any:
-    """An excepthook that tells the launcher first, so that it knows which rank failed first, and with what."""
+def _seconds(timeout: timedelta | float) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"expected a finite timeout above 0 (a timedelta, or seconds), got {timeout!r}")
+    return seconds
 
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        path = environment.error_file()
-        if path is not None:
-            record_failure(error, path, traceback)
-        former(kind, error, traceback)
 
-    return excepthook
+def _in_words(asked: tuple[str, float, torch.device | None]) -> str:
+    return f"transport={asked[0]!r}, timeout={asked[1]:g} s, device={str(asked[2]) if asked[2] else None!r}"

@@ -23,7 +23,7 @@ LEVELS = (
     ("events", "environment", "process"),
     ("contract", "plan"),
     ("explain",),
-    ("transport",),
+    ("transport", "handshake"),
     ("world",),
     ("sync", "data"),
     ("verbs",),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -85,19 +86,18 @@ def test_leaves_nothing_but_the_file_and_the_lock(datasets: ModuleType, cache: P
     assert sorted(path.name for path in cache.iterdir()) == ["lock", "poems-1.0-py3-none-any.whl"]
 
 
-def test_many_at_once_download_once(
-    datasets: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_many_at_once_download_once_and_see_only_the_whole_file(
+    datasets: ModuleType, cache: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = b"a wheel"
-    package = datasets.Package(
-        content="poems", name="poems", version="1.0", sha256=hashlib.sha256(content).hexdigest()
-    )
-    downloads = []
+    sha256 = put_wheel(shelf, "poems", {"poems/one.md": "Shall I compare thee"})
+    package = datasets.Package(content="poems", name="poems", version="1.0", sha256=sha256)
+    commands = []
+    run = subprocess.run
     all_started = threading.Barrier(8)
 
-    def download(package: object, folder: Path) -> None:
-        downloads.append(package)
-        (folder / "poems-1.0-py3-none-any.whl").write_bytes(content)
+    def counted_run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return run(command, **options)
 
     def fetch() -> Path:
         all_started.wait(timeout=30)
@@ -105,11 +105,11 @@ def test_many_at_once_download_once(
         assert isinstance(path, Path)
         return path
 
-    monkeypatch.setattr(datasets, "_download", download)
+    monkeypatch.setattr(subprocess, "run", counted_run)
     with ThreadPoolExecutor(8) as pool:
         paths = [future.result() for future in [pool.submit(fetch) for _ in range(8)]]
-    assert len(downloads) == 1
-    assert {path.read_bytes() for path in paths} == {content}
+    assert len(commands) == 1
+    assert {hashlib.sha256(path.read_bytes()).hexdigest() for path in paths} == {sha256}
 
 
 def test_a_download_with_the_wrong_hash_is_thrown_away(

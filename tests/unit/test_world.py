@@ -35,7 +35,7 @@ def test_a_second_init_returns_the_same_world_and_other_arguments_are_refused() 
     first = init(timeout=30)
     assert init(timeout=30) is first
     assert world() is first
-    with pytest.raises(SynclineError, match="call it once"):
+    with pytest.raises(SynclineError, match="use the same arguments, or call shutdown"):
         init(timeout=60)
 
 
@@ -57,10 +57,10 @@ def test_an_unknown_transport_is_refused() -> None:
         init("carrier pigeon")
 
 
+@pytest.mark.ranks(2)
 def test_the_excepthook_is_restored() -> None:
     before = sys.excepthook
     init()
-    assert sys.excepthook is not before
     shutdown()
     assert sys.excepthook is before
 

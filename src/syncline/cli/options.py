@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
@@ -16,41 +17,45 @@ _HELP = """\
 usage: syncline run [-n N] [options] SCRIPT [arguments]
        syncline run [-n N] [options] -m MODULE [arguments]
 
-Start a program on N processes of this host (or of several) and wait for them. Each process finds its rank in
-the environment; `sl.init()` reads it. Lines are shown with the rank that printed them. When a process fails
-the others are ended, and its traceback is the last thing shown.
+Start a program on N processes of this host (or of several) and wait for them.
+Each finds its rank in the environment, where sl.init() looks. Every line shows
+the rank that printed it. When one fails, the others are ended, and its traceback
+is the last thing shown.
 
-  syncline run -n 2 train.py --epochs 2        two processes; what follows the script is the script's
-  syncline run -n gpu -m package.train         one process for each GPU
-  syncline run -n 8 --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 train.py
-                                               two hosts; on the other one the same with --node-rank 1
+  syncline run -n 2 train.py --epochs 2       what follows the script is its own
+  syncline run -n gpu -m package.train        one process for each GPU
+  syncline run -n 8 --nnodes 2 --node-rank 0 --master-addr HOST \\
+      --master-port 29500 train.py            on the second host: --node-rank 1
 
 processes
-  -n, --nproc-per-node N    processes on this host: a number, auto, cpu or gpu (default: 1)
-  --max-restarts N          start all again up to N times when one fails (default: 0)
-  -m, --module              SCRIPT is a module, as in python -m
-  --no-python               SCRIPT is a command, run without python
-  --shutdown-timeout SEC    after Ctrl-C, let processes go on for so long (default: 5; torch 2.12 and later)
+  -n, --nproc-per-node N   how many on this host: a number, auto, cpu or gpu
+                           (default: 1)
+  -m, --module             SCRIPT is a module, as in python -m
+  --no-python              SCRIPT is a command, run without python
+  --max-restarts N         when one fails, start all again, N times at most
+                           (default: 0)
+  --shutdown-timeout SEC   how long they may go on after Ctrl-C (default: 5)
 
 hosts
-  --nnodes N                number of hosts, or MIN:MAX (default: 1)
-  --node-rank I             which of them this is, from 0
-  --master-addr HOST        where rank 0 is
-  --master-port PORT        a free port there (default on one host: any free one)
-  --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone, --local-addr
-                            other ways to meet, as in torchrun
+  --nnodes N               how many, or MIN:MAX (default: 1)
+  --node-rank I            which of them this is, from 0
+  --master-addr HOST       the host of rank 0
+  --master-port PORT       a port that is free there (default on one host: any)
+  --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone,
+  --local-addr             other ways to meet, as in torchrun
 
 output
-  --log-dir DIR             keep what every process prints in DIR
-  -t, --tee; -r, --redirects; --local-ranks-filter
-                            torchrun's own files and filters
-  --verbose                 show what torch's launcher logs
+  --log-dir DIR            keep what each process prints in DIR
+  --tee, --redirects, --local-ranks-filter
+                           torchrun's own log files and filters
+  --verbose                also show what torch's launcher logs
 
-The other options of torchrun are taken too:
+These options of torchrun are taken, too:
 {others}
 
-Ctrl-C and SIGTERM go to all processes; a second one kills them. The exit code is that of the process that
-failed first (128 + number for a signal), and 2 for wrong usage.
+Ctrl-C and SIGTERM go to all processes; a second one kills them. The exit code is
+that of the process that failed first, 128 + number after a signal, and 2 for
+wrong usage.
 """
 
 
@@ -65,16 +70,16 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def format_help(self) -> str:
-        shown = {option for option in _HELP.replace(",", " ").replace(";", " ").split() if option[0] == "-"}
+        described = {word for word in re.split(r"[\s,]+", _HELP) if word.startswith("-")} | {"-h"}
         others = [
-            name
+            action.option_strings[0]
             for action in self._actions
-            if not shown & set(action.option_strings)
-            for name in action.option_strings[:1]
+            if action.option_strings and not described & set(action.option_strings)
         ]
-        return _HELP.format(
-            others=textwrap.fill(", ".join(others), 108, initial_indent="  ", subsequent_indent="  ")
+        listed = textwrap.wrap(
+            ", ".join(others), 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
         )
+        return _HELP.format(others="\n".join(listed))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -90,6 +95,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="syncline run", parents=[torch_parser], add_help=False, conflict_handler="resolve")
     parser.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true")
+    if not any(action.dest == "shutdown_timeout" for action in torch_parser._actions):  # torch 2.11
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     if isinstance(parser.get_default("master_port"), int):  # torch 2.11's default, not a wish of the user
         parser.set_defaults(master_port=None)
     try:
@@ -113,9 +120,13 @@ def _unknown_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> li
 
 
 def _about_unknown(parser: argparse.ArgumentParser, option: str) -> str:
-    known = [name for action in parser._actions for name in action.option_strings]
+    known = [known for action in parser._actions for known in action.option_strings]
     name = option.partition("=")[0]
-    near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.6)
+    meant = name.replace("_", "-")
+    near = difflib.get_close_matches(meant, known, n=1)
+    if not near:  # "--nporc" is far from "--nproc-per-node", but near to how that begins
+        beginnings = {word[: len(meant)]: word for word in reversed(known) if word.startswith("--")}
+        near = [beginnings[word] for word in difflib.get_close_matches(meant, beginnings, n=1, cutoff=0.75)]
     remedy = f"did you mean {near[0]}?" if near else "see syncline run --help"
     return f"unknown option {name}: {remedy} (options of the program follow its name)"
 

@@ -8,6 +8,7 @@ import errno
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import sys
@@ -44,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         say(str(error))
         return 2
+    except SystemExit as asked_for_help:
+        return int(asked_for_help.code or 0)
     variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))}
     if args.max_restarts > 0:
         # Restarted workers would find the addresses of the ended ones in the launcher's store, and hang.
@@ -113,7 +116,9 @@ def _num_processes(text: str) -> int:
         count: int = determine_local_world_size(text)
     except ValueError as error:
         if "available" in str(error):
-            raise UsageError(f"-n {text}: {error} Use -n auto, or a number") from None
+            raise UsageError(
+                f"-n {text}: torch finds no {text} on this host; use -n auto, or a number"
+            ) from None
         raise UsageError(f"-n {text}: expected a number from 1, or auto, cpu or gpu") from None
     if count < 1:
         raise UsageError(f"-n {text}: expected at least 1 process on this host")
@@ -141,36 +146,52 @@ def _choose_meeting_point(args: argparse.Namespace) -> None:
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", uuid.uuid4().hex
         args.local_addr = args.local_addr or "127.0.0.1"
     elif one_host or (args.rdzv_backend == "static" and args.node_rank == 0):
-        _check_port(args, own_host_only=one_host)
+        _check_port(
+            args, remedy="leave it out, or choose another" if one_host else "choose another, on all hosts"
+        )
     if args.master_port is None:
         args.master_port = 29500  # what torchrun means when several hosts name none
 
 
-def _check_port(args: argparse.Namespace, *, own_host_only: bool) -> None:
+def _check_port(args: argparse.Namespace, *, remedy: str) -> None:
     """Where this host is the one that must listen, see that it can."""
+    option, host, port = "--master-port", args.master_addr, args.master_port or 29500
     if args.rdzv_endpoint:
         option = "--rdzv-endpoint"
         try:
-            host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=-1)
+            host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
         except ValueError as error:
             raise UsageError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from None
-    else:
-        option, host, port = "--master-port", args.master_addr, args.master_port or 29500
-    if port <= 0 or not (own_host_only or host) or args.rdzv_backend not in ("static", "c10d"):
+    if args.rdzv_backend not in ("static", "c10d") or port == 0 or not _is_this_host(host):
         return
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    reason = _why_not_listen(port)
+    if reason:
+        raise UsageError(f"port {port} ({option}) {reason}: {remedy}")
+
+
+def _is_this_host(host: str) -> bool:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _why_not_listen(port: int) -> str | None:
+    """Why torch's store could not listen on all addresses of this host; None if it can."""
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: TIME_WAIT is no harm
-        if family == socket.AF_INET6:
+        if dual:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
             probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                return
-            why = "is in use on this host" if error.errno == errno.EADDRINUSE else "needs more rights"
-            remedy = "leave it out, or choose another" if own_host_only else "choose another, on all hosts"
-            raise UsageError(f"port {port} ({option}) {why}: {remedy}") from None
+            reasons = {errno.EADDRINUSE: "is in use on this host", errno.EACCES: "needs more rights"}
+            return reasons.get(error.errno or 0)
+    return None
 
 
 # ---------------------------------------------------------------------- the job
@@ -183,6 +204,12 @@ def _job(args: argparse.Namespace, scratch: Path) -> Job:
         or bool(args.local_ranks_filter or args.duplicate_stdout_filters or args.duplicate_stderr_filters)
         or args.logs_specs is not None
     )
+    for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
+        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+            raise UsageError(
+                f"{option} {text}: expected 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or that for each "
+                "local rank, such as 0:3,1:2"
+            )
     keep_in = Path(args.log_dir) if args.log_dir else None
     if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
         raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")

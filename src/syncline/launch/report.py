@@ -13,6 +13,7 @@ __all__ = ["Failure", "LastWords", "describe", "first_failure", "read_last_words
 
 _MAX_TAIL_LINES = 20
 _MAX_OTHERS = 4
+_WORKER_FRAME = str(Path(__file__).with_name("worker.py"))
 
 # How an error reads that a rank gets because another one is gone.
 _OF_A_LOST_PEER = re.compile(
@@ -60,6 +61,8 @@ class Failure:
         """How it ended, after the rank's name."""
         if self.words is None and self.return_code < 0:
             return f"was killed by {_signal_name(-self.return_code)}, exit code {self.exit_code}"
+        if self.words is not None and not self.words.traceback:
+            return f"called sys.exit, exit code {self.exit_code}"
         return f"failed with exit code {self.exit_code}"
 
 
@@ -91,14 +94,19 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
         failures: at least one, those first that the launcher saw first.
     """
     spoke = sorted((f for f in failures if f.words is not None), key=_time_ns)
-    silent = [
-        failure
-        for index, failure in enumerate(failures)
-        if failure.words is None and (failure.return_code != -signal.SIGTERM or index == 0)
-    ]
+    silent = [f for f in _by_themselves(failures) if f.words is None]
     if spoke and not (silent and _blames_a_peer(spoke[0])):
         return spoke[0]
     return (silent or failures)[0]
+
+
+def _by_themselves(failures: Sequence[Failure]) -> list[Failure]:
+    """Without those that the launcher has ended; what it saw first was not its own doing."""
+    return [
+        failure
+        for index, failure in enumerate(failures)
+        if index == 0 or failure.words is not None or failure.return_code != -signal.SIGTERM
+    ]
 
 
 def _time_ns(failure: Failure) -> int:
@@ -119,7 +127,7 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     """
     first = first_failure(failures)
     line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
-    others = [failure for failure in failures if failure is not first]
+    others = [failure for failure in _by_themselves(failures) if failure is not first]
     if others:
         named = [f"rank {other.rank} {_briefly(other)}" for other in others[:_MAX_OTHERS]]
         hidden = len(others) - len(named)
@@ -140,20 +148,25 @@ def _details(failure: Failure) -> list[str]:
     """What tells why: the traceback, else the end of what the rank wrote to stderr."""
     if failure.words is not None and failure.words.traceback:
         return failure.words.traceback.rstrip().split("\n")
-    lines: list[str] = []
-    if failure.words is not None:
-        lines.append(failure.words.summary)
-    elif failure.return_code == -signal.SIGKILL:
-        lines.append("(no words from it; when memory runs out the kernel kills like this: see `dmesg`)")
-    return lines + _end_of(failure.stderr_tail)
+    lines = _end_of(failure.stderr_tail)
+    if failure.words is not None and not any(line and line in failure.words.summary for line in lines):
+        lines.insert(0, failure.words.summary)
+    if not lines and failure.return_code == -signal.SIGKILL:
+        lines.append("(it left no words; the kernel kills like this when memory runs out, see `dmesg`)")
+    return lines
 
 
 def _end_of(tail: Sequence[str]) -> list[str]:
     """The last traceback in `tail` and what follows; without one, the last lines."""
-    starts = [i for i, line in enumerate(tail) if re.search(r"Traceback \(most|Fatal Python error", line)]
-    if starts:
-        return list(tail[starts[-1] :])
-    return list(tail[-_MAX_TAIL_LINES:])
+    lines = [line for line in tail if _WORKER_FRAME not in line]
+    starts = [i for i, line in enumerate(lines) if re.search(r"Traceback \(most|Fatal Python error", line)]
+    if not starts:
+        return lines[-_MAX_TAIL_LINES:]
+    start = starts.pop()
+    chained = re.compile(r"The above exception was the direct cause|During handling of the above")
+    while starts and any(chained.search(line) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return lines[start:]
 
 
 def _signal_name(number: int) -> str:

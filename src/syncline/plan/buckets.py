@@ -90,7 +90,7 @@ def automatic_caps(hosts: Sequence[HostLoad], *, device_type: str) -> BucketCaps
     Example:
         >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
         >>> automatic_caps([crowded], device_type="cpu").cap_bytes // MIB
-        128
+        32
         >>> automatic_caps([crowded, crowded], device_type="cpu").cap_bytes // MIB
         25
     """
@@ -100,7 +100,7 @@ def automatic_caps(hosts: Sequence[HostLoad], *, device_type: str) -> BucketCaps
     host = hosts[0]
     if host.num_ranks * (host.num_threads_per_rank + 1) <= host.num_cores:
         return overlapping
-    return BucketCaps(cap_bytes=128 * MIB, first_cap_bytes=128 * MIB)
+    return BucketCaps(cap_bytes=32 * MIB, first_cap_bytes=32 * MIB)
 
 
 def plan_buckets(

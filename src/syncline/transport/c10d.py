@@ -94,7 +94,14 @@ class C10dTransport(Transport):
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._make_options()
         notices = Notices(group.get_group_store(), rank=rank, size=self.size) if self.size > 1 else None
-        self._health = Health(notices, rank=rank, size=self.size, backend=self.name)
+        self._health = Health(
+            group,
+            notices,
+            rank=rank,
+            size=self.size,
+            backend=self.name,
+            timeout_seconds=max(self.timeout_seconds, _group_timeout_seconds(group)),
+        )
 
     def _make_options(self) -> None:
         """Prebuilt, for the hot path; Gloo's own deadline for an operation follows the transport's."""
@@ -110,6 +117,11 @@ class C10dTransport(Transport):
             self._reduce_scatter_options[op] = reduce_scatter
         self._all_gather_options = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         self._all_gather_options.timeout = timeout
+        self._barrier_options = distributed_c10d.BarrierOptions()  # type: ignore[attr-defined]
+        self._barrier_options.timeout = timeout
+        self._barrier_options.device = self.control_device
+        if self.control_device.type != "cpu":
+            self._barrier_options.device_ids = [self.control_device.index]
         self._broadcast_options = []
         for src in range(self.size):
             options = dist.BroadcastOptions()
@@ -191,11 +203,7 @@ class C10dTransport(Transport):
     def _start_barrier(self) -> Work:
         if self.size == 1:
             return self._done_alone()
-        device = self.control_device
-        ids = None if device.type == "cpu" else [device.index]
-        return self._start(
-            "barrier", "", None, lambda: dist.barrier(self._group, async_op=True, device_ids=ids)
-        )
+        return self._start("barrier", "", None, lambda: self._group.barrier(self._barrier_options))
 
     def _start(
         self,

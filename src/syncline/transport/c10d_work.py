@@ -30,30 +30,62 @@ class Health:
     """Whether a group can still be used on this rank, and why not.
 
     Args:
+        group: the process group.
         notices: where ranks tell each other; None for a rank that is alone.
         rank: this rank in the group.
         size: number of ranks in the group.
         backend: the backend's name, for messages.
+        timeout_seconds: how long an operation of the group can be under way.
     """
 
-    def __init__(self, notices: Notices | None, *, rank: int, size: int, backend: str) -> None:
+    def __init__(
+        self,
+        group: object,
+        notices: Notices | None,
+        *,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout_seconds: float,
+    ) -> None:
         self.failure: Failure | None = None
         self.num_started = 0
         self.rank = rank
         self._size = size
         self._backend = backend
         self._notices = notices
+        self._group = group
+        self._timeout_seconds = timeout_seconds
 
     def fail(self, failure: Failure) -> None:
         """The end of the transport; the peers are told."""
         if self.failure is None:
             self.failure = failure
+            self._keep_group()
             if self._notices is not None:
                 self._notices.publish(failure)
 
-    def told(self) -> Failure | None:
-        """What a peer told of the end of the transport."""
-        return None if self._notices is None else self._notices.failure()
+    def look_around(self) -> None:
+        """Raise if a peer has told of the end of the transport."""
+        told = None if self._notices is None else self._notices.failure()
+        if told is not None:
+            raise self._told(told)
+
+    def _told(self, failure: Failure) -> SynclineError:
+        if self.failure is None:
+            self.failure = failure
+            self._keep_group()
+        return self.failure.on_rank(self.rank)
+
+    def _keep_group(self) -> None:
+        """Keep the process group until no operation can be under way any more.
+
+        When its last user goes, a Gloo group waits for its operations: a process that has given up would not
+        end before they time out.
+        """
+        keeper = threading.Timer(self._timeout_seconds + 1, id, args=(self._group,))
+        keeper.daemon = True
+        keeper.start()
 
     def waits_in(self, work: C10dWork) -> None:
         """Let the peers know that this rank has been waiting for a while."""
@@ -66,11 +98,10 @@ class Health:
 
     def broken_by(self, error: RuntimeError, work: C10dWork) -> SynclineError:
         """The backend's error in our words."""
-        told = self.told()
+        told = None if self._notices is None else self._notices.failure()
         if told is not None and told.kind is PeerFailed:
             # A lost connection is only the consequence of what the peer itself has told.
-            self.failure = told
-            return told.on_rank(self.rank)
+            return self._told(told)
         return self._ended(work, *_meaning(str(error)), error)
 
     def _ended(
@@ -168,7 +199,7 @@ class C10dWork(Work):
             elif timeout_seconds is None:
                 self._work.wait()
             else:
-                self._work.wait(timedelta(seconds=timeout_seconds))
+                self._work.wait(timedelta(seconds=max(timeout_seconds, 0.001)))
         except SynclineError:
             raise
         except RuntimeError as error:
@@ -192,7 +223,7 @@ class C10dWork(Work):
     def _wait_in_slices(self, timeout_seconds: float) -> None:
         health, work = self._health, self._work
         deadline = time.monotonic() + timeout_seconds
-        slice_ = _SLICE if timeout_seconds >= _SLICE_SECONDS else timedelta(seconds=timeout_seconds)
+        slice_ = _SLICE if timeout_seconds >= _SLICE_SECONDS else _at_most(timeout_seconds)
         has_told = False
         while health.failure is None or work.is_completed():
             try:
@@ -208,9 +239,14 @@ class C10dWork(Work):
             remaining_seconds = deadline - time.monotonic()
             if remaining_seconds <= 0:
                 raise health.timed_out(self)
-            health.failure = health.failure or health.told()
-            slice_ = min(_SLICE, timedelta(seconds=remaining_seconds))
+            health.look_around()
+            slice_ = _at_most(remaining_seconds)
         raise health.failure.on_rank(health.rank)
+
+
+def _at_most(seconds: float) -> timedelta:
+    """A slice; at least a millisecond, for torch rounds down to those and takes 0 as no limit."""
+    return timedelta(seconds=min(max(seconds, 0.001), _SLICE_SECONDS))
 
 
 class MessageWork:

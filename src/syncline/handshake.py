@@ -1,0 +1,158 @@
+"""How the ranks of a job meet at the launcher's store and agree on a backend, before the first collective.
+
+Every rank says at the store who it is. So a rank that does not come is named when the time is up, two
+processes that claim one rank are both told, and all ranks choose the same backend from the same facts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from syncline.environment import Environment
+from syncline.errors import CollectiveTimeout, SynclineError
+
+__all__ = ["Presence", "backend_for", "connect", "meet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """What a rank says of itself at the store."""
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    gpu: str | None
+    """The unique id of the GPU it uses; None on the CPU."""
+
+    @staticmethod
+    def of_this_process(env: Environment, device: torch.device) -> Presence:
+        gpu = None
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+        return Presence(rank=env.rank, size=env.size, host=socket.gethostname(), pid=os.getpid(), gpu=gpu)
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def connect(env: Environment, timeout_seconds: float) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless the launcher has.
+
+    Raises:
+        SynclineError: the port is in use.
+        CollectiveTimeout: nobody listens there.
+    """
+    assert env.master_addr is not None
+    assert env.master_port is not None
+    where = f"{env.master_addr}:{env.master_port} (MASTER_ADDR, MASTER_PORT)"
+    is_master = env.rank == 0 and not env.launcher_has_store
+    try:
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.size,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,  # `meet` waits, and names those who do not come
+            multi_tenant=True,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if is_master and "address already in use" in str(error).lower():
+            raise SynclineError(
+                f"rank 0 cannot listen on {where}: the port is in use. Give the job another MASTER_PORT; "
+                "`syncline run` finds a free one by itself"
+            ) from error
+        raise CollectiveTimeout(
+            f"rank {env.rank} of {env.size} found nobody at {where} within {timeout_seconds:g} s. Is rank 0 "
+            f"running, and may this host reach that port? ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
+    """Wait until all ranks are present; what they said, in rank order.
+
+    Args:
+        store: empty, and the same for all ranks.
+        mine: this rank.
+        timeout_seconds: how long to wait for the last.
+
+    Raises:
+        SynclineError: another process claims this rank, or the ranks count differently.
+        CollectiveTimeout: not all ranks came; the text names those missing.
+    """
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    keys = [f"rank {rank}" for rank in range(mine.size)]
+    said = json.dumps(asdict(mine))
+    held = store.compare_set(keys[mine.rank], "", said)
+    if held.decode() != said:
+        other = Presence(**json.loads(held))
+        raise SynclineError(
+            f"two processes are rank {mine.rank}: {other}, and {mine}. Give each its own RANK; if the first is "
+            "left from an earlier job, end it or use another MASTER_PORT"
+        )
+    try:
+        everyone = [Presence(**json.loads(text)) for text in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise CollectiveTimeout(
+            f"rank {mine.rank} waited {timeout_seconds:g} s in init, but {_ranks(missing)} of {mine.size} did not "
+            "come. Did they fail before sl.init(), or does their host not reach rank 0?"
+        ) from error
+    sizes = {presence.size for presence in everyone}
+    if len(sizes) > 1:
+        counts = ", ".join(f"rank {p.rank} ({p}) says {p.size}" for p in everyone)
+        raise SynclineError(
+            f"the ranks do not agree on the number of ranks: {counts}. Set one WORLD_SIZE for all"
+        )
+    return everyone
+
+
+def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
+    """The torch.distributed backend that serves all ranks, the same answer on each.
+
+    Args:
+        everyone: all ranks.
+        warn: say so if ranks share a GPU (on one rank of a host is enough).
+
+    Raises:
+        SynclineError: some ranks use a GPU and some do not.
+    """
+    on_gpu = [presence.rank for presence in everyone if presence.gpu is not None]
+    if not on_gpu:
+        return "gloo"
+    if len(on_gpu) < len(everyone):
+        without = [presence.rank for presence in everyone if presence.gpu is None]
+        raise SynclineError(
+            f"{_ranks(on_gpu)} use a GPU, {_ranks(without)} the CPU: they cannot form one group. Start them where "
+            'all have one, or call init(device="cpu") on all'
+        )
+    num_gpus = len({presence.gpu for presence in everyone})
+    if num_gpus == len(everyone):
+        return "cpu:gloo,cuda:nccl"
+    if warn:
+        warnings.warn(
+            f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one for each rank, so tensors on GPUs "
+            "travel by Gloo, through the CPU: good for trying out, slow for training. Start one process a GPU "
+            '(syncline run -n gpu), or call init(device="cpu")',
+            stacklevel=4,
+        )
+    return "cpu:gloo,cuda:gloo"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3" or "ranks 0, 1, 2, 3 and 12 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

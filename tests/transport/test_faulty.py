@@ -1,0 +1,107 @@
+"""Faults happen where they were planned, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport.faulty import Fault, FaultyTransport
+from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
+
+
+def alone(*faults: Fault) -> FaultyTransport:
+    return FaultyTransport(ThreadGroup(1).transport(0), faults)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("lost", PeerLost),
+        ("timeout", CollectiveTimeout),
+        ("raise", RuntimeError),
+        (KeyError("mine"), KeyError),
+    ],
+)
+def test_the_rank_gets_the_planned_error_and_its_peers_a_named_one(
+    error: Any, expected: type[Exception]
+) -> None:
+    def program(t: ThreadsTransport) -> Exception:
+        faulty = FaultyTransport(t, [Fault(rank=1, operation="all_reduce", call=1, error=error)])
+        faulty.all_reduce(torch.zeros(1)).wait()
+        faulty.barrier().wait()
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # the kinds are compared below
+            faulty.all_reduce(torch.zeros(1)).wait()
+        with pytest.raises(SynclineError):
+            faulty.barrier()
+        return caught.value
+
+    peer, own = run_ranks(2, program)
+    assert type(own) is expected
+    if not isinstance(error, Exception):
+        assert str(own) == "a fault planned for call 1 of all_reduce on rank 1"
+    assert type(peer) is PeerFailed
+    assert f"rank 1 aborted the group: {expected.__name__}: " in str(peer)
+
+
+def test_a_call_is_counted_within_its_step_where_a_step_is_given() -> None:
+    t = alone(Fault(rank=0, operation="barrier", call=1, step=0))
+    t.barrier()
+    t.barrier()  # call 1, but before any step
+    t.step = 0
+    t.barrier()
+    t.step = 1
+    t.barrier()
+    t.barrier()
+    t.step = 0
+    t.barrier()
+    with pytest.raises(PeerLost, match="call 1 of barrier in step 0 on rank 0"):
+        t.barrier()
+
+
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "split"]
+)
+def test_every_operation_can_fail(operation: str) -> None:
+    calls: dict[str, Any] = {
+        "all_reduce": lambda t: t.all_reduce(torch.zeros(1)),
+        "reduce_scatter": lambda t: t.reduce_scatter(torch.zeros(1), torch.zeros(1)),
+        "all_gather": lambda t: t.all_gather(torch.zeros(1), torch.zeros(1)),
+        "broadcast": lambda t: t.broadcast(torch.zeros(1)),
+        "barrier": lambda t: t.barrier(),
+        "split": lambda t: t.split(0),
+    }
+    t = alone(Fault(rank=0, operation=operation))
+    for name, call in calls.items():
+        if name != operation:
+            call(t)
+    with pytest.raises(PeerLost):
+        calls[operation](t)
+
+
+@pytest.mark.parametrize("operation", ["send", "recv"])
+def test_messages_can_fail(operation: str) -> None:
+    rank = 0 if operation == "send" else 1
+
+    def program(t: ThreadsTransport) -> str:
+        faulty = FaultyTransport(t, [Fault(rank=rank, operation=operation)])
+        with pytest.raises((PeerLost, PeerFailed)) as caught:
+            (faulty.send(torch.zeros(1), 1) if t.rank == 0 else faulty.recv(torch.zeros(1), 0)).wait()
+        return type(caught.value).__name__
+
+    assert run_ranks(2, program)[rank] == "PeerLost"
+
+
+def test_a_fault_of_another_rank_is_not_ours() -> None:
+    alone(Fault(rank=1, operation="barrier")).barrier()
+
+
+def test_a_fault_that_cannot_happen_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"operation to be one of all_reduce, .*; got 'allreduce'"):
+        Fault(rank=0, operation="allreduce")
+    with pytest.raises(
+        ValueError, match="error to be one of lost, timeout, raise or an exception; got 'gone'"
+    ):
+        Fault(rank=0, operation="barrier", error="gone")  # type: ignore[arg-type]

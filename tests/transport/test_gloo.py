@@ -1,0 +1,207 @@
+"""Over Gloo in processes: what happens when ranks are late, fail, or are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport.c10d import C10dTransport
+
+
+@pytest.mark.ranks(3, killed=[2])
+def test_survivors_of_a_killed_rank_raise_peer_lost_within_a_second() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    if t.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        t.all_reduce(torch.zeros(100)).wait()
+    assert time.monotonic() - start < 1.0
+    text = str(caught.value)
+    assert "all_reduce(sum) of 100 elements, torch.float32" in text
+    assert f"on rank {t.rank} of 3 over gloo" in text
+    assert "look at the log of the rank that ended first" in text
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(PeerLost):
+        t.barrier()
+
+
+@pytest.mark.ranks(2, killed=[1])
+def test_a_message_from_a_killed_rank_is_a_lost_peer() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    if t.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost, match=r"recv\(from rank 1\) of 5 elements"):
+        t.recv(torch.zeros(5), 1).wait()
+
+
+@pytest.mark.ranks(3)
+def test_a_timeout_says_who_was_seen_where() -> None:
+    t = C10dTransport(timeout_seconds=30)
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    if t.rank == 1:
+        store.wait(["rank 0 gave up"])
+        with pytest.raises(SynclineError):
+            t.barrier().wait()
+        return
+    with pytest.raises(CollectiveTimeout) as caught:
+        t.all_reduce(torch.zeros(4), "max").wait(1.0)
+    if t.rank == 0:
+        store.set("rank 0 gave up", "")
+    text = str(caught.value)
+    assert "not every rank came before the deadline, 1." in text
+    assert "rank 1: not seen waiting so far" in text
+    assert (
+        f"rank {2 - t.rank}: last seen waiting in all_reduce(max) of 4 elements, torch.float32 (call 1"
+        in text
+    )
+
+
+@pytest.mark.ranks(2)
+def test_two_different_calls_show_in_the_timeout() -> None:
+    t = C10dTransport()
+    work = t.all_reduce(torch.zeros(4)) if t.rank == 0 else t.barrier()
+    with pytest.raises(CollectiveTimeout) as caught:
+        work.wait(1.5)
+    assert "rank 0: last seen waiting in all_reduce(sum)" in str(caught.value)
+    assert "rank 1: last seen waiting in barrier (call 1" in str(caught.value)
+
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("timeout_seconds", [0.0, 0.0001, 0.2501])
+def test_a_short_timeout_is_short(timeout_seconds: float) -> None:
+    t = C10dTransport()
+    if t.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeout):
+            t.all_reduce(torch.zeros(1)).wait(timeout_seconds)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.ranks(2)
+def test_a_deadline_of_the_transport_ends_a_wait() -> None:
+    t = C10dTransport(timeout_seconds=0.5)
+    start = time.monotonic()
+    if t.rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            t.all_reduce(torch.zeros(1)).wait()
+        assert 0.4 < time.monotonic() - start < 3.0
+
+
+@pytest.mark.ranks(3)
+def test_an_abort_reaches_waiting_ranks_with_its_reason() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    if t.rank == 1:
+        t.abort("ValueError: the loss is gone")
+        with pytest.raises(SynclineError, match="aborted on rank 1: ValueError: the loss is gone"):
+            t.barrier()
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerFailed, match="rank 1 aborted the group: ValueError: the loss is gone"):
+        t.all_reduce(torch.zeros(3)).wait()
+    assert time.monotonic() - start < 2.0
+    with pytest.raises(PeerFailed):
+        t.all_reduce(torch.zeros(3))
+
+
+@pytest.mark.ranks(2, killed=[1])
+def test_the_reason_of_a_peer_is_told_rather_than_its_lost_connection() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    if t.rank == 1:
+        t.abort("KeyError: 7")
+        dist.group.WORLD.get_group_store().set("told", "")  # type: ignore[union-attr]
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.group.WORLD.get_group_store().wait(["told"])  # type: ignore[union-attr]
+    with pytest.raises(PeerFailed, match="KeyError: 7"):
+        t.all_reduce(torch.zeros(3)).wait()
+
+
+@pytest.mark.ranks(2)
+def test_an_abort_ends_a_wait_in_another_thread() -> None:
+    import threading
+
+    t = C10dTransport()
+    if t.rank == 0:
+        errors: list[SynclineError] = []
+
+        def wait() -> None:
+            try:
+                t.recv(torch.zeros(1), 1).wait()
+            except SynclineError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not t.statistics().num_calls.get("recv"):
+            time.sleep(0)
+        t.abort("enough")
+        thread.join(5)
+        assert "enough" in str(errors[0])
+
+
+@pytest.mark.ranks(2)
+def test_an_old_abort_is_forgotten_when_the_group_is_made_again() -> None:
+    old = C10dTransport()
+    old.barrier().wait()
+    if old.rank == 0:
+        old.abort("long ago")
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"aborted-{old.rank}", "")
+    store.wait(["aborted-0", "aborted-1"])
+    new = C10dTransport()
+    if new.rank == 1:
+        time.sleep(0.6)  # rank 0 looks around meanwhile
+    new.barrier().wait()
+
+
+@pytest.mark.ranks(3)
+def test_a_transport_over_a_subgroup_speaks_of_its_own_ranks() -> None:
+    group = dist.new_group([2, 0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="expected a process group that this process is in"):
+            C10dTransport(group)
+        return
+    t = C10dTransport(group)
+    assert (t.rank, t.size) == (dist.get_rank(group), 2)
+    x = torch.tensor([float(dist.get_rank())])
+    t.broadcast(x, 1).wait()
+    assert x.item() == dist.get_global_rank(group, 1)
+    if t.rank == 0:
+        t.send(torch.ones(2), 1).wait()
+    else:
+        received = torch.zeros(2)
+        t.recv(received, 0).wait()
+        assert received.tolist() == [1, 1]
+    lone = t.split(t.rank)
+    assert lone is not None
+    assert lone.size == 1
+
+
+@pytest.mark.ranks(1)
+def test_the_timeout_is_the_groups_unless_given() -> None:
+    assert C10dTransport().timeout_seconds == 60.0
+    assert C10dTransport(timeout_seconds=7).timeout_seconds == 7
+
+
+@pytest.mark.ranks(1)
+def test_each_device_has_a_backend_in_the_name() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,meta:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    t = C10dTransport()
+    assert t.name == "gloo"
+    assert t.control_device == torch.device("cpu")
+
+
+def test_without_torch_distributed_the_remedy_is_named() -> None:
+    with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
+        C10dTransport()

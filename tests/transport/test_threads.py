@@ -1,0 +1,270 @@
+"""Ranks as threads: exact arithmetic, and an error with everybody's calls on every rank."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport.base import Transport
+from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
+
+
+def errors_of(size: int, program: Any, timeout_seconds: float = 20.0) -> list[SynclineError]:
+    """What each rank's program raises."""
+
+    def catch(t: ThreadsTransport) -> SynclineError:
+        with pytest.raises(SynclineError) as caught:
+            program(t)
+        return caught.value
+
+    return run_ranks(size, catch, timeout_seconds=timeout_seconds)
+
+
+# ---------------------------------------------------------------------- arithmetic
+
+
+def test_reductions_run_in_rank_order() -> None:
+    # In fp32, (1e8 + -1e8) + 1 is 1, and any order that begins elsewhere gives 0.
+    def program(t: Transport) -> float:
+        x = torch.tensor([[1e8, -1e8, 1.0][t.rank]])
+        t.all_reduce(x).wait()
+        return x.item()
+
+    assert run_ranks(3, program) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_added_up_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    # 1 + 16 times a quarter of the last place: rounding after each addition would lose every one of them.
+    quarter = torch.finfo(dtype).eps / 4
+
+    def program(t: Transport) -> float:
+        x = torch.tensor([1.0 if t.rank == 0 else quarter], dtype=dtype)
+        t.all_reduce(x).wait()
+        return x.item()
+
+    assert run_ranks(17, program) == [1.0 + 16 * quarter] * 17
+
+
+def test_the_result_is_written_by_wait_and_the_input_is_read_by_the_start() -> None:
+    started = threading.Barrier(2)
+
+    def program(t: Transport) -> tuple[float, float, float]:
+        mine = torch.tensor([1.0 + t.rank])
+        copy = torch.tensor([1.0 + t.rank])
+        work, copied = t.all_reduce(mine), t.broadcast(copy, 0)
+        before = mine.item()
+        if t.rank == 0:
+            copy.zero_()  # rank 1 must still receive what rank 0 had when it started
+        started.wait(10)
+        work.wait()
+        copied.wait()
+        return before, mine.item(), copy.item()
+
+    assert run_ranks(2, program) == [(1.0, 3.0, 0.0), (2.0, 3.0, 1.0)]
+
+
+def test_a_lone_rank_has_nothing_to_do_at_all() -> None:
+    alone = ThreadGroup(1).transport(0)
+    first, second = alone.all_reduce(torch.ones(2)), alone.barrier()
+    assert first.is_completed()
+    assert second.is_completed()
+    assert threading.active_count() == len(threading.enumerate())
+
+
+# ---------------------------------------------------------------------- ranks that do different things
+
+
+def test_a_different_operation_is_named_on_all_ranks() -> None:
+    def program(t: Transport) -> None:
+        t.barrier().wait()
+        (t.broadcast(torch.zeros(3), 0) if t.rank == 1 else t.all_reduce(torch.zeros(3))).wait()
+        t.barrier().wait()
+
+    for error in errors_of(2, program):
+        assert type(error) is CollectiveMismatch
+        assert "rank 0: all_reduce(sum) of 3 elements, torch.float32" in str(error)
+        assert "rank 1: broadcast(from rank 0) of 3 elements, torch.float32" in str(error)
+        assert "collective number 1 of this group of 2" in str(error)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.all_reduce(torch.zeros(3 + t.rank)),
+        lambda t: t.all_reduce(torch.zeros(3, dtype=torch.float64 if t.rank else torch.float32)),
+        lambda t: t.all_reduce(torch.zeros(3), "max" if t.rank else "sum"),
+        lambda t: t.broadcast(torch.zeros(3), t.rank),
+        lambda t: t.send(torch.zeros(3), 1) if t.rank == 0 else t.recv(torch.zeros(4), 0),
+    ],
+    ids=["numel", "dtype", "operation", "source", "message"],
+)
+def test_different_arguments_are_a_mismatch_on_all_ranks(call: Any) -> None:
+    for error in errors_of(2, lambda t: call(t).wait()):
+        assert type(error) is CollectiveMismatch
+
+
+def test_a_mismatch_ends_the_group() -> None:
+    def program(t: Transport) -> None:
+        with pytest.raises(CollectiveMismatch):
+            t.all_reduce(torch.zeros(1 + t.rank)).wait()
+        t.barrier()
+
+    assert [type(error) for error in errors_of(3, program)] == [CollectiveMismatch] * 3
+
+
+# ---------------------------------------------------------------------- ranks that do not come
+
+
+def test_a_timeout_names_the_absent_ranks_on_all_ranks() -> None:
+    given_up = threading.Event()
+
+    def program(t: Transport) -> None:
+        if t.rank == 1:
+            given_up.wait(10)
+        try:
+            t.all_reduce(torch.zeros(4)).wait(0.05)
+        finally:
+            given_up.set()
+
+    for error in errors_of(3, program):
+        assert type(error) is CollectiveTimeout
+        assert "rank 1: has not called yet" in str(error)
+        assert "did not come within 0.05 s" in str(error)
+
+
+def test_a_rank_that_has_returned_is_lost_at_once() -> None:
+    def program(t: Transport) -> str:
+        if t.rank == 2:
+            return "early"
+        with pytest.raises(PeerLost, match="needs rank 2, which is gone: its function has returned"):
+            t.barrier().wait()
+        return "late"
+
+    assert run_ranks(3, program, timeout_seconds=1000) == ["late", "late", "early"]
+
+
+def test_a_rank_that_has_returned_is_lost_in_its_parts_too() -> None:
+    def program(t: Transport) -> str:
+        part = t.split(0)
+        assert part is not None
+        if t.rank == 1:
+            return "early"
+        with pytest.raises(PeerLost):
+            part.barrier().wait()
+        return "late"
+
+    assert run_ranks(2, program, timeout_seconds=1000) == ["late", "early"]
+
+
+def test_a_closed_transport_is_lost_for_its_peers() -> None:
+    def program(t: Transport) -> None:
+        if t.rank == 0:
+            t.close()
+            t.close()
+        t.barrier().wait()
+
+    own, peer = errors_of(2, program)
+    assert "its transport was closed" in str(own)
+    assert type(peer) is PeerLost
+
+
+# ---------------------------------------------------------------------- ranks that fail
+
+
+def test_an_exception_reaches_the_peers_with_its_traceback_and_the_caller_as_it_is() -> None:
+    seen: list[str] = []
+
+    def this_goes_wrong() -> None:
+        raise KeyError("a key of rank 1")
+
+    def program(t: Transport) -> None:
+        if t.rank == 1:
+            this_goes_wrong()
+        try:
+            t.all_reduce(torch.zeros(1)).wait()
+        except PeerFailed as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="a key of rank 1") as caught:
+        run_ranks(3, program)
+    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    assert len(seen) == 2
+    for text in seen:
+        assert "rank 1 of 3 ended by an exception of its own" in text
+        assert "in this_goes_wrong" in text
+
+
+def test_an_abort_ends_waits_and_later_calls_in_the_group_and_in_its_parts() -> None:
+    waiting = threading.Barrier(3)
+
+    def program(t: Transport) -> None:
+        part = t.split(0)
+        assert part is not None
+        nested = part.split(0)
+        assert nested is not None
+        if t.rank == 2:
+            waiting.wait(10)
+            t.abort("the disk is full")
+        else:
+            work = nested.barrier()
+            waiting.wait(10)
+            with pytest.raises(PeerFailed, match="rank 2 aborted the group: the disk is full"):
+                work.wait()
+        t.barrier()
+
+    own_words, peers_words = (
+        "aborted on rank 2: the disk is full",
+        "rank 2 aborted the group: the disk is full",
+    )
+    errors = errors_of(3, program)
+    assert [type(error) for error in errors] == [PeerFailed, PeerFailed, SynclineError]
+    assert peers_words in str(errors[0])
+    assert own_words in str(errors[2])
+
+
+def test_a_part_may_fail_alone() -> None:
+    def program(t: Transport) -> None:
+        part = t.split(0)
+        assert part is not None
+        if t.rank == 0:
+            part.abort("only this part")
+        with pytest.raises(SynclineError, match="only this part"):
+            part.barrier().wait()
+        t.barrier().wait()
+
+    run_ranks(2, program)
+
+
+def test_a_result_that_cannot_be_computed_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr("syncline.transport.threads._reduced", no_memory)
+
+    def program(t: Transport) -> str:
+        try:
+            t.all_reduce(torch.zeros(2)).wait()
+        except (MemoryError, PeerFailed) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    first, second = sorted(run_ranks(2, program))
+    assert first == "MemoryError: too large"
+    assert second.startswith(
+        "PeerFailed: collective number 0 could not be computed: MemoryError('too large')"
+    )
+
+
+def test_sizes_and_ranks_are_checked() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
+        ThreadGroup(0)
+    with pytest.raises(ValueError, match="rank between 0 and 1, got 2"):
+        ThreadGroup(2).transport(2)
+    with pytest.raises(ValueError, match="finite timeout"):
+        ThreadGroup(2, timeout_seconds=0.0)
