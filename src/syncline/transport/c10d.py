@@ -101,6 +101,7 @@ class C10dTransport(Transport):
             size=self.size,
             backend=self.name,
             timeout_seconds=max(self.timeout_seconds, _group_timeout_seconds(group)),
+            barrier_device=self.control_device.type,
         )
 
     def _make_options(self) -> None:
@@ -117,7 +118,7 @@ class C10dTransport(Transport):
             self._reduce_scatter_options[op] = reduce_scatter
         self._all_gather_options = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         self._all_gather_options.timeout = timeout
-        self._barrier_options = distributed_c10d.BarrierOptions()  # type: ignore[attr-defined]
+        self._barrier_options = distributed_c10d.BarrierOptions()
         self._barrier_options.timeout = timeout
         self._barrier_options.device = self.control_device
         if self.control_device.type != "cpu":

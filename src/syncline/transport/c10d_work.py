@@ -36,6 +36,7 @@ class Health:
         size: number of ranks in the group.
         backend: the backend's name, for messages.
         timeout_seconds: how long an operation of the group can be under way.
+        barrier_device: the type of device on which a barrier runs.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class Health:
         size: int,
         backend: str,
         timeout_seconds: float,
+        barrier_device: str,
     ) -> None:
         self.failure: Failure | None = None
         self.num_started = 0
         self.rank = rank
+        self.barrier_device = barrier_device
         self._size = size
         self._backend = backend
         self._notices = notices
@@ -194,7 +197,8 @@ class C10dWork(Work):
         if self._work is None:
             return
         try:
-            if self._tensor is None or self._tensor.device.type == "cpu":
+            device = self._health.barrier_device if self._tensor is None else self._tensor.device.type
+            if device == "cpu":
                 self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
             elif timeout_seconds is None:
                 self._work.wait()
