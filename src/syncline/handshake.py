@@ -134,8 +134,8 @@ def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
     if len(on_gpu) < len(everyone):
         without = [presence.rank for presence in everyone if presence.gpu is None]
         raise SynclineError(
-            f"{_ranks(on_gpu)} use a GPU, {_ranks(without)} the CPU: they cannot form one group. Start them where "
-            'all have one, or call init(device="cpu") on all'
+            f"{_ranks(on_gpu)} would use a GPU, {_ranks(without)} the CPU: they cannot form one group. Start "
+            'them where all have one, or call init(device="cpu") on all'
         )
     num_gpus = len({presence.gpu for presence in everyone})
     if num_gpus == len(everyone):

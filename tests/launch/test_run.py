@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launcher_server import Server
 
 from syncline.cli import main
 
@@ -21,23 +21,16 @@ TIMEOUT_SECONDS = 60
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, server: Server) -> Run:
     """Writes a program and runs it on two processes; returns what came out."""
 
-    def run_program(code: str, *arguments: str, options: tuple[str, ...] = ("-n", "2")) -> object:
-        program = tmp_path / "program.py"
-        program.write_text(code)
-        return subprocess.run(
-            [*COMMAND, *options, str(program), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            cwd=tmp_path,
-            env=clean_environment(),
-            check=False,
-        )
+    def run_program(
+        code: str, *arguments: str, options: tuple[str, ...] = ("-n", "2")
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "program.py").write_text(code)
+        return server.start(tmp_path, *options, "program.py", *arguments).wait()
 
-    return run_program  # type: ignore[return-value]
+    return run_program
 
 
 def clean_environment() -> dict[str, str]:
@@ -115,23 +108,19 @@ def test_arguments_variables_and_prefixes(run: Run) -> None:
     assert done.stderr == ""
 
 
-def test_two_jobs_at_once_do_not_collide(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("import syncline as sl\nprint(sl.init(timeout=60).size)\nsl.barrier()\n")
-    jobs = [
-        subprocess.Popen(
-            [*COMMAND, "-n", "2", str(program)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean_environment(),
-        )
-        for _ in range(2)
-    ]
-    for job in jobs:
-        output, error = job.communicate(timeout=TIMEOUT_SECONDS)
-        assert job.returncode == 0, error
-        assert sorted(output.splitlines()) == ["[rank 0] 2", "[rank 1] 2"]
+def test_two_jobs_at_once_do_not_collide(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os, time\n"
+        "print(os.environ['MASTER_PORT'], os.environ['TORCHELASTIC_RUN_ID'], flush=True)\n"
+        "while not os.path.exists('end'):\n"
+        "    time.sleep(0.01)\n"
+    )
+    jobs = [server.start(tmp_path, "-n", "2", "program.py") for _ in range(2)]
+    places = [{line.split("] ")[1] for line in job.wait_for_lines(2)} for job in jobs]
+    assert len(places[0]) == len(places[1]) == 1
+    assert places[0] != places[1]
+    (tmp_path / "end").touch()
+    assert [job.wait().returncode for job in jobs] == [0, 0]
 
 
 JOINED = (
@@ -141,28 +130,32 @@ JOINED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (["-m", "syncline.cli", "run", "-n", "2"], ["mean 0.5 of 2"] * 2),
-        (["-m", "torch.distributed.run", "--nproc-per-node", "2"], ["mean 0.5 of 2"] * 2),
-        ([], ["mean 0.0 of 1"]),
-    ],
-    ids=["syncline run", "torchrun", "python"],
-)
-def test_one_program_starts_three_ways(command: list[str], expected: list[str], tmp_path: Path) -> None:
+def test_one_program_starts_three_ways(server: Server, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(JOINED)
-    done = subprocess.run(
-        [sys.executable, *command, str(program)],
+    launcher = server.start(tmp_path, "-n", "2", "program.py")
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    done = launcher.wait()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] mean 0.5 of 2", "[rank 1] mean 0.5 of 2"]
+    output, error = torchrun.communicate(timeout=TIMEOUT_SECONDS)
+    assert torchrun.returncode == 0, error
+    assert output.count("mean 0.5 of 2") == 2
+    alone = subprocess.run(
+        [sys.executable, str(program)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
         env=clean_environment(),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert [line.split("] ")[-1] for line in done.stdout.splitlines()] == expected
+    assert (alone.returncode, alone.stdout, alone.stderr) == (0, "mean 0.0 of 1\n", "")
 
 
 # ---------------------------------------------------------------------- failures
@@ -214,62 +207,115 @@ def test_a_syntax_error_is_shown(run: Run) -> None:
     assert "SyntaxError" in done.stderr.splitlines()[-1]
 
 
-# ---------------------------------------------------------------------- signals, and nobody left behind
-
-WAITS = (
-    "import os, signal, sys, time\n"
-    "signal.signal(signal.SIGTERM, lambda *_: (print('told to end', flush=True), sys.exit(0)))\n"
-    "print('pid', os.getpid(), flush=True)\n"
-    "time.sleep(60)\n"
-)
-
-
-def started(tmp_path: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A job whose two workers have printed their pids."""
-    program = tmp_path / "program.py"
-    program.write_text(WAITS)
-    job = subprocess.Popen(
-        [*COMMAND, "-n", "2", str(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=clean_environment(),
+def test_a_rank_that_fails_with_a_collective_under_way_does_not_hold_up_its_peers(run: Run) -> None:
+    """Rank 1's process group still has an operation that rank 0 will not join for a minute."""
+    done = run(
+        "import time\n"
+        "import syncline as sl, torch, torch.distributed as dist\n"
+        "world = sl.init(timeout=60)\n"
+        "if world.rank == 1:\n"
+        "    work = dist.all_reduce(torch.ones(8), async_op=True)\n"
+        "    raise ValueError('the cause')\n"
+        "time.sleep(60)\n"
     )
-    assert job.stdout is not None
-    return job, [int(job.stdout.readline().split()[-1]) for _ in range(2)]
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: the cause\n")
 
 
-def wait_until_gone(pids: list[int], *, deadline_seconds: float) -> float:
-    """Seconds until none of the processes is running."""
-    start = time.monotonic()
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() - start < deadline_seconds, f"still running: {pids}"
-        time.sleep(0.01)
-    return time.monotonic() - start
+def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) -> None:
+    done = run(
+        "import os, time\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        open('ready', 'w').close()\n"
+        "        time.sleep(0.01)\n"
+        "        open('failed', 'w').close()\n"
+        "        raise ValueError('the cause')\n"
+        "    while not os.path.exists('failed'):\n"
+        "        time.sleep(0.001)\n"
+        "    time.sleep(0.02)\n"
+        "    raise KeyError('the consequence')\n"
+        "main()\n"
+    )
+    assert done.stderr.endswith("ValueError: the cause\n")
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+def test_restarts_say_why_and_count(run: Run) -> None:
+    done = run(
+        "import os, sys\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', count)\n"
+        "if count == '0' and os.environ['RANK'] == '1':\n"
+        "    raise ValueError('once')\n",
+        options=("-n", "2", "--max-restarts", "2"),
+    )
+    assert done.returncode == 0
+    assert done.stdout.count("attempt 1") == 2
+    assert "starting all workers again (ValueError: once); restart 1 of at most 2" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_at_the_launcher_reaches_the_workers(tmp_path: Path, number: signal.Signals) -> None:
-    job, pids = started(tmp_path)
-    job.send_signal(number)
-    output, error = job.communicate(timeout=TIMEOUT_SECONDS)
-    assert job.returncode == 128 + number
-    if number == signal.SIGTERM:
-        assert output.count("told to end") == 2
-        assert "Traceback" not in error
-    wait_until_gone(pids, deadline_seconds=2)
+# ---------------------------------------------------------------------- where the output goes
 
 
-def test_workers_end_within_two_seconds_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    job, pids = started(tmp_path)
-    job.kill()
-    job.communicate(timeout=TIMEOUT_SECONDS)
-    wait_until_gone(pids, deadline_seconds=2)
+def test_no_temporary_folder_is_left(run: Run, tmp_path: Path) -> None:
+    done = run(
+        "import os\n"
+        "print(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))\n"
+        "print(os.path.isdir(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])))\n"
+    )
+    lines = [line.split("] ")[1] for line in done.stdout.splitlines()]
+    assert lines.count("True") == 2
+    scratch = Path(next(line for line in lines if line != "True")).parents[1]
+    assert scratch.name.startswith("syncline_")
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--tee", "3")], ids=["our pipes", "torch's files"])
+def test_a_log_folder_is_kept_and_named(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+    logs = tmp_path / "logs"
+    done = run(
+        "import os, sys\nprint('to stdout')\nprint('to stderr', file=sys.stderr)\n",
+        options=("-n", "2", "--log-dir", str(logs), *options),
+    )
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] to stdout", "[rank 1] to stdout"]
+    assert str(logs) in done.stderr.splitlines()[-1]
+    for name in ("stdout", "stderr"):
+        files = sorted(logs.glob(f"*/attempt_0/*/{name}.log"))
+        assert [file.read_text() for file in files] == [f"to {name}\n"] * 2
+
+
+def test_redirected_output_is_shown_as_torchrun_does(run: Run, tmp_path: Path) -> None:
+    done = run("print('hidden')\nraise ValueError('x')\n", options=("-n", "2", "--redirects", "3"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.endswith("ValueError: x\n")
+
+
+def test_on_a_terminal_rank_0_keeps_it(server: Server, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    (tmp_path / "program.py").write_text(
+        "import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty(), flush=True)\n"
+    )
+    launcher = server.start(tmp_path, "-n", "2", "program.py", terminal=os.ttyname(theirs))
+    assert launcher.wait().returncode == 0
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert sorted(shown.splitlines()) == ["0 True True", "[rank 1] 1 False False"]
+
+
+def test_modules_and_commands_are_run_as_well(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text("import sys; print(sys.argv[1:], __spec__.name)")
+    done = server.start(tmp_path, "-n", "1", "-m", "tool", "--", "-x").wait()
+    assert done.stdout == "[rank 0] ['-x'] tool\n"
+    done = server.start(tmp_path, "-n", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE").wait()
+    assert done.stdout == "[rank 0] 0 of 1\n"
+
+
+def test_threads_are_shared_out_unless_the_user_did(run: Run) -> None:
+    done = run("import os; print(os.environ['OMP_NUM_THREADS'])", options=("-n", "1", "--verbose"))
+    threads = str(max(1, len(os.sched_getaffinity(0))))
+    assert done.stdout == f"[rank 0] {os.environ.get('OMP_NUM_THREADS', threads)}\n"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport import c10d
 from syncline.transport.c10d import C10dTransport
 
 
@@ -195,11 +196,29 @@ def test_the_timeout_is_the_groups_unless_given() -> None:
 
 @pytest.mark.ranks(1)
 def test_each_device_has_a_backend_in_the_name() -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
+
     dist.destroy_process_group()
-    dist.init_process_group("cpu:gloo,meta:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
     t = C10dTransport()
-    assert t.name == "gloo"
+    assert t.name == "gloo (cpu), fake (cuda)"
     assert t.control_device == torch.device("cpu")
+
+
+@pytest.mark.ranks(3)
+def test_a_backend_without_a_mean_is_given_the_sum_to_divide() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_BACKENDS_WITH_MEAN", {"another backend"})
+        t = C10dTransport()
+    real, imaginary = torch.tensor([3.0 * t.rank]), torch.tensor([3.0j * t.rank])
+    part = torch.zeros(1)
+    t.all_reduce(real, "mean").wait()
+    t.all_reduce(imaginary, "mean").wait()
+    t.reduce_scatter(part, torch.full((3,), 3.0 * t.rank), "mean").wait()
+    assert (real.item(), imaginary.item(), part.item()) == (3.0, 3.0j, 3.0)
+    total = torch.tensor([t.rank])
+    t.all_reduce(total, "sum").wait()
+    assert total.item() == 3
 
 
 def test_without_torch_distributed_the_remedy_is_named() -> None:

@@ -72,8 +72,8 @@ def supervise(job: Job) -> int:
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
     config = job.config
     logs: RankLogs | TorchLogs
+    config.log_line_prefix_template = prefix = config.log_line_prefix_template or DEFAULT_PREFIX
     if job.torch_logs is None:
-        prefix = config.log_line_prefix_template or DEFAULT_PREFIX
         logs = RankLogs(scratch=job.scratch, keep_in=job.keep_logs_in, prefix=prefix, say=say)
     else:
         logs = TorchLogs(job.torch_logs)

@@ -83,7 +83,7 @@ def _as_script(path: str) -> tuple[CodeType, ModuleType]:
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
     module.__package__ = None
-    module.__dict__["__cached__"] = None
+    module.__dict__.update(__cached__=None, __annotations__={})
     with io.open_code(full) as file:
         source = file.read()
     return compile(source, full, "exec", dont_inherit=True), module
@@ -106,7 +106,7 @@ def _as_module(name: str) -> tuple[CodeType, ModuleType]:
     module.__loader__ = spec.loader
     module.__package__ = spec.parent
     module.__file__ = spec.origin
-    module.__dict__["__cached__"] = spec.cached
+    module.__dict__.update(__cached__=spec.cached, __annotations__={})
     return code, module
 
 

@@ -1,0 +1,141 @@
+"""Which rank failed first, and how it is told: no processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from syncline.launch.report import Failure, LastWords, describe, first_failure, read_last_words
+
+LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:7"
+
+
+def spoke(rank: int, summary: str, *, at: int, code: int = 1, return_code: int = 1) -> Failure:
+    words = LastWords(summary=summary, traceback=f"Traceback\n{summary}\n", time_ns=at, exit_code=code)
+    return Failure(rank=rank, pid=100 + rank, return_code=return_code, words=words)
+
+
+def silent(rank: int, return_code: int, *tail: str) -> Failure:
+    return Failure(rank=rank, pid=100 + rank, return_code=return_code, words=None, stderr_tail=tail)
+
+
+KILLED = -int(signal.SIGKILL)
+TERMINATED = -int(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10)], 1),
+        ([spoke(0, LOST, at=10), spoke(1, LOST, at=20)], 0),
+        ([spoke(0, LOST, at=10), silent(1, KILLED)], 1),
+        ([spoke(0, LOST, at=10), silent(1, TERMINATED)], 0),
+        ([spoke(0, "ValueError: x", at=10), silent(1, -int(signal.SIGABRT))], 0),
+        ([silent(2, 7), silent(1, TERMINATED), silent(3, KILLED)], 2),
+        ([silent(1, TERMINATED)], 1),
+        ([silent(1, TERMINATED), spoke(0, LOST, at=10)], 1),
+    ],
+    ids=[
+        "by time, not by rank",
+        "two lost connections: by time",
+        "a killed rank comes before its peer's lost connection",
+        "a rank that the launcher ended does not",
+        "an exception with a reason of its own comes before a silent death",
+        "of the silent, the first that was seen",
+        "ended by SIGTERM from elsewhere",
+        "ended by SIGTERM from elsewhere, then noticed by a peer",
+    ],
+)
+def test_the_first_failure(failures: list[Failure], rank: int) -> None:
+    assert first_failure(failures).rank == rank
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (spoke(0, "E", at=0), 1),
+        (spoke(0, "E", at=0, return_code=TERMINATED), 1),
+        (silent(0, KILLED), 137),
+        (silent(0, 255), 255),
+        (silent(0, 256), 1),
+    ],
+)
+def test_the_exit_code_is_never_0(failure: Failure, code: int) -> None:
+    assert failure.exit_code == code
+
+
+def test_the_report_is_one_line_and_the_traceback() -> None:
+    failures = [spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10), silent(2, TERMINATED)]
+    assert describe(failures, host="h") == (
+        "rank 1 (pid 101 on h) failed with exit code 1; after it rank 0 (exit code 1):\nTraceback\nValueError: x"
+    )
+
+
+def test_a_killed_rank_is_told_with_its_signal() -> None:
+    line, hint = describe([silent(1, KILLED)], host="h").split("\n")
+    assert line == "rank 1 (pid 101 on h) was killed by SIGKILL (signal 9), exit code 137:"
+    assert "memory" in hint
+
+
+def test_many_other_failures_are_counted() -> None:
+    failures = [spoke(rank, "ValueError: x", at=rank) for rank in range(8)]
+    assert "rank 4 (exit code 1) and 3 more:" in describe(failures, host="h")
+
+
+def test_other_hosts_are_pointed_at() -> None:
+    assert "first on this host" in describe([silent(0, 1)], host="h", more_hosts=True)
+
+
+CHAINED = [
+    "Traceback (most recent call last):",
+    "A",
+    "During handling of the above exception, another exception occurred:",
+    "Traceback (most recent call last):",
+    "B",
+]
+
+
+@pytest.mark.parametrize(
+    ("tail", "shown"),
+    [
+        (["noise", "Traceback (most recent call last):", "KeyError: 1"], -2),
+        (["Traceback (most recent call last):", "handled", "noise", *CHAINED], -5),
+        (["noise", "Fatal Python error: Segmentation fault", "  File x"], -2),
+        ([str(line) for line in range(50)], -20),
+    ],
+)
+def test_without_a_record_the_end_of_stderr_is_shown(tail: list[str], shown: int) -> None:
+    assert describe([silent(0, 1, *tail)], host="h").split("\n")[1:] == tail[shown:]
+
+
+def test_a_message_of_sys_exit_is_shown_once() -> None:
+    words = LastWords(summary="SystemExit: no data", traceback="", time_ns=0, exit_code=1)
+    failure = Failure(rank=0, pid=1, return_code=1, words=words, stderr_tail=["no data"])
+    assert describe([failure], host="h").split("\n") == [
+        "rank 0 (pid 1 on h) called sys.exit, exit code 1:",
+        "no data",
+    ]
+
+
+def test_records_of_torch_and_of_plain_text_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(
+        json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "5"}}})
+    )
+    words = read_last_words(str(path))
+    assert words is not None
+    assert (words.summary, words.traceback, words.time_ns) == ("E: x", "T", path.stat().st_mtime_ns)
+    path.write_text(json.dumps({"message": "only text"}))
+    words = read_last_words(str(path))
+    assert words is not None
+    assert words.summary == "only text"
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"message": 1}'])
+def test_a_missing_or_torn_record_is_none(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "error.json").write_text(content)
+    assert read_last_words(str(tmp_path / "error.json")) is None

@@ -1,0 +1,131 @@
+"""Signals at the launcher, and nobody left behind: with real processes that import no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launcher_server import Launcher, Server
+
+# Each prints its pid; told to end, it says so and ends, or (with "stubborn") goes on.
+PROGRAM = """
+import os, signal, sys, time
+def told(number, frame):
+    print("told", signal.Signals(number).name, flush=True)
+    if "stubborn" not in sys.argv:
+        sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, told)
+print("pid", os.getpid(), flush=True)
+time.sleep(60)
+"""
+KEEPS_DEFAULTS = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(60)\n"
+
+
+def started(server: Server, folder: Path, *arguments: str, code: str = PROGRAM) -> tuple[Launcher, list[int]]:
+    """A job of two workers, and their pids."""
+    (folder / "program.py").write_text(code)
+    launcher = server.start(folder, "-n", "2", *arguments)
+    return launcher, [int(line.split()[-1]) for line in launcher.wait_for_lines(2)]
+
+
+def assert_gone(pids: list[int], *, within_seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + within_seconds
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {running}"
+        time.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_the_launcher_ends_with_one_line(
+    server: Server, tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher, pids = started(server, tmp_path, "program.py")
+    os.kill(launcher.pid, number)
+    done = launcher.wait()
+    assert done.returncode == 128 + number
+    assert done.stdout.count(f"told {number.name}") == 2
+    assert done.stderr == f"syncline run: stopped by {number.name}, all workers on this host have ended\n"
+    assert_gone(pids)
+
+
+def test_ctrl_c_shows_no_traceback_of_a_worker_either(server: Server, tmp_path: Path) -> None:
+    launcher, pids = started(server, tmp_path, "program.py", code=KEEPS_DEFAULTS)
+    os.kill(launcher.pid, signal.SIGINT)
+    done = launcher.wait()
+    assert done.returncode == 130
+    assert done.stderr == "syncline run: stopped by SIGINT, all workers on this host have ended\n"
+    assert_gone(pids)
+
+
+def test_a_second_ctrl_c_kills_at_once(server: Server, tmp_path: Path) -> None:
+    launcher, pids = started(server, tmp_path, "--shutdown-timeout", "50", "program.py", "stubborn")
+    os.kill(launcher.pid, signal.SIGINT)
+    launcher.wait_for_lines(4)
+    assert all(is_running(pid) for pid in pids)
+    start = time.monotonic()
+    os.kill(launcher.pid, signal.SIGINT)
+    done = launcher.wait()
+    assert time.monotonic() - start < 20  # not after 50 s
+    assert done.returncode == 130
+    assert_gone(pids)
+
+
+def test_workers_that_do_not_end_are_killed_when_their_time_is_up(server: Server, tmp_path: Path) -> None:
+    launcher, pids = started(server, tmp_path, "--shutdown-timeout", "1", "program.py", "stubborn")
+    os.kill(launcher.pid, signal.SIGTERM)
+    done = launcher.wait()
+    assert done.returncode == 143
+    assert done.stdout.count("told SIGTERM") == 2
+    assert_gone(pids)
+
+
+def test_nohup_is_respected(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os, time\nprint('ready', flush=True)\nwhile not os.path.exists('end'):\n    time.sleep(0.01)\n"
+    )
+    launcher = server.start(tmp_path, "-n", "2", "program.py", ignored=[signal.SIGHUP])
+    launcher.wait_for_lines(2)
+    os.kill(launcher.pid, signal.SIGHUP)
+    (tmp_path / "end").touch()
+    assert launcher.wait().returncode == 0
+
+
+@pytest.mark.parametrize("options", [("program.py",), ("--no-python", "python3", "program.py")])
+def test_workers_end_within_two_seconds_when_the_launcher_is_killed(
+    server: Server, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    launcher, pids = started(server, tmp_path, *options, "stubborn")
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    assert_gone(pids)
+
+
+def test_what_a_failed_worker_started_is_not_left_behind(server: Server, tmp_path: Path) -> None:
+    launcher, pids = started(
+        server,
+        tmp_path,
+        "program.py",
+        code=(
+            "import os, subprocess, time\n"
+            "child = subprocess.Popen(['sleep', '60'])\n"
+            "print('pid', child.pid, flush=True)\n"
+            "while os.environ['RANK'] == '0' or not os.path.exists('end'):\n"
+            "    time.sleep(0.01)\n"
+            "os._exit(7)\n"
+        ),
+    )
+    (tmp_path / "end").touch()
+    assert launcher.wait().returncode == 7
+    assert_gone(pids)

@@ -1,0 +1,106 @@
+"""Ranks meet at a store before the first collective. Threads stand for ranks; the store is real."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.environment import Environment
+from syncline.errors import CollectiveTimeout, SynclineError
+from syncline.handshake import Presence, backend_for, connect, meet
+
+
+def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: str | None = None) -> Presence:
+    return Presence(rank=rank, size=size, host=host, pid=pid or 100 + rank, gpu=gpu)
+
+
+def met(*ranks: Presence, timeout_seconds: float = 30.0) -> list[list[Presence] | Exception]:
+    """What `meet` gave each of these ranks."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found: list[list[Presence] | Exception] = [[] for _ in ranks]
+
+    def come(index: int) -> None:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        try:
+            found[index] = meet(store, ranks[index], timeout_seconds)
+        except Exception as error:
+            found[index] = error
+
+    in_threads([lambda index=index: come(index) for index in range(len(ranks))])
+    return found
+
+
+def in_threads(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_all_ranks_learn_of_all() -> None:
+    everyone = [presence(rank, 3) for rank in range(3)]
+    assert met(*everyone) == [everyone] * 3
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    for error in met(presence(0, 4), presence(2, 4), timeout_seconds=0.2):
+        assert isinstance(error, CollectiveTimeout)
+        assert "ranks 1, 3 of 4 did not come" in str(error)
+
+
+def test_two_processes_that_are_the_same_rank_are_named() -> None:
+    first, second = met(presence(0, 1, pid=7), presence(0, 1, pid=8))
+    error = first if isinstance(first, Exception) else second
+    assert isinstance(error, SynclineError)
+    assert "two processes are rank 0" in str(error)
+    assert "pid 7" in str(error)
+    assert "pid 8" in str(error)
+
+
+def test_ranks_that_count_differently_are_told_who() -> None:
+    errors = met(presence(0, 2), presence(1, 2), presence(2, 3))
+    assert isinstance(errors[2], SynclineError)
+    assert "rank 1 (pid 101 on h) says 2" in str(errors[2])
+    assert "rank 2 (pid 102 on h) says 3" in str(errors[2])
+
+
+def test_a_port_in_use_is_named() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = Environment(launcher="environment", size=2, master_addr="127.0.0.1", master_port=server.port)
+    with pytest.raises(SynclineError, match=rf"127\.0\.0\.1:{server.port} .*the port is in use"):
+        connect(env, 5.0)
+
+
+def test_a_store_that_nobody_opened_is_named() -> None:
+    env = Environment(launcher="environment", rank=1, size=2, master_addr="127.0.0.1", master_port=9)
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 of 2 found nobody at 127\.0\.0\.1:9"):
+        connect(env, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [([None, None], "gloo"), (["a", "b"], "cpu:gloo,cuda:nccl"), (["a", "a"], "cpu:gloo,cuda:gloo")],
+)
+def test_all_ranks_choose_the_backend_that_serves_them_all(gpus: list[str | None], backend: str) -> None:
+    assert backend_for([presence(rank, gpu=gpu) for rank, gpu in enumerate(gpus)], warn=False) == backend
+
+
+def test_ranks_that_share_a_gpu_are_told_so() -> None:
+    with pytest.warns(UserWarning, match=r"2 ranks share 1 GPU\(s\)"):
+        backend_for([presence(0, gpu="a"), presence(1, gpu="a")], warn=True)
+
+
+def test_a_group_of_gpus_and_cpus_is_refused() -> None:
+    with pytest.raises(SynclineError, match="rank 0 would use a GPU, rank 1 the CPU"):
+        backend_for([presence(0, gpu="a"), presence(1)], warn=True)
+
+
+def test_a_process_says_who_it_is() -> None:
+    env = Environment(launcher="environment", rank=1, size=2)
+    mine = Presence.of_this_process(env, torch.device("cpu"))
+    assert (mine.rank, mine.size, mine.gpu) == (1, 2, None)
