@@ -145,7 +145,7 @@ def test_a_rank_that_has_returned_is_lost_at_once() -> None:
             t.barrier().wait()
         return "late"
 
-    assert run_ranks(3, program, timeout_seconds=1000) == ["late", "late", "early"]
+    assert run_ranks(3, program, timeout_seconds=20) == ["late", "late", "early"]
 
 
 def test_a_rank_that_has_returned_is_lost_in_its_parts_too() -> None:
@@ -158,7 +158,7 @@ def test_a_rank_that_has_returned_is_lost_in_its_parts_too() -> None:
             part.barrier().wait()
         return "late"
 
-    assert run_ranks(2, program, timeout_seconds=1000) == ["late", "early"]
+    assert run_ranks(2, program, timeout_seconds=20) == ["late", "early"]
 
 
 def test_a_closed_transport_is_lost_for_its_peers() -> None:
