@@ -124,9 +124,11 @@ def test_two_jobs_at_once_do_not_collide(server: Server, tmp_path: Path) -> None
 
 
 JOINED = (
+    "import sys\n"
     "import syncline as sl\n"
     "world = sl.init(timeout=60)\n"
-    "print('mean', sl.mean(float(world.rank)), 'of', world.size)\n"
+    # One write a line: without a launcher that puts them apart, two ranks share one pipe.
+    "sys.stdout.write(f'mean {sl.mean(float(world.rank))} of {world.size}\\n')\n"
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from syncline.errors import SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.faulty import FaultyTransport
@@ -277,6 +278,19 @@ def split_a_part(t: Transport) -> None:
     part.close()
 
 
+def a_closed_transport_says_so(t: Transport) -> None:
+    part = t.split(0)
+    assert part is not None
+    part.barrier().wait()
+    t.barrier().wait()
+    part.close()
+    part.close()
+    if t.size > 1:  # a rank that is alone needs nothing to go on
+        with pytest.raises(SynclineError, match="closed"):
+            part.all_reduce(torch.ones(1)).wait()
+    t.barrier().wait()
+
+
 # ---------------------------------------------------------------------- programs: misuse and statistics
 
 
@@ -340,6 +354,7 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
         split_leaves_out_who_gives_no_color,
         split_again_and_again,
         split_a_part,
+        a_closed_transport_says_so,
         misuse_is_refused_on_the_spot,
         statistics_count_calls_and_bytes,
     )

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.transport import c10d
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.c10d_work import C10dWork
 
 
 @pytest.mark.ranks(3, killed=[2])
@@ -244,3 +246,21 @@ def test_a_backend_without_a_mean_is_given_the_sum_to_divide() -> None:
 def test_without_torch_distributed_the_remedy_is_named() -> None:
     with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group"):
         C10dTransport()
+
+
+def test_the_callers_context_stays_out_of_an_operation_started_in_a_backward() -> None:
+    """A thread of Gloo that dropped it while Python shuts down would abort the process."""
+    key = "context"
+    seen: list[tuple[bool, bool]] = []
+
+    def hook(_: torch.Tensor) -> None:
+        work = C10dWork(SimpleNamespace(num_started=1), 1.0, "barrier", "", None, None)  # type: ignore[arg-type]
+        before = torch._C._is_key_in_tls(key)
+        work.start(lambda: seen.append((before, torch._C._is_key_in_tls(key))))
+        assert torch._C._is_key_in_tls(key) == before
+
+    parameter = torch.ones(1, requires_grad=True)
+    parameter.register_post_accumulate_grad_hook(hook)
+    (2 * parameter).backward()
+    holds_context = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.12
+    assert seen == [(holds_context, False)]

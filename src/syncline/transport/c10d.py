@@ -88,7 +88,7 @@ class C10dTransport(Transport):
         if timeout_seconds is None:
             timeout_seconds = _group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds)
-        self._group = group
+        self._group: Any = group  # Any: None once closed, when nothing is started any more
         self._backends = _backends(group)
         self._owns_group = False
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
@@ -286,9 +286,10 @@ class C10dTransport(Transport):
         self._health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def close(self) -> None:
-        if self._owns_group and self._group in distributed_c10d._world.pg_map:
-            dist.destroy_process_group(self._group)
-        self._owns_group = False
+        group, self._group = self._group, None  # a Gloo group that is held on to keeps its threads to the end
+        self._health.close()
+        if self._owns_group and group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------- what a group is made of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
+from torch import _C, Tensor
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.transport.base import Work
@@ -22,6 +22,9 @@ from syncline.transport.notices import Notices
 
 __all__ = ["C10dWork", "Health", "MessageWork"]
 
+_CONTEXT = "context"
+"""Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
+_CAN_REMOVE_CONTEXT = hasattr(_C, "_remove_obj_from_tls")
 _SLICE_SECONDS = 0.25
 _SLICE = timedelta(seconds=_SLICE_SECONDS)
 
@@ -67,6 +70,12 @@ class Health:
             self._keep_group()
             if self._notices is not None:
                 self._notices.publish(failure)
+
+    def close(self) -> None:
+        """Nothing more is started, and the group is let go."""
+        if self.failure is None:
+            self.failure = Failure(SynclineError, _CLOSED)
+        self._group = None
 
     def look_around(self) -> None:
         """Raise if a peer has told of the end of the transport."""
@@ -122,6 +131,10 @@ class Health:
         return failure.on_rank(self.rank)
 
 
+_CLOSED = (
+    "this transport was closed, by shutdown(), by its own close(), or because its process group was destroyed: "
+    "nothing can be sent any more. Wrap the module again after the next init(), or shut down later"
+)
 _LATE = (
     "look at what the ranks do that do not wait here (an endless loop, fewer batches, another call); "
     "if they are only slow, raise the timeout"
@@ -190,8 +203,22 @@ class C10dWork(Work):
         self._work: Any = None
 
     def start(self, start: Callable[[], Any]) -> None:
-        """Call the backend."""
-        self._work = start()
+        """Call the backend.
+
+        A backend's work remembers the thread's state at the call. During a backward torch keeps a Python object
+        there, and whoever drops the last reference to it needs the interpreter: a thread of the backend that does
+        so while Python shuts down aborts the process ("terminate called without an active exception"), long after
+        the work is done. So the object stays out of the work.
+        """
+        if not _thread_holds_context():
+            self._work = start()
+            return
+        context = _C._get_obj_in_tls(_CONTEXT)
+        _C._remove_obj_from_tls(_CONTEXT)
+        try:
+            self._work = start()
+        finally:
+            _C._stash_obj_in_tls(_CONTEXT, context)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if self._work is None:
@@ -246,6 +273,10 @@ class C10dWork(Work):
             health.look_around()
             slice_ = _at_most(remaining_seconds)
         raise health.failure.on_rank(health.rank)
+
+
+def _thread_holds_context() -> bool:
+    return _CAN_REMOVE_CONTEXT and _C._is_key_in_tls(_CONTEXT)
 
 
 def _at_most(seconds: float) -> timedelta:
