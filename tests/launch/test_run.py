@@ -203,6 +203,24 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(run: Run) -> None:
     assert "SIGKILL" in done.stderr
 
 
+def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: Run) -> None:
+    done = run(
+        "import os, signal\n"
+        "import syncline as sl, torch\n"
+        "world = sl.init(timeout=60)\n"
+        "ddp = sl.DistributedDataParallel(torch.nn.Linear(3, 2))\n"
+        "for step in (1, 2, 3):\n"
+        "    if step == 3 and world.rank == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    ddp(torch.ones(1, 3)).sum().backward()\n"
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert 'program.py", line 8, in <module>' in done.stderr
+    assert "PeerLost: rank 0, step 3, backward, bucket 0 (bias, weight): all_reduce(sum)" in done.stderr
+    assert "gloo said: " in done.stderr
+
+
 def test_a_syntax_error_is_shown(run: Run) -> None:
     done = run("def f(:\n")
     assert done.returncode == 1

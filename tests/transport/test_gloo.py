@@ -15,7 +15,9 @@ import torch.distributed as dist
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.transport import c10d
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_work import C10dWork
+from syncline.transport.c10d_work import C10dWork, Health
+from syncline.transport.calls import Failure
+from syncline.transport.notices import Notices
 
 
 @pytest.mark.ranks(3, killed=[2])
@@ -32,7 +34,11 @@ def test_survivors_of_a_killed_rank_raise_peer_lost_long_before_the_deadline() -
     assert "all_reduce(sum) of 100 elements, torch.float32" in text
     assert f"on rank {t.rank} of 3 over gloo" in text
     assert "look at the log of the rank that ended first" in text
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    error = caught.value
+    assert error.__suppress_context__, "a user sees one traceback"
+    assert isinstance(error.__context__, RuntimeError)
+    assert error.__context__.__context__ is None
+    assert f"gloo said: {error.__context__}" in text
     with pytest.raises(PeerLost):
         t.barrier()
 
@@ -149,6 +155,42 @@ def test_the_reason_of_a_peer_is_told_rather_than_its_lost_connection() -> None:
         t.all_reduce(torch.zeros(3)).wait()
 
 
+@pytest.mark.ranks(2, killed=[1])
+def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connection() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    if t.rank == 1:
+        with pytest.raises(CollectiveTimeout):
+            t.all_reduce(torch.zeros(3)).wait(0.1)
+        store.set("told", "")
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["told"])
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 aborted the group: .*not every rank came"):
+        t.all_reduce(torch.zeros(3)).wait()
+
+
+def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    first, second = (Notices(store, rank=rank, size=2) for rank in range(2))
+    monkeypatch.setattr(second, "failure", lambda: None)  # it looked just before the first one told
+    first.publish(Failure(PeerFailed, "the cause"))
+    second.publish(Failure(PeerLost, "the consequence"))
+    told = first.failure()
+    assert told is not None
+    assert (told.kind, told.text) == (PeerFailed, "the cause")
+
+
+def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
+    health = Health(None, None, rank=0, size=2, backend="nccl", timeout_seconds=0, barrier_device="cuda")
+    work = C10dWork(health, 1.0, "barrier", "", None, None)
+    words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
+    error = health.broken_by(
+        RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y"), work
+    )
+    assert str(error).endswith(f"nccl said: {words}")
+
+
 @pytest.mark.ranks(2)
 def test_an_abort_ends_a_wait_in_another_thread() -> None:
     import threading
@@ -173,7 +215,8 @@ def test_an_abort_ends_a_wait_in_another_thread() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_an_old_abort_is_forgotten_when_the_group_is_made_again() -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_old_abort_is_forgotten_when_the_group_is_made_again(late: int) -> None:
     old = C10dTransport()
     old.barrier().wait()
     if old.rank == 0:
@@ -181,10 +224,9 @@ def test_an_old_abort_is_forgotten_when_the_group_is_made_again() -> None:
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     store.set(f"aborted-{old.rank}", "")
     store.wait(["aborted-0", "aborted-1"])
-    new = C10dTransport()
-    if new.rank == 1:
-        time.sleep(0.6)  # rank 0 looks around meanwhile
-    new.barrier().wait()
+    if old.rank == late:
+        time.sleep(0.6)  # the other rank looks around meanwhile
+    C10dTransport().barrier().wait()
 
 
 @pytest.mark.ranks(3)

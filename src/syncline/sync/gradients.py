@@ -238,7 +238,8 @@ class GradientSync:
         try:
             bucket.launch(self.transport, tail=tail, trigger=trigger)
         except SynclineError as error:
-            raise self._with_place(error, bucket) from error
+            self._with_place(error, bucket)
+            raise
 
     def _encode_tail(self, missing: frozenset[int]) -> list[int]:
         used: list[int] = []
@@ -328,16 +329,20 @@ class GradientSync:
         try:
             bucket.wait()
         except SynclineError as error:
-            raise self._with_place(error, bucket) from error
+            self._with_place(error, bucket)
+            raise
 
-    def _with_place(self, error: SynclineError, bucket: Bucket) -> SynclineError:
-        """The transport's error with the step, phase and parameters it hit; from now on the module is broken."""
+    def _with_place(self, error: SynclineError, bucket: Bucket) -> None:
+        """Say in the transport's error which step, phase and parameters it hit; from now on the module is broken.
+
+        The same exception goes on, so that a user sees one traceback.
+        """
         names = [self.names[i] for i in bucket.plan.parameters]
         shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
         rank, step = self.transport.rank, self._step_under_way
         place = f"rank {rank}, step {step}, backward, bucket {bucket.plan.index} ({shown})"
         self._broken = f"{place}: {error}"
-        return type(error)(self._broken)
+        error.args = (self._broken,)
 
     def _hand_out(self, bucket: Bucket, skip: frozenset[int], *, any_missing: bool) -> None:
         if self.options.as_bucket_view:

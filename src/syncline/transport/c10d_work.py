@@ -110,11 +110,12 @@ class Health:
 
     def broken_by(self, error: RuntimeError, work: C10dWork) -> SynclineError:
         """The backend's error in our words."""
+        kind, what, remedy = _meaning(str(error))
         told = None if self._notices is None else self._notices.failure()
-        if told is not None and told.kind is PeerFailed:
+        if told is not None and (told.kind is PeerFailed or (kind is PeerLost and told.kind is not PeerLost)):
             # A lost connection is only the consequence of what the peer itself has told.
             return self._told(told)
-        return self._ended(work, *_meaning(str(error)), error)
+        return self._ended(work, kind, what, remedy, error)
 
     def _ended(
         self, work: C10dWork, kind: type[SynclineError], what: str, remedy: str, error: Exception | None
@@ -125,7 +126,7 @@ class Health:
             lines.append(self._notices.places())
         lines.append(remedy)
         if error is not None:
-            lines.append(f"{self._backend} said: {error}".splitlines()[0])
+            lines.append(f"{self._backend} said: {_without_cpp_frames(str(error))}")
         failure = Failure(kind, "\n".join(lines))
         self.fail(failure)
         return failure.on_rank(self.rank)
@@ -145,6 +146,11 @@ _LOST = (
 )
 _DIFFERENT = "every rank must make the same calls in the same order, with equal sizes and dtypes"
 _SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
+
+
+def _without_cpp_frames(message: str) -> str:
+    """A backend's words (NCCL's reason is on the second line), without torch's own C++ stack below them."""
+    return message.partition("\nException raised from ")[0].rstrip()
 
 
 def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
@@ -234,7 +240,9 @@ class C10dWork(Work):
         except SynclineError:
             raise
         except RuntimeError as error:
-            raise self._health.broken_by(error, self) from error
+            # All that the backend said is in the text: its own traceback, one line of torch, would only be in the
+            # way of the user's. A debugger finds the error in `__context__`.
+            raise self._health.broken_by(error, self) from None
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
@@ -261,9 +269,10 @@ class C10dWork(Work):
                 work.wait(slice_)
                 return
             except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # it ended just now, or says once more what went wrong
-                    return
+                pass
+            if work.is_completed():
+                work.wait()  # it ended just now, or says once more what went wrong
+                return
             if not has_told:
                 health.waits_in(self)
                 has_told = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 from datetime import timedelta
 from typing import Any
 
@@ -53,16 +52,19 @@ class Notices:
             if store.timeout != timeout:
                 own.set_timeout(timeout)  # it is the same store after all
         self._store: Store | None = PrefixStore("syncline", own)
-        if rank == 0:
-            # Old notices stay in the store; a group that is made again under the same name must not see them.
-            self._write("epoch", secrets.token_hex(8))
+        # Old notices stay in the store, and a group that is made again under the same name must not see them.
+        # Each rank counts for itself how often that was: to ask another rank would be to wait for it.
+        self._epoch = self._count(f"epoch/{rank}")
 
     def publish(self, failure: Failure) -> None:
         """Tell why the group is broken; the first notice stays."""
-        if self.failure() is None:
-            text = failure.text[-_MAX_TEXT_CHARS:]
-            record = {"kind": failure.kind.__name__, "text": text, "rank": self._rank}
-            self._write(self._key("failure"), json.dumps(record))
+        text = failure.text[-_MAX_TEXT_CHARS:]
+        record = {"kind": failure.kind.__name__, "text": text, "rank": self._rank}
+        if self._store is not None:
+            try:
+                self._store.compare_set(self._key("failure"), "", json.dumps(record))
+            except RuntimeError:
+                self._store = None
 
     def failure(self) -> Failure | None:
         """Why the group is broken, in the words of the rank that knew first; None if nobody said."""
@@ -85,7 +87,15 @@ class Notices:
         )
 
     def _key(self, name: str) -> str:
-        return f"{self._read('epoch')}/{name}"
+        return f"{self._epoch}/{name}"
+
+    def _count(self, key: str) -> int:
+        assert self._store is not None
+        try:
+            return self._store.add(key, 1)
+        except RuntimeError:
+            self._store = None
+            return 0
 
     def _write(self, key: str, value: str) -> None:
         if self._store is not None:
