@@ -8,7 +8,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     contract, explain, plan/    pure: what is synchronized when, in rows, words and buckets
     transport/                  what moves tensors between ranks
     world                       who this process is
-    sync/, data/                gradients, buffers, agreement; the sampler
+    sync/, data/, nn/           gradients, buffers, agreement; the sampler; layers
     verbs                       synchronization without a wrapper
     parallel                    DistributedDataParallel
     launch/, cli/, testing/     `syncline run`; ranks for tests
@@ -16,6 +16,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
 
 from __future__ import annotations
 
+from syncline import nn
 from syncline.contract import Contract, Row
 from syncline.data.sampler import DistributedSampler
 from syncline.errors import (
@@ -56,6 +57,7 @@ __all__ = [
     "broadcast_",
     "init",
     "mean",
+    "nn",
     "shutdown",
     "world",
 ]

@@ -25,7 +25,7 @@ LEVELS = (
     ("explain",),
     ("transport", "handshake"),
     ("world",),
-    ("sync", "data"),
+    ("sync", "data", "nn"),
     ("verbs",),
     ("parallel",),
     ("launch",),

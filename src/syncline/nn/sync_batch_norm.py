@@ -1,0 +1,306 @@
+"""Batch normalization over the batches of all ranks.
+
+With x the samples of all ranks, n their number per channel, and dy the gradient of the output y:
+
+    y  = (x - mean) * invstd * weight + bias             one all_gather: count, mean, M2 of each rank
+    dx = (dy - sum(dy)/n - (x - mean) * invstd**2 * sum(dy * (x - mean))/n) * invstd * weight
+                                                         one all_reduce: the two sums
+
+M2 is the sum of squared deviations from a rank's own mean. Ranks' moments are pooled by the formula of Chan, Golub
+and LeVeque (1979), here for all ranks at once; so nothing cancels when a mean is large, and every sample counts the
+same however unequal the batches are. Moments and sums are float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from syncline.transport.base import Transport
+from syncline.world import transport_of
+
+__all__ = ["SyncBatchNorm", "pool_moments"]
+
+# A converted layer keeps these very dictionaries, so that the handles of registered hooks can still remove them.
+_COPIED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` for every device and transport.
+
+    In training, outputs, gradients and running statistics are those of one process that normalizes the
+    concatenated batches of all ranks; batches may differ in size, and be empty on some ranks. In eval mode, or
+    with one rank, it is plain batch normalization. Gradients of `weight` and `bias` stay local, for
+    `DistributedDataParallel` to average.
+
+    Every rank must run the forward and the backward of each such layer equally often and in the same order. Where
+    ranks take different paths through the model (`find_unused_parameters`), give the layers a group of their own,
+    so that their collectives do not meet those of the gradients.
+
+    Args:
+        num_features: channels C of an input (N, C, ...).
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running statistics; None means their cumulative average.
+        affine: learn weight and bias.
+        track_running_stats: keep running statistics; without them eval mode uses the local batch's.
+        process_group: a torch.distributed process group, a Syncline transport, or None for the default group
+            (alone, where torch.distributed is not initialised).
+        device, dtype: of parameters and buffers.
+        bias: False leaves out the bias (in the versions of torch whose BatchNorm has this argument).
+
+    Raises:
+        ValueError: in forward, for an input with the wrong number of dimensions or channels, or with a single
+            value per channel over all ranks.
+        TypeError: in forward, for an input that is not floating point.
+
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> def program(transport):
+        ...     layer = SyncBatchNorm(1, process_group=transport)
+        ...     return layer(torch.tensor([[0.0], [2.0 * transport.rank]])), layer.running_mean.item()
+        >>> outputs, means = zip(*run_ranks(2, program))
+        >>> round(torch.cat(outputs).mean().item(), 6), [round(mean, 6) for mean in means]
+        (0.0, [0.05, 0.05])
+    """
+
+    process_group: Any  # None, a dist.ProcessGroup or a Transport
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize `input` (N, C, ...); in training a collective call, of all ranks."""
+        self._check_input(input)
+        transport = transport_of(self.process_group) if self.training else None
+        if transport is None or transport.size == 1:
+            return _BatchNorm.forward(self, input)
+        y, mean, var, num_values = _sync_batch_norm(input, self.weight, self.bias, self.eps, transport)
+        if self.track_running_stats:
+            self._update_running_statistics(mean, var, num_values)
+        return y
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: dist.ProcessGroup | Transport | None = None
+    ) -> nn.Module:
+        """Replace the BatchNorm layers in `module`, torch's SyncBatchNorm included, by this class.
+
+        A new layer takes over parameters, buffers, hooks, training mode and every other attribute; a layer that
+        occurs twice is converted once.
+
+        Args:
+            module: changed in place; if it is itself a BatchNorm layer, it is left as it is.
+            process_group: see the class.
+
+        Returns:
+            `module`, or the new layer if `module` is a BatchNorm layer.
+
+        Raises:
+            TypeError: a BatchNorm layer is lazy, or of a subclass whose own forward would be lost. Nothing has been
+                changed then.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+            >>> [type(layer).__name__ for layer in SyncBatchNorm.convert_sync_batchnorm(model)]
+            ['Linear', 'SyncBatchNorm']
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm):
+                _check_convertible(name, layer)
+        converted: dict[int, nn.Module] = {}
+        for owner in list(module.modules()):
+            for name, child in owner._modules.items():
+                if isinstance(child, _BatchNorm):
+                    owner._modules[name] = converted.setdefault(
+                        id(child), cls._taking_over(child, process_group)
+                    )
+        return cls._taking_over(module, process_group) if isinstance(module, _BatchNorm) else module
+
+    @classmethod
+    def _taking_over(cls, layer: _BatchNorm, process_group: object) -> SyncBatchNorm:
+        new = cls.__new__(cls)
+        state = {name: copy.copy(value) if name in _COPIED else value for name, value in vars(layer).items()}
+        new.__dict__.update(state, process_group=process_group)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy in the same group: groups and transports cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        new = memo[id(self)] = self.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def _check_input(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"expected an input (N, C, ...) with at least 2 dimensions, got shape {tuple(input.shape)}"
+            )
+        if input.size(1) != self.num_features or not self.num_features:
+            raise ValueError(
+                f"expected {self.num_features} channels, at least one, in dimension 1 of the input; got shape "
+                f"{tuple(input.shape)}"
+            )
+        if not input.is_floating_point():
+            raise TypeError(f"expected a floating-point input, got {input.dtype}")
+
+    @torch.no_grad()
+    def _update_running_statistics(self, mean: Tensor, var: Tensor, num_values: Tensor) -> None:
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        unbiased = var * (num_values / (num_values - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if running is not None:
+                running.lerp_(new.to(running.dtype), momentum or 0.0)
+
+
+def _check_convertible(name: str, layer: _BatchNorm) -> None:
+    kind, where = type(layer).__name__, f" at {name}" if name else ""
+    if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+        raise TypeError(
+            f"expected BatchNorm layers with known shapes, got a lazy {kind}{where}: run one forward with a real "
+            "batch first"
+        )
+    forward = cast("Callable[..., Tensor]", type(layer).forward)
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    if forward not in known or "forward" in vars(layer):
+        raise TypeError(
+            f"expected torch's BatchNorm layers, got a {kind}{where}, whose own forward would be lost: replace it "
+            "by a plain BatchNorm and what it does besides, or leave it out of the conversion"
+        )
+
+
+# ---------------------------------------------------------------------- the moments of all ranks
+
+
+def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of the union of several samples, from the moments of each.
+
+    Args:
+        counts: (num_ranks, 1) values per channel; 0 is fine.
+        means: (num_ranks, C), finite also where the count is 0.
+        m2s: (num_ranks, C) sums of squared deviations from a rank's own mean.
+
+    Returns:
+        The number of values (), their mean (C,) and biased variance (C,).
+
+    Example:
+        >>> counts, means, m2s = torch.tensor([[2.0], [2.0]]), torch.tensor([[1.0], [4.0]]), torch.zeros(2, 1)
+        >>> [x.tolist() for x in pool_moments(counts, means, m2s)]
+        [4.0, [2.5], [2.25]]
+    """
+    total = counts.sum()
+    shares = counts / total  # (num_ranks, 1)
+    # Means are averaged as differences from one of them: equal means come out as they are.
+    mean = means[0] + (shares * (means - means[0])).sum(0)
+    return total, mean, m2s.sum(0) / total + (shares * (means - mean).square()).sum(0)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and M2 (C,) of this rank's x (N, C, ...); zeros for an empty batch."""
+    dims = _all_but_channels(x)
+    mean = x.sum(dims) / max(1, x.numel() // x.size(1))
+    return mean, (x - _per_channel(mean, x)).square_().sum(dims)
+
+
+def _gather_moments(x: Tensor, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+    """Number of values (), mean and biased variance (C,) over all ranks, by one all_gather."""
+    num_local, num_channels = x.numel() // x.size(1), x.size(1)
+    # A count above 2**24 is rounded in float32, as everything else is.
+    mine = _to_wire(torch.cat([*_moments(x), x.new_full((1,), num_local)]), transport)  # (2C + 1,)
+    rows = mine.new_empty(transport.size * mine.numel())
+    transport.all_gather(rows, mine).wait()
+    means, m2s, counts = rows.to(x.device).view(transport.size, -1).split([num_channels, num_channels, 1], 1)
+    if num_local <= 1:  # otherwise nobody needs to look, which on a GPU means to wait
+        _check_enough(int(counts.sum()), transport)
+    return pool_moments(counts, means, m2s)
+
+
+def _check_enough(num_values: int, transport: Transport) -> None:
+    if num_values <= 1:
+        raise ValueError(
+            f"expected more than 1 value per channel in training, got {num_values} over all {transport.size} ranks: "
+            "use a larger batch, or eval()"
+        )
+
+
+def _to_wire(tensor: Tensor, transport: Transport) -> Tensor:
+    """Where the engine can send from: NCCL, say, cannot from the CPU."""
+    control = transport.control_device
+    return tensor.to(control) if tensor.device.type == "cpu" and control.type != "cpu" else tensor
+
+
+# ---------------------------------------------------------------------- forward and backward
+
+
+class _SyncBatchNormFunction(torch.autograd.Function):
+    """(x, weight, bias, eps, transport) -> y, and over all ranks the mean, the biased variance, the count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, transport: Transport
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x.to(_wide(x.dtype))
+        num_values, mean, var = _gather_moments(wide, transport)
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), num_values)
+        ctx.transport = transport
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # The kernel of eval mode: normalize by given statistics.
+        y = F.batch_norm(x, mean, var, _as(weight, mean), _as(bias, mean), eps=eps)
+        ctx.mark_non_differentiable(mean, var, num_values)
+        return y, mean, var, num_values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, num_values = ctx.saved_tensors
+        dims = _all_but_channels(x)
+        dy = dy.to(mean.dtype)
+        centered = x.to(mean.dtype) - _per_channel(mean, x)
+        sum_dy, sum_dy_centered = dy.sum(dims), (dy * centered).sum(dims)
+        dweight = sum_dy_centered * invstd if ctx.needs_input_grad[1] else None
+        dbias = sum_dy if ctx.needs_input_grad[2] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            sums = _to_wire(torch.cat([sum_dy, sum_dy_centered]), ctx.transport)
+            ctx.transport.all_reduce(sums).wait()
+            mean_dy, mean_dy_centered = (sums.to(x.device) / num_values).chunk(2)
+            scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+            dx = centered.mul_(_per_channel(-invstd.square() * mean_dy_centered, x)).add_(dy)
+            dx = dx.sub_(_per_channel(mean_dy, x)).mul_(_per_channel(scale, x)).to(x.dtype)
+        return (
+            dx,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(ctx.bias_dtype),
+            None,
+            None,
+        )
+
+
+_sync_batch_norm: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _SyncBatchNormFunction.apply
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _as(tensor: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(other.dtype)
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (x.dim() - 2))

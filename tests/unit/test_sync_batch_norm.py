@@ -1,0 +1,475 @@
+"""SyncBatchNorm against one process' BatchNorm on the concatenated batch. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import syncline as sl
+from syncline.nn.sync_batch_norm import SyncBatchNorm, _sync_batch_norm, pool_moments
+from syncline.transport.base import Transport
+from syncline.transport.threads import ThreadGroup, run_ranks
+
+BY_DIMENSIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 5), 5: (3, 2, 3, 4)}  # without the batch dimension
+
+# N ranks and one process round the same sums in another order: some tens of roundings (2**-24 = 6e-8 in float32,
+# 2**-53 = 1.1e-16 in float64) of numbers around 1. One sample more or less would be seen at 1e-2.
+F32 = {"rtol": 1e-5, "atol": 2e-6}
+F64 = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def batches(sizes: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    g = torch.Generator().manual_seed(len(shape))
+    return [(2 * torch.randn(n, *shape, generator=g) + 1).to(dtype) for n in sizes]
+
+
+def plain(dims: int, dtype: torch.dtype, **kwargs: Any) -> _BatchNorm:
+    layer = BY_DIMENSIONS[dims](3, dtype=dtype, **kwargs)
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0]))
+            layer.bias.copy_(torch.tensor([0.1, 0.2, -0.3]))
+    return layer
+
+
+def steps(layer: nn.Module, xs: Sequence[Tensor], dys: Sequence[Tensor]) -> dict[str, Any]:
+    """Outputs and input gradients of each step, summed parameter gradients, the final state."""
+    outputs, grads = [], []
+    for x, dy in zip(xs, dys, strict=True):
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        y.backward(dy)
+        outputs.append(y.detach())
+        grads.append(x.grad)
+    return {
+        "outputs": outputs,
+        "input_grads": grads,
+        "grads": [p.grad for p in layer.parameters()],
+        "buffers": list(layer.buffers()),
+    }
+
+
+def compare(
+    sizes: Sequence[int], dims: int, dtype: torch.dtype, *, num_steps: int = 2, **kwargs: Any
+) -> list[dict[str, Any]]:
+    """Train a layer on ranks and in one process; the ranks' results, checked against the process'."""
+    xs = [batches(sizes, SHAPES[dims], dtype) for _ in range(num_steps)]
+    xs = [[x * (step + 1) for x in of_step] for step, of_step in enumerate(xs)]
+    g = torch.Generator().manual_seed(7)
+    dys = [[torch.randn(x.shape, generator=g).to(dtype) for x in of_step] for of_step in xs]
+    layer = plain(dims, dtype, **kwargs)
+    alone = steps(copy.deepcopy(layer), [torch.cat(x) for x in xs], [torch.cat(dy) for dy in dys])
+
+    def rank(t: Transport) -> dict[str, Any]:
+        mine = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layer), t)
+        return steps(mine, [x[t.rank] for x in xs], [dy[t.rank] for dy in dys])
+
+    ranks = run_ranks(len(sizes), rank)
+    tolerance = F64 if dtype is torch.float64 else F32
+    for step in range(num_steps):
+        for what in ("outputs", "input_grads"):
+            whole = torch.cat([r[what][step] for r in ranks])
+            torch.testing.assert_close(whole, alone[what][step], **tolerance)
+    for i, expected in enumerate(alone["grads"]):
+        torch.testing.assert_close(sum(r["grads"][i] for r in ranks), expected, **tolerance)
+    for i, expected in enumerate(alone["buffers"]):
+        torch.testing.assert_close(ranks[0]["buffers"][i], expected, **tolerance)
+        assert all(torch.equal(r["buffers"][i], ranks[0]["buffers"][i]) for r in ranks)
+    return ranks
+
+
+# ---------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dims", [2, 3, 4, 5])
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 1), (2, 0, 3), (0, 0, 6), (1, 1)], ids=str)
+def test_ranks_compute_what_one_process_computes_on_the_whole_batch(
+    sizes: tuple[int, ...], dims: int, dtype: torch.dtype
+) -> None:
+    compare(sizes, dims, dtype)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"momentum": None},
+        {"momentum": 1.0},
+        {"momentum": 0.0},
+        {"eps": 0.1},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"affine": False, "track_running_stats": False},
+    ],
+    ids=str,
+)
+def test_every_argument_means_what_it_means_in_torch(arguments: dict[str, Any]) -> None:
+    compare((3, 1, 2), 4, torch.float64, num_steps=3, **arguments)
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+def test_channels_last_stays_channels_last(dims: int) -> None:
+    memory_format = torch.channels_last if dims == 4 else torch.channels_last_3d
+    xs = batches((2, 3), SHAPES[dims], torch.float64)
+
+    def rank(t: Transport, *, last: bool) -> tuple[Tensor, Tensor | None]:
+        x = xs[t.rank].clone(memory_format=memory_format if last else torch.contiguous_format)
+        y = SyncBatchNorm(3, dtype=torch.float64, process_group=t)(x.requires_grad_())
+        y.square().sum().backward()
+        return y, x.grad
+
+    for here, there in zip(
+        run_ranks(2, lambda t: rank(t, last=True)), run_ranks(2, lambda t: rank(t, last=False)), strict=True
+    ):
+        for mine, other in zip(here, there, strict=True):
+            assert mine.is_contiguous(memory_format=memory_format)
+            torch.testing.assert_close(mine, other.contiguous(memory_format=memory_format), **F64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("half_layer", [False, True])
+def test_half_inputs_are_computed_in_float32(dtype: torch.dtype, half_layer: bool) -> None:
+    """The result is that of float32 on the same inputs, rounded once (the layer's parameters may be rounded too)."""
+    xs = batches((40, 25), (3, 8), torch.float32)
+    xs = [(x + 30).to(dtype).float() for x in xs]
+
+    def rank(t: Transport, *, wide: bool) -> list[Any]:
+        layer = SyncBatchNorm(3, process_group=t, dtype=dtype if half_layer and not wide else None)
+        x = xs[t.rank].to(torch.float32 if wide else dtype).clone().requires_grad_()
+        y = layer(x)
+        (y.float() ** 3).sum().backward()
+        return [y, x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
+
+    eps = torch.finfo(dtype).eps
+    for mine, wide in zip(
+        run_ranks(2, lambda t: rank(t, wide=False)), run_ranks(2, lambda t: rank(t, wide=True)), strict=True
+    ):
+        assert [x.dtype for x in mine[:2]] == [dtype] * 2
+        assert {x.dtype for x in mine[2:]} == {dtype if half_layer else torch.float32}
+        for i, (a, b) in enumerate(zip(mine, wide, strict=True)):
+            # y**3 multiplies the relative error of y by 3; sums of 520 such gradients are of the size of b.
+            atol = eps if i == 0 else 8 * eps * b.abs().max().item()
+            torch.testing.assert_close(a.float(), b, rtol=eps, atol=atol)
+
+
+def test_a_large_mean_does_not_cancel_the_variance() -> None:
+    """Sums of squares in float32 would give a variance of 0 or worse here: 1e4**2 has a spacing of 8."""
+    xs = [x + 1e4 for x in batches((50, 30), (3,), torch.float32)]
+
+    def rank(t: Transport) -> Tensor:
+        layer = SyncBatchNorm(3, process_group=t, momentum=1.0)
+        layer(xs[t.rank])
+        return layer.running_var
+
+    expected = torch.cat(xs).double().var(0)
+    for var in run_ranks(2, rank):
+        # Each rank's mean is rounded by e = 5e-4; the ranks' means differ by D < 0.5: an error of 2 D e over 4.
+        torch.testing.assert_close(var.double(), expected, rtol=1.25e-4, atol=0)
+
+
+def test_every_rank_has_the_same_bits_in_every_run() -> None:
+    first, second = compare((5, 2), 4, torch.float32), compare((5, 2), 4, torch.float32)
+    for a, b in zip(first, second, strict=True):
+        for what in ("outputs", "input_grads", "grads", "buffers"):
+            assert all(torch.equal(x, y) for x, y in zip(a[what], b[what], strict=True))
+
+
+# ---------------------------------------------------------------------- gradients by differences
+
+
+def test_gradcheck_alone() -> None:
+    t = ThreadGroup(1).transport(0)
+    x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 3, 2), (3,), (3,)))
+    assert torch.autograd.gradcheck(lambda x, w, b: _sync_batch_norm(x, w, b, 1e-3, t)[0], (x, w, b))
+    assert torch.autograd.gradcheck(lambda x: _sync_batch_norm(x, None, None, 1e-3, t)[0], (x,))
+
+
+class OnRanks(torch.autograd.Function):
+    """The whole batch, normalized by ranks that each see a part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, w, b)
+        ctx.sizes = sizes
+        return torch.cat([y for y, *_ in OnRanks.run(x, w, b, sizes, torch.zeros_like(x))])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        parts = OnRanks.run(*ctx.saved_tensors, ctx.sizes, dy)
+        return (
+            torch.cat([dx for _, dx, _, _ in parts]),
+            sum(dw for *_, dw, _ in parts),
+            sum(db for *_, db in parts),
+            None,
+        )
+
+    @staticmethod
+    def run(x: Tensor, w: Tensor, b: Tensor, sizes: tuple[int, ...], dy: Tensor) -> list[Any]:
+        xs, dys = x.split(sizes), dy.split(sizes)
+
+        def rank(t: Transport) -> Any:
+            with torch.enable_grad():
+                inputs = [tensor.detach().clone().requires_grad_() for tensor in (xs[t.rank], w, b)]
+                y = _sync_batch_norm(*inputs, 1e-3, t)[0]
+                return y.detach(), *torch.autograd.grad(y, inputs, dys[t.rank])
+
+        return run_ranks(len(sizes), rank)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 0, 1)], ids=str)
+def test_gradcheck_over_ranks(sizes: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w, b = (
+        torch.randn(s, dtype=torch.float64, generator=g).requires_grad_()
+        for s in ((sum(sizes), 2, 2), (2,), (2,))
+    )
+    assert torch.autograd.gradcheck(lambda x, w, b: OnRanks.apply(x, w, b, sizes), (x, w, b))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    t = ThreadGroup(1).transport(0)
+    x = torch.randn(4, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(
+        _sync_batch_norm(x, None, None, 1e-5, t)[0].pow(3).sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# ---------------------------------------------------------------------- what is sent
+
+
+def test_one_collective_in_forward_and_one_in_backward() -> None:
+    def rank(t: Transport) -> Any:
+        layer = SyncBatchNorm(3, process_group=t)
+        y = layer(torch.randn(4, 3, requires_grad=True))
+        forward = t.statistics()
+        y.sum().backward()
+        return forward.num_calls, (t.statistics() - forward).num_calls, forward.total_bytes
+
+    assert run_ranks(2, rank)[0] == ({"all_gather": 1}, {"all_reduce": 1}, 2 * (2 * 3 + 1) * 4)
+
+
+def test_eval_mode_and_inputs_without_gradient_send_nothing() -> None:
+    def rank(t: Transport) -> Any:
+        layer = SyncBatchNorm(3, process_group=t)
+        layer(torch.randn(4, 3)).sum().backward()  # the input needs no gradient: no collective in backward
+        x = torch.randn(4, 3)
+        other = nn.BatchNorm1d(3).eval()
+        other.load_state_dict(layer.state_dict())
+        assert torch.equal(layer.eval()(x), other(x))
+        return t.statistics().num_calls
+
+    assert run_ranks(2, rank) == [{"all_gather": 1}] * 2
+
+
+def test_alone_it_is_batch_norm_and_needs_no_group() -> None:
+    x = torch.randn(5, 3)
+    ours, torchs = sl.nn.SyncBatchNorm(3), nn.BatchNorm1d(3)
+    assert torch.equal(ours(x), torchs(x))
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
+
+
+def test_two_forwards_before_one_backward() -> None:
+    """A GAN's discriminator: running statistics change in between, saved tensors do not."""
+
+    def rank(t: Transport) -> Any:
+        layer = SyncBatchNorm(2, process_group=t)
+        (layer(torch.randn(3, 2)) - layer(torch.randn(3, 2))).square().sum().backward()
+        return layer.num_batches_tracked.item()
+
+    assert run_ranks(2, rank) == [2, 2]
+
+
+# ---------------------------------------------------------------------- in a model
+
+
+def test_under_ddp_a_model_trains_as_on_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    template = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 2)
+    )
+    template = template.double()
+    xs = [batches((4, 2), (1, 5, 5), torch.float64) for _ in range(4)]
+
+    def train(model: nn.Module, module: nn.Module, xs: list[Tensor], counted: bool) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for x in xs:
+            optimizer.zero_grad()
+            if counted:
+                with model.normalize_by(len(x)):
+                    model(x).pow(2).sum().backward()
+            else:
+                (model(x).pow(2).sum() / len(x)).backward()
+            optimizer.step()
+        return [*module.parameters(), *module.buffers()]
+
+    def rank(t: Transport) -> list[Tensor]:
+        module = sl.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(template), t)
+        ddp = sl.DistributedDataParallel(module, process_group=t)
+        return train(ddp, module, [x[t.rank] for x in xs], True)
+
+    ranks = run_ranks(2, rank)
+    alone = train(template, template, [torch.cat(x) for x in xs], False)
+    for mine, other, expected in zip(*ranks, alone, strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- conversion
+
+
+def test_conversion_keeps_everything_and_changes_the_class() -> None:
+    shared = nn.BatchNorm1d(3).eval()
+    model = nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.BatchNorm1d(3, eps=0.5, momentum=None), nn.Linear(3, 3)),
+            "b": nn.BatchNorm2d(2, affine=False),
+            "c": nn.BatchNorm3d(2, track_running_stats=False, dtype=torch.float64),
+            "d": nn.SyncBatchNorm(4),
+            "e": shared,
+            "f": nn.ModuleList([shared]),
+            "g": nn.InstanceNorm1d(3),
+        }
+    )
+    model["b"].qconfig = "a qconfig"
+    model["a"][0].weight.requires_grad_(False)
+    names, tensors = zip(*model.state_dict(keep_vars=True).items(), strict=True)
+    shown = repr(model)
+    t = ThreadGroup(1).transport(0)
+    assert sl.nn.SyncBatchNorm.convert_sync_batchnorm(model, t) is model
+    layers = [model["a"][0], *(model[key] for key in "bcde"), model["f"][0]]
+    assert all(type(layer) is SyncBatchNorm and layer.process_group is t for layer in layers)
+    assert all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+    assert model["e"] is model["f"][0]
+    assert not model["e"].training
+    assert model["b"].qconfig == "a qconfig"
+    assert (model["a"][0].eps, model["a"][0].momentum) == (0.5, None)
+    assert type(model["g"]) is nn.InstanceNorm1d
+    after = model.state_dict(keep_vars=True)
+    assert tuple(after) == names
+    assert all(a is b for a, b in zip(after.values(), tensors, strict=True))
+    for kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncSyncBatchNorm"):
+        shown = shown.replace(kind, "SyncBatchNorm")
+    assert repr(model) == shown
+
+
+def test_a_single_layer_is_not_changed_but_replaced() -> None:
+    old = nn.BatchNorm1d(3)
+    new = SyncBatchNorm.convert_sync_batchnorm(old)
+    assert type(old) is nn.BatchNorm1d
+    assert new.weight is old.weight
+    new.weight = nn.Parameter(torch.zeros(3))
+    assert old.weight is not new.weight
+    assert not hasattr(old, "process_group")
+
+
+def test_hooks_stay_and_can_be_removed() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    calls: list[str] = []
+    handle = model[0].register_forward_hook(lambda *_: calls.append("forward"))
+    SyncBatchNorm.convert_sync_batchnorm(model)
+    model(torch.randn(2, 3))
+    handle.remove()
+    model(torch.randn(2, 3))
+    assert calls == ["forward"]
+
+
+def test_a_converted_layer_can_be_converted_to_another_group_copied_and_loaded() -> None:
+    first, second = (ThreadGroup(1).transport(0) for _ in range(2))
+    layer = SyncBatchNorm.convert_sync_batchnorm(SyncBatchNorm(3, process_group=first), second)
+    layer.register_forward_hook(lambda *_: None)
+    assert layer.process_group is second
+    twin = copy.deepcopy(nn.ModuleList([layer, layer]))
+    assert twin[0] is twin[1]
+    assert twin[0].process_group is second
+    assert twin[0].weight is not layer.weight
+    twin[0].load_state_dict(nn.BatchNorm1d(3).state_dict())
+
+
+class Activated(nn.BatchNorm2d):
+    """A layer of its own, as timm has them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_layers_that_conversion_would_spoil_are_refused_and_nothing_is_changed() -> None:
+    patched = nn.BatchNorm1d(2)
+    patched.forward = lambda x: x
+    for layer, message in (
+        (Activated(2), "got a Activated at 1.1, whose own forward would be lost"),
+        (patched, "got a BatchNorm1d at 1.1, whose own forward"),
+        (nn.LazyBatchNorm1d(), "got a lazy LazyBatchNorm1d at 1.1: run one forward"),
+    ):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.ReLU(), layer))
+        with pytest.raises(TypeError, match=message):
+            SyncBatchNorm.convert_sync_batchnorm(model)
+        assert type(model[0]) is nn.BatchNorm1d
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"):
+        SyncBatchNorm.convert_sync_batchnorm(3)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.zeros(3), ValueError, r"at least 2 dimensions, got shape \(3,\)"),
+        (torch.zeros(2, 4), ValueError, r"expected 3 channels, .* got shape \(2, 4\)"),
+        (torch.zeros(2, 3, dtype=torch.int64), TypeError, r"floating-point input, got torch\.int64"),
+    ],
+)
+def test_a_wrong_input_is_refused_before_anything_is_sent(x: Tensor, error: type, message: str) -> None:
+    def rank(t: Transport) -> int:
+        with pytest.raises(error, match=message):
+            SyncBatchNorm(3, process_group=t)(x)
+        return t.statistics().total_calls
+
+    assert run_ranks(2, rank) == [0, 0]
+
+
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 0)], ids=str)
+def test_a_single_value_over_all_ranks_is_an_error_on_all(sizes: tuple[int, int]) -> None:
+    def rank(t: Transport) -> list[float]:
+        layer = SyncBatchNorm(3, process_group=t)
+        with pytest.raises(ValueError, match=f"more than 1 value .* got {sum(sizes)} over all 2 ranks"):
+            layer(torch.zeros(sizes[t.rank], 3))
+        return [*layer.running_mean.tolist(), layer.num_batches_tracked.item()]
+
+    assert run_ranks(2, rank) == [[0.0, 0.0, 0.0, 0]] * 2
+
+
+# ---------------------------------------------------------------------- pooling
+
+
+def test_pooled_moments_are_those_of_the_union() -> None:
+    g = torch.Generator().manual_seed(0)
+    parts = [torch.randn(n, 4, dtype=torch.float64, generator=g) * n + 100 for n in (5, 1, 9)]
+    counts = torch.tensor([[5.0], [1.0], [0.0], [9.0]], dtype=torch.float64)
+    means = [part.mean(0) for part in parts]
+    m2s = [(part - mean).square().sum(0) for part, mean in zip(parts, means, strict=True)]
+    nothing = torch.zeros(4, dtype=torch.float64)
+    means.insert(2, nothing)
+    m2s.insert(2, nothing)
+    total, mean, var = pool_moments(counts, torch.stack(means), torch.stack(m2s))
+    whole = torch.cat(parts)
+    assert total == 15
+    torch.testing.assert_close(mean, whole.mean(0), rtol=1e-14, atol=0)
+    torch.testing.assert_close(var, whole.var(0, correction=0), rtol=1e-13, atol=0)
+
+
+def test_equal_moments_are_pooled_to_themselves() -> None:
+    means, m2s = torch.tensor([[0.1, 1e30]] * 3), torch.tensor([[0.7, 3.0]] * 3)
+    _, mean, var = pool_moments(torch.full((3, 1), 7.0), means, m2s)
+    assert torch.equal(mean, means[0])
+    torch.testing.assert_close(var, m2s[0] / 7, rtol=2e-7, atol=0)
