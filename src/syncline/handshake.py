@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from syncline.environment import Environment
-from syncline.errors import CollectiveTimeout, SynclineError
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 
 __all__ = ["Presence", "backend_for", "connect", "meet"]
 
@@ -90,7 +90,19 @@ def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]
     Raises:
         SynclineError: another process claims this rank, or the ranks count differently.
         CollectiveTimeout: not all ranks came; the text names those missing.
+        PeerLost: the process that opened the store has ended.
     """
+    try:
+        return _meet(store, mine, timeout_seconds)
+    except dist.DistNetworkError as error:
+        raise PeerLost(
+            f"rank {mine.rank} of {mine.size} lost the store in init, before all ranks had come: the process that "
+            "opened it (rank 0, or the launcher) has ended. Look at its log, its last lines say why "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
     store.set_timeout(timedelta(seconds=timeout_seconds))
     keys = [f"rank {rank}" for rank in range(mine.size)]
     said = json.dumps(asdict(mine))

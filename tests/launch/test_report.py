@@ -18,6 +18,12 @@ def spoke(rank: int, summary: str, *, at: int, code: int = 1, return_code: int =
     return Failure(rank=rank, pid=100 + rank, return_code=return_code, words=words)
 
 
+def after_a_lost_peer(rank: int, *, at: int) -> Failure:
+    traceback = f"Traceback\n{LOST}\n\nDuring handling ...\n\nTraceback\nKeyError: 'loss'\n"
+    words = LastWords(summary="KeyError: 'loss'", traceback=traceback, time_ns=at, exit_code=1)
+    return Failure(rank=rank, pid=100 + rank, return_code=1, words=words)
+
+
 def silent(rank: int, return_code: int, *tail: str) -> Failure:
     return Failure(rank=rank, pid=100 + rank, return_code=return_code, words=None, stderr_tail=tail)
 
@@ -31,6 +37,9 @@ TERMINATED = -int(signal.SIGTERM)
     [
         ([spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10)], 1),
         ([spoke(0, LOST, at=10), spoke(1, LOST, at=20)], 0),
+        ([spoke(0, LOST, at=10), spoke(1, "ValueError: x", at=20)], 1),
+        ([spoke(0, LOST, at=10), after_a_lost_peer(1, at=20)], 0),
+        ([spoke(0, LOST, at=10), spoke(1, "ValueError: x", at=20), silent(2, KILLED)], 2),
         ([spoke(0, LOST, at=10), silent(1, KILLED)], 1),
         ([spoke(0, LOST, at=10), silent(1, TERMINATED)], 0),
         ([spoke(0, "ValueError: x", at=10), silent(1, -int(signal.SIGABRT))], 0),
@@ -41,6 +50,9 @@ TERMINATED = -int(signal.SIGTERM)
     ids=[
         "by time, not by rank",
         "two lost connections: by time",
+        "a reason of its own, told after the connections were closed",
+        "no reason of its own: what followed from a lost connection",
+        "a killed rank comes before both",
         "a killed rank comes before its peer's lost connection",
         "a rank that the launcher ended does not",
         "an exception with a reason of its own comes before a silent death",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import os
 import signal
+import termios
 import time
 from pathlib import Path
 
@@ -110,6 +114,54 @@ def test_workers_end_within_two_seconds_when_the_launcher_is_killed(
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     assert_gone(pids)
+
+
+def test_what_an_interrupted_worker_started_is_not_left_behind(server: Server, tmp_path: Path) -> None:
+    launcher, pids = started(
+        server,
+        tmp_path,
+        "program.py",
+        code=(
+            "import os, signal, subprocess, sys, time\n"
+            "ignore = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); '\n"
+            "child = subprocess.Popen([sys.executable, '-c', ignore + 'import time; time.sleep(60)'],\n"
+            "                         stdout=subprocess.PIPE)\n"
+            "child.stdout.readline()\n"
+            "print('pid', child.pid, flush=True)\n"
+            "time.sleep(60)\n"
+        ),
+    )
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait().returncode == 143
+    assert_gone(pids)
+
+
+def test_the_third_signal_ends_a_launcher_whose_output_nobody_reads(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('x\\n' * 1_000_000)\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    launcher = server.start(tmp_path, "-n", "1", "program.py", terminal=str(pipe))
+    try:
+        deadline = time.monotonic() + 60
+        while not is_full(reader):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while not (launcher.folder / "code").exists():
+            assert time.monotonic() < deadline
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(launcher.pid, signal.SIGTERM)
+            time.sleep(0.5)
+        assert launcher.wait().returncode == 143
+    finally:
+        os.close(reader)
+
+
+def is_full(pipe_fd: int) -> bool:
+    """Whether a pipe holds as much as it can (its writer waits)."""
+    held = array.array("i", [0])
+    fcntl.ioctl(pipe_fd, termios.FIONREAD, held)
+    return held[0] > fcntl.fcntl(pipe_fd, fcntl.F_GETPIPE_SZ) - 4096
 
 
 def test_what_a_failed_worker_started_is_not_left_behind(server: Server, tmp_path: Path) -> None:

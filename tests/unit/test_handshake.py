@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.environment import Environment
-from syncline.errors import CollectiveTimeout, SynclineError
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.handshake import Presence, backend_for, connect, meet
 
 
@@ -51,6 +51,27 @@ def test_ranks_that_do_not_come_are_named() -> None:
     for error in met(presence(0, 4), presence(2, 4), timeout_seconds=0.2):
         assert isinstance(error, CollectiveTimeout)
         assert "ranks 1, 3 of 4 did not come" in str(error)
+
+
+def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:
+    """Rank 0, which opened it, may give up a moment before the others."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    errors: list[Exception] = []
+
+    def come() -> None:
+        try:
+            meet(store, presence(1), 30.0)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    server.wait(["rank 1"])
+    del server
+    thread.join()
+    assert isinstance(errors[0], PeerLost)
+    assert "rank 1 of 2 lost the store in init" in str(errors[0])
 
 
 def test_two_processes_that_are_the_same_rank_are_named() -> None:

@@ -88,16 +88,19 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
     An exception tells its time. A rank that was killed does not, and its peers may well record their lost
     connections before the launcher sees the death; so a silent death comes before such an error, but after
-    an exception that has a reason of its own. SIGTERM is how the launcher ends the ranks that are left.
+    an exception that has a reason of its own. A rank that closes its connections while its exception is still on
+    the way out (`finally: destroy_process_group()`) speaks after its peers. SIGTERM is how the launcher ends the
+    ranks that are left.
 
     Args:
         failures: at least one, those first that the launcher saw first.
     """
     spoke = sorted((f for f in failures if f.words is not None), key=_time_ns)
     silent = [f for f in _by_themselves(failures) if f.words is None]
-    if spoke and not (silent and _blames_a_peer(spoke[0])):
+    if spoke and not _blames_a_peer(spoke[0]):
         return spoke[0]
-    return (silent or failures)[0]
+    own_reasons = [f for f in spoke if f.words is not None and f.words.traceback and not _blames_a_peer(f)]
+    return (silent or own_reasons or spoke or failures)[0]
 
 
 def _by_themselves(failures: Sequence[Failure]) -> list[Failure]:
@@ -114,7 +117,12 @@ def _time_ns(failure: Failure) -> int:
 
 
 def _blames_a_peer(failure: Failure) -> bool:
-    return failure.words is not None and bool(_OF_A_LOST_PEER.search(failure.words.summary))
+    words = failure.words
+    if words is None:
+        return False
+    # An error that follows from such an error blames a peer as well; source lines may say "timeout=60".
+    chain = re.findall(r"^[\w.]+: .*$", words.traceback, re.MULTILINE)
+    return any(_OF_A_LOST_PEER.search(text) for text in (words.summary, *chain))
 
 
 def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-__all__ = ["Interruption", "kill_left_behind", "kill_workers"]
+__all__ = ["Interruption", "kill_left_behind", "kill_workers", "worker_groups"]
 
 
 class Interruption:
@@ -28,12 +28,21 @@ class Interruption:
     Args:
         signals: names such as "SIGINT".
         grace_seconds: how long after the first signal `kill` is called anyway.
+        note: called at the first signal, before the workers get it.
         kill: ends the workers at once.
     """
 
-    def __init__(self, signals: Sequence[str], *, grace_seconds: float, kill: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        signals: Sequence[str],
+        *,
+        grace_seconds: float,
+        note: Callable[[], None],
+        kill: Callable[[], None],
+    ) -> None:
         self._signals = [signal.Signals[name] for name in signals]
         self._grace_seconds = grace_seconds
+        self._note = note
         self._kill = kill
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_over = False
@@ -54,29 +63,38 @@ class Interruption:
             signal.signal(number, handler)
 
     def end(self) -> None:
-        """From now on signals change nothing: the workers are gone, only the report is left to write."""
+        """The workers are gone, only the report is left to write: a signal or two change nothing from now on."""
         self._is_over = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._num_received += 1
+        if self._num_received > 2:
+            if not self._is_over:
+                self._kill()
+            os._exit(
+                128 + (self.received or number)
+            )  # whatever holds us up: nobody may be reading our output
         if self._is_over:
             return
-        self._num_received += 1
         if self.received is None:
             self.received = signal.Signals(number)
+            self._note()
             # A timer of the kernel, not a thread: this runs between any two instructions of the main thread.
             signal.setitimer(signal.ITIMER_REAL, max(self._grace_seconds, 0.001))
             raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)
         self._kill()
-        if self._num_received > 2:
-            os._exit(128 + self.received)
+
+
+def worker_groups(mark: str) -> set[int]:
+    """The process groups of this process's workers, known by `mark` in their environment."""
+    return {group for pid, parent, group in _marked(mark) if parent == os.getpid() and group == pid}
 
 
 def kill_workers(mark: str) -> None:
     """Kill the process groups of this process's workers, known by `mark` in their environment."""
-    for pid, parent, group in _marked(mark):
-        if parent == os.getpid() and group == pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+    for group in worker_groups(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def kill_left_behind(mark: str, groups: set[int]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from syncline import environment
 from syncline.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs
 from syncline.launch.report import Failure, describe, first_failure, read_last_words
-from syncline.launch.signals import Interruption, kill_left_behind, kill_workers
+from syncline.launch.signals import Interruption, kill_left_behind, kill_workers, worker_groups
 
 __all__ = ["Job", "say", "supervise", "worker_command"]
 
@@ -81,9 +81,11 @@ def supervise(job: Job) -> int:
     names = [name.strip() for name in config.signals_to_handle.split(",")]
     # An empty list: torch's launcher leaves the handlers alone. What ours raises is torch's own exception.
     config.signals_to_handle = ""
+    groups: set[int] = set()
     interruption = Interruption(
         [name for name in names if name],
         grace_seconds=job.grace_seconds,
+        note=lambda: groups.update(worker_groups(mark)),
         kill=lambda: kill_workers(mark),
     )
     try:
@@ -91,8 +93,11 @@ def supervise(job: Job) -> int:
             failure = _launch(job, interruption)
             interruption.end()
             kill_workers(mark)
+            if isinstance(failure, ChildFailedError):
+                groups.update(child.pid for child in failure.failures.values())
+            kill_left_behind(mark, groups)
             logs.stop()
-            return _finish(job, logs, interruption.received, failure, mark)
+            return _finish(job, logs, interruption.received, failure)
     finally:
         environment.restore(before)
 
@@ -111,13 +116,10 @@ def _finish(
     logs: RankLogs | TorchLogs,
     received: signal.Signals | None,
     failure: Exception | None,
-    mark: str,
 ) -> int:
     """Say how the job ended."""
     if job.keep_logs_in is not None and logs.kept is not None:
         say(f"logs are in {logs.kept}")
-    if isinstance(failure, ChildFailedError):
-        kill_left_behind(mark, {child.pid for child in failure.failures.values()})
     if received is not None:
         say(f"stopped by {received.name}, all workers on this host have ended")
         return 128 + received
