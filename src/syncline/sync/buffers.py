@@ -1,18 +1,23 @@
-"""Buffers (BatchNorm's running statistics, say) are made rank 0's before a forward."""
+"""Buffers (BatchNorm's running statistics, say) are made equal on all ranks before a forward, by a policy."""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
 from syncline.events import BufferRecord
+from syncline.sync.pooling import average_buffers
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 
-__all__ = ["BufferSync"]
+__all__ = ["BufferPolicy", "BufferSync"]
+
+BufferPolicy = Literal["broadcast", "average", "none"]
 
 
 class BufferSync:
-    """Broadcasts a module's buffers from rank 0 before a forward.
+    """Makes a module's buffers equal on all ranks before a forward.
 
     As in torch, a forward whose predecessor ran under `no_sync` or `torch.no_grad()` sends nothing, and without
     buffers nothing is ever sent. Autograd's version counters stay as they are, so that two forwards before one
@@ -21,13 +26,32 @@ class BufferSync:
     Args:
         module: whose buffers; a buffer may be replaced by assignment at any time.
         transport: what they travel by.
-        enabled: False where the user asked for no broadcasts.
+        policy: "broadcast": rank 0's. "average": floating buffers become the mean over ranks, each rank with the
+            same weight; a `running_mean` and `running_var` of one submodule are pooled (see [Note: pooling] in
+            `pooling.py`); integers, such as `num_batches_tracked`, become the maximum; a bool is true where it is
+            true on any rank. "none": every rank keeps its own.
+        enabled: False means the policy "none".
+
+    Raises:
+        ValueError: an unknown policy.
     """
 
-    def __init__(self, module: nn.Module, transport: Transport, *, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(
+        self,
+        module: nn.Module,
+        transport: Transport,
+        *,
+        policy: BufferPolicy = "broadcast",
+        enabled: bool = True,
+    ) -> None:
+        if policy not in get_args(BufferPolicy):
+            raise ValueError(
+                f"expected one of {', '.join(get_args(BufferPolicy))} for buffers; got {policy!r}"
+            )
+        self.policy: BufferPolicy = policy if enabled else "none"
         self.due = True
-        """Whether the next forward broadcasts: the previous one was neither under no_sync nor under no_grad."""
+        """Whether the next forward synchronizes: the previous one was neither under no_sync nor under no_grad,
+        and `equalize` has not been called since."""
         self._transport = transport
         self._slots = [
             (owner._buffers, name)
@@ -38,7 +62,13 @@ class BufferSync:
         self._tensors: list[Tensor] = []
         self._broadcaster: TensorBroadcaster | None = None
         self._num_tensors, self._payload_bytes = self.size()
+        self._was_equalized = False
         self._last: tuple[bool, str] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a forward ever synchronizes."""
+        return self.policy != "none"
 
     def size(self) -> tuple[int, int]:
         """Tensors and bytes, a buffer that occurs twice counted once."""
@@ -46,35 +76,70 @@ class BufferSync:
         return len(tensors), sum(t.numel() * t.element_size() for t in tensors)
 
     def before_forward(self, *, next_is_due: bool) -> None:
-        """Broadcast if it is due.
+        """Synchronize if it is due.
 
         Args:
             next_is_due: whether this forward counts as one after which buffers are to be synchronized.
         """
         due, self.due = self.due, next_is_due
+        was_equalized, self._was_equalized = self._was_equalized, False
         if not self._slots:
             self._last = (False, "the module has no buffers")
         elif not self.enabled:
             self._last = (False, "broadcasting buffers is switched off")
         elif self._transport.size == 1:
             self._last = (False, "there is only one rank")
+        elif was_equalized:
+            self._last = (False, "they were made equal after the previous forward")
         elif not due:
             self._last = (False, "the previous forward ran under no_sync or no_grad")
         else:
-            self._broadcast()
+            self._synchronize(self.policy)
             self._last = (True, "")
 
-    def _broadcast(self) -> None:
+    def equalize(self) -> int:
+        """Make the buffers equal now, by the policy ("none": rank 0's): before a checkpoint or an evaluation.
+
+        A collective call. After the last step the buffers are those of each rank's own last batch; after this
+        they are equal, and the next forward has nothing to send, so that one rank may evaluate alone.
+
+        Returns:
+            The number of collectives made; 0 without buffers and on one rank.
+        """
+        if not self._slots or self._transport.size == 1:
+            return 0
+        self.due, self._was_equalized = False, True
+        return self._synchronize(self.policy if self.enabled else "broadcast")
+
+    def _synchronize(self, policy: BufferPolicy) -> int:
         tensors = self._current()
-        if self._broadcaster is None or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._tensors = tensors
-            self._broadcaster = TensorBroadcaster(tensors, self._transport, preserve_version=True)
+        if len(tensors) != len(self._tensors) or any(
+            a is not b for a, b in zip(tensors, self._tensors, strict=True)
+        ):
+            self._tensors, self._broadcaster = tensors, None
             self._num_tensors, self._payload_bytes = self.size()
+        if policy == "average":
+            distinct = list({id(tensor): tensor for tensor in tensors}.values())
+            return average_buffers(distinct, self._running_statistics(), self._transport)
+        if self._broadcaster is None:
+            self._broadcaster = TensorBroadcaster(tensors, self._transport, preserve_version=True)
         self._broadcaster.start(0).wait()
+        return self._broadcaster.num_collectives
 
     def _current(self) -> list[Tensor]:
         tensors = (owner.get(name) for owner, name in self._slots)
         return [tensor for tensor in tensors if tensor is not None]
+
+    def _running_statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Running means with their variances, wherever a submodule has both, each pair once."""
+        found = {}
+        for owner, name in self._slots:
+            mean, variance = owner.get("running_mean"), owner.get("running_var")
+            if name != "running_var" or mean is None or variance is None or mean.shape != variance.shape:
+                continue
+            if mean.is_floating_point() and variance.is_floating_point() and mean.device == variance.device:
+                found[id(mean), id(variance)] = (mean, variance)
+        return list(found.values())
 
     def last_forward(self) -> BufferRecord | None:
         """What the most recent forward did about buffers; None before the first."""

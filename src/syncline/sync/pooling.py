@@ -1,0 +1,167 @@
+"""The mean of buffers over ranks, and the pooling of running statistics.
+
+[Note: pooling] A running variance describes how samples spread around *its rank's* mean. Where the means differ, the
+mean of the variances leaves that difference out. With equal weights for all ranks (each has seen as many batches as
+the others, as in the mean of gradients) the pooled statistics are
+
+    mean = mean over ranks of mean_i
+    var  = mean over ranks of (var_i + mean_i**2) - mean**2
+         = mean of the variances + variance of the means
+
+which is one sum over ranks. It is taken in float64, so that
+
+- buffers that are equal on all ranks stay as they are, bit for bit, whatever the number of ranks: a sum of N equal
+  numbers of 24 bits is exact there (float64 and complex128 buffers travel as two halves of 26 bits for this reason);
+  the exception are variances whose mean is so large that mean**2 / var exceeds 2**27 (2**0 for float64 buffers,
+  where the last bits may change once);
+- the difference does not cancel for float32 statistics: its error is about 1e-16 * mean**2 / var, relative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.transport.base import Transport, Work
+
+__all__ = ["average_buffers", "from_raw_moments_", "join_halves", "split_halves", "to_raw_moments_"]
+
+_LOW_BITS = (1 << 27) - 1
+
+_Pair = tuple[Tensor, Tensor]
+
+
+# ---------------------------------------------------------------------- pure
+
+
+def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
+    """Turn variances into means of squares, in place; these can be averaged.
+
+    Args:
+        means, variances: float64, of the same shape.
+    """
+    variances.addcmul_(means, means)
+
+
+def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
+    """Turn means of squares into variances, in place; what rounding has made negative becomes 0.
+
+    Example:
+        >>> means, variances = torch.tensor([[-1.0], [3.0]]), torch.tensor([[0.0], [2.0]])  # (num_ranks, 1)
+        >>> to_raw_moments_(means, variances)
+        >>> mean, variance = means.mean(0), variances.mean(0)
+        >>> from_raw_moments_(mean, variance)
+        >>> mean.item(), variance.item()
+        (1.0, 5.0)
+    """
+    squares.addcmul_(means, means, value=-1).clamp_(min=0)
+
+
+def split_halves(x: Tensor) -> Tensor:
+    """Float64 numbers (n,) as (2n,): 26 leading bits, then the rest; the sum of both is exactly x."""
+    high = (x.view(torch.int64) & ~_LOW_BITS).view(torch.float64)
+    return torch.cat([high, torch.where(x.isfinite(), x - high, 0.0)])
+
+
+def join_halves(halves: Tensor) -> Tensor:
+    """The inverse of `split_halves`, also of a mean of halves.
+
+    Example:
+        >>> x = torch.tensor([1 / 3, -1e300, float("-inf")], dtype=torch.float64)
+        >>> torch.equal(join_halves(split_halves(x) * 7 / 7), x)
+        True
+    """
+    high, low = halves.chunk(2)
+    return high + low
+
+
+# ---------------------------------------------------------------------- over ranks
+
+
+def average_buffers(tensors: Sequence[Tensor], pairs: Sequence[_Pair], transport: Transport) -> int:
+    """Make buffers equal on all ranks: floating ones their mean, integers their maximum, bools "true anywhere".
+
+    At most two collectives for each device, all under way at once. Autograd's version counters stay as they are.
+
+    Args:
+        tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
+        pairs: running mean and running variance, to be pooled; both are among `tensors`.
+        transport: between the ranks.
+
+    Returns:
+        The number of collectives.
+    """
+    paired = {id(tensor) for pair in pairs for tensor in pair}
+    rest = [tensor for tensor in tensors if id(tensor) not in paired and tensor.numel()]
+    under_way: list[tuple[Work, _Averages | _Maxima]] = []
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor for tensor in rest if tensor.device == device]
+        floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
+        pairs_here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
+        if floats or pairs_here:
+            averages = _Averages(pairs_here, floats, transport)
+            under_way.append((transport.all_reduce(averages.wire), averages))
+        integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
+        if integers:
+            maxima = _Maxima(integers, transport)
+            under_way.append((transport.all_reduce(maxima.wire, "max"), maxima))
+    for work, operation in under_way:
+        work.wait()
+        operation.land()
+    return len(under_way)
+
+
+class _Averages:
+    """Floating buffers of one device, as one float64 vector: means, their variances, everything else."""
+
+    def __init__(self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport) -> None:
+        means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
+        self._targets = [_real(tensor) for tensor in (*means, *variances, *others)]
+        self._num_paired = sum(mean.numel() for mean in means)
+        self._num_ranks = transport.size
+        self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
+        flat = torch.cat([target.reshape(-1).double() for target in self._targets])
+        to_raw_moments_(*self._moments(flat))
+        self.wire = _sendable(split_halves(flat) if self._in_halves else flat, transport)
+
+    def land(self) -> None:
+        flat = self.wire.div_(self._num_ranks).to(self._targets[0].device)
+        flat = join_halves(flat) if self._in_halves else flat
+        from_raw_moments_(*self._moments(flat))
+        _scatter(flat, self._targets)
+
+    def _moments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        return flat[: self._num_paired], flat[self._num_paired : 2 * self._num_paired]
+
+
+class _Maxima:
+    """Integer and bool buffers of one device, as one int64 vector."""
+
+    def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
+        self._targets = [tensor.data for tensor in tensors]
+        self.wire = _sendable(torch.cat([t.reshape(-1).to(torch.int64) for t in self._targets]), transport)
+
+    def land(self) -> None:
+        _scatter(self.wire.to(self._targets[0].device), self._targets)
+
+
+def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    parts = flat.split([target.numel() for target in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view(target.shape))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory outside of autograd, as real numbers."""
+    data = tensor.data
+    if not data.is_complex():
+        return data
+    return torch.view_as_real(data.conj() if data.is_conj() else data)
+
+
+def _sendable(wire: Tensor, transport: Transport) -> Tensor:
+    """Where the engine can send from: NCCL, say, cannot from the CPU."""
+    control = transport.control_device
+    return wire.to(control) if wire.device.type == "cpu" and control.type != "cpu" else wire

@@ -1,0 +1,382 @@
+"""Buffer policies and the arithmetic of pooling. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from syncline.sync.buffers import BufferSync
+from syncline.sync.pooling import (
+    average_buffers,
+    from_raw_moments_,
+    join_halves,
+    split_halves,
+    to_raw_moments_,
+)
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+
+def float64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def on_ranks(
+    num_ranks: int, build: Callable[[int], nn.Module], policy: str = "average"
+) -> list[dict[str, Tensor]]:
+    """The buffers of each rank after one synchronization."""
+
+    def rank(t: Transport) -> dict[str, Tensor]:
+        module = build(t.rank)
+        sync = BufferSync(module, t, policy=policy)
+        sync.before_forward(next_is_due=True)
+        assert sync.last_forward().sent
+        return dict(module.named_buffers())
+
+    results = run_ranks(num_ranks, rank)
+    for other in results[1:]:
+        for name, buffer in results[0].items():
+            assert torch.equal(buffer, other[name]), name  # no NaN among them
+    return results
+
+
+class Holder(nn.Module):
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+
+def norm(mean: float, variance: float, *, dtype: torch.dtype = torch.float32, steps: int = 0) -> nn.Module:
+    layer = nn.BatchNorm1d(2, dtype=dtype)
+    layer.running_mean.fill_(mean)
+    layer.running_var.fill_(variance)
+    layer.num_batches_tracked.fill_(steps)
+    return layer
+
+
+# ---------------------------------------------------------------------- pooling, by arithmetic
+
+
+def test_pooled_statistics_are_those_of_equal_samples_put_together() -> None:
+    g = torch.Generator().manual_seed(0)
+    samples = torch.randn(5, 40, 3, dtype=torch.float64, generator=g) + torch.arange(5).view(5, 1, 1)
+    means, variances = samples.mean(1), samples.var(1, correction=0)  # (num_ranks, C)
+    to_raw_moments_(means, variances)
+    mean, variance = means.mean(0), variances.mean(0)
+    from_raw_moments_(mean, variance)
+    whole = samples.flatten(0, 1)
+    torch.testing.assert_close(mean, whole.mean(0), rtol=1e-13, atol=0)
+    torch.testing.assert_close(variance, whole.var(0, correction=0), rtol=1e-13, atol=0)
+
+
+def test_a_variance_below_zero_by_rounding_becomes_zero() -> None:
+    squares = float64(1.0 - 1e-16, 4.0)
+    from_raw_moments_(float64(1.0, 1.0), squares)
+    assert squares.tolist() == [0.0, 3.0]
+
+
+@given(st.floats(allow_nan=False), st.integers(1, 1000))
+@settings(deadline=None, max_examples=300)
+def test_the_mean_of_equal_numbers_in_halves_is_that_number(x: float, num_ranks: int) -> None:
+    if abs(x) > 1e300:
+        x = math.copysign(math.inf, x)  # the sum would overflow
+    halves = split_halves(float64(x))
+    total = halves.clone()
+    for _ in range(num_ranks - 1):
+        total += halves
+    if 0 < abs(x) < 1e-290:
+        return  # the low half is subnormal: sums are exact, quotients need not be
+    assert join_halves(total / num_ranks).item() == x
+
+
+def test_nan_in_halves_stays_nan() -> None:
+    assert join_halves(split_halves(float64(math.nan))).isnan().all()
+
+
+# ---------------------------------------------------------------------- average
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_running_statistics_are_pooled(num_ranks: int, dtype: torch.dtype) -> None:
+    means, variances = [1.0, 3.0, -2.0][:num_ranks], [2.0, 4.0, 0.5][:num_ranks]
+    (first, *_) = on_ranks(num_ranks, lambda r: norm(means[r], variances[r], dtype=dtype, steps=5 - r))
+    mean = sum(means) / num_ranks
+    # The mean of the variances, and what the means differ by.
+    variance = sum(variances) / num_ranks + sum((m - mean) ** 2 for m in means) / num_ranks
+    rtol = torch.finfo(dtype).eps
+    torch.testing.assert_close(first["running_mean"].double(), float64(mean, mean), rtol=rtol, atol=0)
+    torch.testing.assert_close(first["running_var"].double(), float64(variance, variance), rtol=rtol, atol=0)
+    assert first["running_mean"].dtype is dtype
+    assert first["num_batches_tracked"].item() == 5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 7])
+def test_buffers_that_are_equal_stay_as_they_are_to_the_bit(num_ranks: int) -> None:
+    def build(rank: int) -> nn.Module:
+        g = torch.Generator().manual_seed(0)
+        x = torch.randn(999, dtype=torch.float64, generator=g)
+        return Holder(
+            float32=x.float(),
+            float64=x.clone(),
+            huge=x * 1e200,
+            float16=x.half(),
+            bfloat16_=x.bfloat16(),
+            complex128=torch.complex(x, -x),
+            mask=torch.full((3, 3), -math.inf).triu(1),
+            integers=torch.arange(4),
+        )
+
+    expected = dict(build(0).named_buffers())
+    for name, buffer in on_ranks(num_ranks, build)[0].items():
+        assert torch.equal(buffer, expected[name]), name
+
+
+def test_equal_running_statistics_stay_as_they_are_also_with_a_large_mean() -> None:
+    for result in on_ranks(3, lambda r: norm(1e3 / 3, 0.1)):
+        assert torch.equal(result["running_var"], norm(0.0, 0.1).running_var)
+        assert torch.equal(result["running_mean"], norm(1e3 / 3, 0.0).running_mean)
+
+
+def test_a_large_mean_does_not_cancel_the_variance() -> None:
+    """In float32 the squares of 1e4 have a spacing of 8."""
+    (first, _) = on_ranks(2, lambda r: norm(1e4 + r, 2.0))
+    # The pooled mean 1e4 + 0.5 is exact; 2 + 0.25 is off by about 1e8 * 1e-16, and rounded to float32.
+    torch.testing.assert_close(first["running_var"], torch.full((2,), 2.25), rtol=1.2e-7, atol=0)
+
+
+def test_integers_take_the_maximum_and_bools_are_true_where_any_is() -> None:
+    def build(rank: int) -> nn.Module:
+        return Holder(
+            small=torch.tensor([rank, -rank], dtype=torch.int8),
+            bytes_=torch.tensor([200 + rank], dtype=torch.uint8),
+            large=torch.tensor([(1 << 60) + rank]),
+            switch=torch.tensor([rank == 1, False, True]),
+        )
+
+    (first, _) = on_ranks(2, build)
+    assert first["small"].tolist() == [1, 0]
+    assert first["bytes_"].tolist() == [201]
+    assert first["large"].tolist() == [(1 << 60) + 1]
+    assert first["switch"].tolist() == [True, False, True]
+    assert [b.dtype for b in first.values()] == [torch.int8, torch.uint8, torch.int64, torch.bool]
+
+
+def test_other_floats_are_averaged_whatever_their_layout() -> None:
+    def build(rank: int) -> nn.Module:
+        return Holder(
+            transposed=(torch.arange(6.0).view(2, 3) * (1 + rank)).t(),
+            last=torch.full((1, 2, 2, 2), float(rank)).to(memory_format=torch.channels_last),
+            conjugate=torch.tensor([1 + 2j * rank]).conj(),
+            scalar=torch.tensor(float(rank)),
+            empty=torch.zeros(0, 3),
+        )
+
+    first, second = on_ranks(2, build)
+    assert first["transposed"].tolist() == (torch.arange(6.0).view(2, 3) * 1.5).t().tolist()
+    assert first["transposed"].stride() == (1, 3)
+    assert first["last"].flatten().tolist() == [0.5] * 8
+    assert first["conjugate"].tolist() == second["conjugate"].tolist() == [1 - 1j]
+    assert first["scalar"].item() == 0.5
+
+
+def test_only_pairs_of_one_submodule_are_pooled() -> None:
+    """A running_var on its own is a buffer as any other; a mean of another shape is not its mean."""
+    buffers = {"alone": {"running_var": 2.0}, "odd": {"running_mean": 4.0, "running_var": 2.0}}
+
+    def build(rank: int) -> nn.Module:
+        module = nn.ModuleDict()
+        for name, values in buffers.items():
+            module[name] = Holder(**{key: torch.full((2,), value * rank) for key, value in values.items()})
+        module["odd"].running_mean = torch.tensor(4.0 * rank)
+        return module
+
+    (first, _) = on_ranks(2, build)
+    assert [b.flatten().tolist() for b in first.values()] == [[1.0, 1.0], [2.0], [1.0, 1.0]]
+
+
+def test_a_shared_layer_is_pooled_once_and_instance_norm_too() -> None:
+    def build(rank: int) -> nn.Module:
+        layer = norm(float(rank), 1.0)
+        instance = nn.InstanceNorm1d(2, track_running_stats=True)
+        instance.running_mean.fill_(2.0 * rank)
+        return nn.ModuleList([layer, layer, instance])
+
+    (first, _) = on_ranks(2, build)
+    assert first["0.running_var"].tolist() == [1.25] * 2
+    assert first["2.running_var"].tolist() == [2.0] * 2
+
+
+def test_everything_travels_in_two_collectives_at_most() -> None:
+    def rank(t: Transport) -> list[dict[str, int]]:
+        calls = []
+        layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(5), Holder(x=torch.zeros(2, dtype=torch.float64))]
+        for module in (nn.ModuleList(layers), Holder(x=torch.zeros(2)), Holder(n=torch.zeros(2).int())):
+            before = t.statistics()
+            number = BufferSync(module, t, policy="average").equalize()
+            calls.append((t.statistics() - before).num_calls)
+            assert sum(calls[-1].values()) == number
+        return calls
+
+    assert run_ranks(2, rank)[0] == [{"all_reduce": 2}, {"all_reduce": 1}, {"all_reduce": 1}]
+
+
+def test_an_average_of_nothing_sends_nothing() -> None:
+    def rank(t: Transport) -> int:
+        assert average_buffers([torch.zeros(0)], [], t) == 0
+        return t.statistics().total_calls
+
+    assert run_ranks(2, rank) == [0, 0]
+
+
+# ---------------------------------------------------------------------- every policy
+
+
+def policies(**kwargs: Any) -> Any:
+    return pytest.mark.parametrize("policy", ["broadcast", "average"], **kwargs)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    def rank(t: Transport) -> None:
+        with pytest.raises(ValueError, match="one of broadcast, average, none for buffers; got 'mean'"):
+            BufferSync(nn.BatchNorm1d(1), t, policy="mean")
+
+    run_ranks(1, rank)
+
+
+@policies()
+def test_buffers_are_equal_before_a_forward_on_torchs_schedule(policy: str) -> None:
+    def rank(t: Transport) -> list[bool]:
+        module = norm(float(t.rank), 1.0)
+        sync = BufferSync(module, t, policy=policy)
+        sent = []
+        for next_is_due in (True, False, True, True):
+            sync.before_forward(next_is_due=next_is_due)
+            sent.append(sync.last_forward().sent)
+            module.running_mean.add_(t.rank)
+        return sent
+
+    assert run_ranks(2, rank) == [[True, True, False, True]] * 2
+
+
+def test_broadcast_makes_them_rank_0s() -> None:
+    (first, _) = on_ranks(2, lambda r: norm(1.0 + r, 2.0 + r, steps=r), policy="broadcast")
+    assert [b.flatten()[0].item() for b in first.values()] == [1.0, 2.0, 0]
+
+
+@pytest.mark.parametrize("arguments", [{"policy": "none"}, {"enabled": False}], ids=str)
+def test_none_sends_nothing_before_a_forward(arguments: dict[str, Any]) -> None:
+    def rank(t: Transport) -> tuple[float, int, str]:
+        module = norm(float(t.rank), 1.0)
+        sync = BufferSync(module, t, **arguments)
+        assert not sync.enabled
+        sync.before_forward(next_is_due=True)
+        return module.running_mean[0].item(), t.statistics().total_calls, sync.last_forward().reason
+
+    reason = "broadcasting buffers is switched off"
+    assert run_ranks(2, rank) == [(0.0, 0, reason), (1.0, 0, reason)]
+
+
+@policies()
+def test_without_buffers_nothing_is_ever_sent(policy: str) -> None:
+    def rank(t: Transport) -> int:
+        sync = BufferSync(nn.Linear(2, 2), t, policy=policy)
+        sync.before_forward(next_is_due=True)
+        assert sync.equalize() == 0
+        return t.statistics().total_calls
+
+    assert run_ranks(2, rank) == [0, 0]
+
+
+@policies()
+def test_version_counters_stay(policy: str) -> None:
+    def rank(t: Transport) -> None:
+        module = norm(float(t.rank), 1.0)
+        versions = [b._version for b in module.buffers()]
+        BufferSync(module, t, policy=policy).before_forward(next_is_due=True)
+        assert [b._version for b in module.buffers()] == versions
+        assert module.running_mean[0].item() == (0.0 if policy == "broadcast" else 0.5)
+
+    run_ranks(2, rank)
+
+
+@policies()
+def test_a_replaced_buffer_and_one_set_to_none_are_noticed(policy: str) -> None:
+    def rank(t: Transport) -> float:
+        module = nn.Sequential(norm(0.0, 1.0), Holder(x=torch.zeros(3)))
+        sync = BufferSync(module, t, policy=policy)
+        sync.before_forward(next_is_due=True)
+        module[0].running_mean = torch.full((2,), 10.0 * t.rank)
+        module[1].x = None
+        sync.before_forward(next_is_due=True)
+        assert sync.last_forward().num_tensors == 3
+        return module[0].running_mean[0].item()
+
+    assert run_ranks(2, rank) == [0.0 if policy == "broadcast" else 5.0] * 2
+
+
+# ---------------------------------------------------------------------- equal after the last step
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("broadcast", 1.0), ("average", 1.5), ("none", 1.0)])
+def test_equalize_makes_them_equal_now_and_the_next_forward_sends_nothing(
+    policy: str, expected: float
+) -> None:
+    def rank(t: Transport) -> tuple[float, int, list[str]]:
+        module = norm(0.0, 1.0)
+        sync = BufferSync(module, t, policy=policy)
+        sync.before_forward(next_is_due=True)
+        module.running_mean.fill_(1.0 + t.rank)
+        before = t.statistics()
+        assert sync.equalize() == (t.statistics() - before).total_calls > 0
+        after, reasons = t.statistics(), []
+        for next_is_due in (False, True):
+            if t.rank == 0 or next_is_due:  # rank 0 evaluates alone
+                sync.before_forward(next_is_due=next_is_due)
+                reasons.append(sync.last_forward().reason)
+        calls = (t.statistics() - after).total_calls
+        sync.before_forward(next_is_due=True)
+        assert sync.last_forward().sent is (policy != "none")
+        return module.running_mean[0].item(), calls, reasons
+
+    results = run_ranks(2, rank)
+    assert [mean for mean, _, _ in results] == [expected] * 2
+    assert [calls for _, calls, _ in results] == [0, 0]
+    if policy != "none":
+        assert results[1][2] == ["they were made equal after the previous forward"]
+
+
+def test_training_under_average_keeps_evaluation_equal_on_all_ranks() -> None:
+    g = torch.Generator().manual_seed(0)
+    batches = torch.randn(6, 2, 8, 3, generator=g) + torch.arange(2).view(1, 2, 1, 1)  # (step, rank, N, C)
+    template = nn.BatchNorm1d(3)
+
+    def rank(t: Transport) -> list[Tensor]:
+        module = copy.deepcopy(template)
+        sync = BufferSync(module, t, policy="average")
+        for batch in batches:
+            sync.before_forward(next_is_due=True)
+            module(batch[t.rank])
+        sync.equalize()
+        return list(module.buffers())
+
+    first, second = run_ranks(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    mean, variance = torch.zeros(3), torch.ones(3)
+    for batch in batches:  # the same in one process: each rank's update, then pooled
+        means = 0.9 * mean + 0.1 * batch.mean(1)  # (rank, C)
+        variances = 0.9 * variance + 0.1 * batch.var(1)
+        mean = means.mean(0)
+        variance = variances.mean(0) + means.var(0, correction=0)
+    torch.testing.assert_close(first[0], mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(first[1], variance, rtol=1e-6, atol=0)
+    assert first[2].item() == 6
