@@ -324,6 +324,40 @@ def test_a_replaced_buffer_and_one_set_to_none_are_noticed(policy: str) -> None:
     assert run_ranks(2, rank) == [0.0 if policy == "broadcast" else 5.0] * 2
 
 
+def test_ignored_buffers_are_left_alone_and_a_variance_without_its_mean_is_not_pooled() -> None:
+    def rank(t: Transport) -> list[float]:
+        module = nn.Sequential(norm(float(t.rank), 1.0 + t.rank))
+        module.register_buffer("top", torch.tensor(float(t.rank)))
+        sync = BufferSync(module, t, policy="average", ignored=["0.running_mean", "top"])
+        sync.before_forward(next_is_due=True)
+        assert sync.size()[0] == 2
+        return [b.flatten()[0].item() for b in module.buffers()]
+
+    assert run_ranks(2, rank) == [[0.0, 0.0, 1.5, 0], [1.0, 1.0, 1.5, 0]]
+
+
+def test_another_source_can_be_chosen_for_a_broadcast() -> None:
+    def rank(t: Transport) -> float:
+        module = norm(float(t.rank), 1.0)
+        BufferSync(module, t).before_forward(next_is_due=True, src=1)
+        return module.running_mean[0].item()
+
+    assert run_ranks(2, rank) == [1.0, 1.0]
+
+
+def test_a_forward_left_to_a_hook_says_whether_it_was_due_and_keeps_the_schedule() -> None:
+    def rank(t: Transport) -> list[bool]:
+        sync = BufferSync(norm(float(t.rank), 1.0), t)
+        due = [sync.leave_to_hook(next_is_due=False), sync.leave_to_hook(next_is_due=True)]
+        sync.enabled = False
+        due.append(sync.leave_to_hook(next_is_due=True))
+        assert "hook" in sync.last_forward().reason
+        assert t.statistics().total_calls == 0
+        return due
+
+    assert run_ranks(2, rank) == [[True, False, False]] * 2
+
+
 # ---------------------------------------------------------------------- equal after the last step
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ class BufferSync:
             same weight; a `running_mean` and `running_var` of one submodule are pooled (see [Note: pooling] in
             `pooling.py`); integers, such as `num_batches_tracked`, become the maximum; a bool is true where it is
             true on any rank. "none": every rank keeps its own.
-        enabled: False means the policy "none".
+        enabled: False means that forwards do not synchronize, as with the policy "none"; it may be switched later
+            ("none" switched on is "broadcast").
+        ignored: names of buffers that are left alone.
 
     Raises:
         ValueError: an unknown policy.
@@ -43,21 +46,24 @@ class BufferSync:
         *,
         policy: BufferPolicy = "broadcast",
         enabled: bool = True,
+        ignored: Collection[str] = (),
     ) -> None:
         if policy not in get_args(BufferPolicy):
             raise ValueError(
                 f"expected one of {', '.join(get_args(BufferPolicy))} for buffers; got {policy!r}"
             )
-        self.policy: BufferPolicy = policy if enabled else "none"
+        self.policy: BufferPolicy = policy
+        self.enabled = enabled and policy != "none"
+        """Whether forwards synchronize."""
         self.due = True
         """Whether the next forward synchronizes: the previous one was neither under no_sync nor under no_grad,
         and `equalize` has not been called since."""
         self._transport = transport
         self._slots = [
             (owner._buffers, name)
-            for owner in module.modules()
+            for path, owner in module.named_modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None
+            if buffer is not None and (f"{path}.{name}" if path else name) not in ignored
         ]
         self._tensors: list[Tensor] = []
         self._broadcaster: TensorBroadcaster | None = None
@@ -65,21 +71,24 @@ class BufferSync:
         self._was_equalized = False
         self._last: tuple[bool, str] | None = None
 
-    @property
-    def enabled(self) -> bool:
-        """Whether a forward ever synchronizes."""
-        return self.policy != "none"
-
     def size(self) -> tuple[int, int]:
         """Tensors and bytes, a buffer that occurs twice counted once."""
         tensors = {id(buffer): buffer for buffer in self._current()}.values()
         return len(tensors), sum(t.numel() * t.element_size() for t in tensors)
 
-    def before_forward(self, *, next_is_due: bool) -> None:
+    def leave_to_hook(self, *, next_is_due: bool) -> bool:
+        """A user's hook synchronizes in place of this forward's policy; whether that is due."""
+        due, self.due = self.due, next_is_due
+        self._was_equalized = False
+        self._last = (False, "a buffer hook is registered")
+        return due and self.enabled and bool(self._slots)
+
+    def before_forward(self, *, next_is_due: bool, src: int = 0) -> None:
         """Synchronize if it is due.
 
         Args:
             next_is_due: whether this forward counts as one after which buffers are to be synchronized.
+            src: the rank whose buffers the policy "broadcast" takes; the same on all ranks.
         """
         due, self.due = self.due, next_is_due
         was_equalized, self._was_equalized = self._was_equalized, False
@@ -89,12 +98,12 @@ class BufferSync:
             self._last = (False, "broadcasting buffers is switched off")
         elif self._transport.size == 1:
             self._last = (False, "there is only one rank")
-        elif was_equalized:
+        elif not due and was_equalized:
             self._last = (False, "they were made equal after the previous forward")
         elif not due:
             self._last = (False, "the previous forward ran under no_sync or no_grad")
         else:
-            self._synchronize(self.policy)
+            self._synchronize(src)
             self._last = (True, "")
 
     def equalize(self) -> int:
@@ -109,21 +118,21 @@ class BufferSync:
         if not self._slots or self._transport.size == 1:
             return 0
         self.due, self._was_equalized = False, True
-        return self._synchronize(self.policy if self.enabled else "broadcast")
+        return self._synchronize(0)
 
-    def _synchronize(self, policy: BufferPolicy) -> int:
+    def _synchronize(self, src: int) -> int:
         tensors = self._current()
         if len(tensors) != len(self._tensors) or any(
             a is not b for a, b in zip(tensors, self._tensors, strict=True)
         ):
             self._tensors, self._broadcaster = tensors, None
             self._num_tensors, self._payload_bytes = self.size()
-        if policy == "average":
+        if self.policy == "average":
             distinct = list({id(tensor): tensor for tensor in tensors}.values())
             return average_buffers(distinct, self._running_statistics(), self._transport)
         if self._broadcaster is None:
             self._broadcaster = TensorBroadcaster(tensors, self._transport, preserve_version=True)
-        self._broadcaster.start(0).wait()
+        self._broadcaster.start(src).wait()
         return self._broadcaster.num_collectives
 
     def _current(self) -> list[Tensor]:
@@ -133,11 +142,13 @@ class BufferSync:
     def _running_statistics(self) -> list[tuple[Tensor, Tensor]]:
         """Running means with their variances, wherever a submodule has both, each pair once."""
         found = {}
+        taking_part = {id(tensor) for tensor in self._tensors}
         for owner, name in self._slots:
             mean, variance = owner.get("running_mean"), owner.get("running_var")
             if name != "running_var" or mean is None or variance is None or mean.shape != variance.shape:
                 continue
-            if mean.is_floating_point() and variance.is_floating_point() and mean.device == variance.device:
+            is_floating = mean.is_floating_point() and variance.is_floating_point()
+            if id(mean) in taking_part and is_floating and mean.device == variance.device:
                 found[id(mean), id(variance)] = (mean, variance)
         return list(found.values())
 
