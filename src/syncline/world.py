@@ -63,6 +63,33 @@ class World:
     """Where this rank should compute."""
 
 
+class _Destroyer:
+    """Destroys the default group on a thread made beforehand: Python 3.12 starts no thread while it exits."""
+
+    def __init__(self) -> None:
+        self._decided = threading.Event()
+        self._destroy = False
+        self._thread = threading.Thread(target=self._run, name="syncline-shutdown", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._decided.wait()
+        if self._destroy:
+            dist.destroy_process_group()
+
+    def end(self, *, destroy: bool) -> None:
+        """End the thread, but do not wait forever for a collective that the other ranks never joined."""
+        self._destroy = destroy
+        self._decided.set()
+        self._thread.join(_DESTROY_SECONDS)
+        if self._thread.is_alive():
+            warnings.warn(
+                f"shutdown: after {_DESTROY_SECONDS:g} s a collective is still under way that other ranks have not "
+                "joined; the process group is left behind. Wait for asynchronous work before shutdown()",
+                stacklevel=3,
+            )
+
+
 @dataclass
 class _Session:
     """What one `init` did, for `shutdown` to undo."""
@@ -71,7 +98,8 @@ class _Session:
     world: World
     group: weakref.ref[dist.ProcessGroup] | None = None
     """The default group that `init` made or found; None when alone."""
-    owns_group: bool = False
+    destroyer: _Destroyer | None = None
+    """Where `init` made the group."""
     variables_before: dict[str, str | None] = field(default_factory=dict)
     hook: _Hook | None = None
     hook_before: _Hook | None = None
@@ -156,12 +184,12 @@ def shutdown() -> None:
         if session is None:
             return
         atexit.unregister(_at_exit)
-        owns_live_group = session.owns_group and session.is_current()
+        group_is_live = session.is_current()
         for _, transport in _transports.values():
             transport.close()
         _transports.clear()
-        if owns_live_group:
-            _destroy_default_group()
+        if session.destroyer is not None:
+            session.destroyer.end(destroy=group_is_live)
         if session.hook is not None and sys.excepthook is session.hook:
             sys.excepthook = session.hook_before or sys.__excepthook__
         environment.restore(session.variables_before)
@@ -213,7 +241,7 @@ def _start(asked: tuple[str, float, torch.device | None]) -> _Session:
     group = _default_group()
     assert group is not None
     session = _Session(
-        asked=asked, world=found, group=weakref.ref(group), owns_group=True, variables_before=before
+        asked=asked, world=found, group=weakref.ref(group), destroyer=_Destroyer(), variables_before=before
     )
     _watch(session, hook_before=hook_before)
     return session
@@ -267,19 +295,6 @@ def _at_exit() -> None:
     # process. So the groups are left to the kernel, which closes the connections at once.
     groups = dist.distributed_c10d._world.pg_map
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
-
-
-def _destroy_default_group() -> None:
-    """Destroy it, but do not wait forever for a collective that the other ranks never joined."""
-    thread = threading.Thread(target=dist.destroy_process_group, name="syncline-shutdown", daemon=True)
-    thread.start()
-    thread.join(_DESTROY_SECONDS)
-    if thread.is_alive():
-        warnings.warn(
-            f"shutdown: after {_DESTROY_SECONDS:g} s a collective is still under way that other ranks have not "
-            "joined; the process group is left behind. Wait for asynchronous work before shutdown()",
-            stacklevel=3,
-        )
 
 
 # ---------------------------------------------------------------------- transports

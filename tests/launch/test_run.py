@@ -143,10 +143,10 @@ def test_one_program_starts_three_ways(server: Server, tmp_path: Path) -> None:
         text=True,
         env=clean_environment(),
     )
+    output, error = torchrun.communicate(timeout=TIMEOUT_SECONDS)
     done = launcher.wait()
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] mean 0.5 of 2", "[rank 1] mean 0.5 of 2"]
-    output, error = torchrun.communicate(timeout=TIMEOUT_SECONDS)
     assert torchrun.returncode == 0, error
     assert output.count("mean 0.5 of 2") == 2
     alone = subprocess.run(
