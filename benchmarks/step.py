@@ -138,7 +138,13 @@ def report(size: str, seconds: dict[str, list[float]], calls: tuple[int, int, in
     print(f"  the better of each: {best} / {rival} = {middle:.3f}  [{low:.3f}, {high:.3f}]")
     num_calls, num_gradients, num_buckets = calls
     print(f"  Python calls a step: {num_calls} for {num_gradients} gradients in {num_buckets} buckets")
-    return {"rival": rival, "best": best, "variants": rows, "python_calls": num_calls, "num_gradients": num_gradients}
+    return {
+        "rival": rival,
+        "best": best,
+        "variants": rows,
+        "python_calls": num_calls,
+        "num_gradients": num_gradients,
+    }
 
 
 def main() -> None:

@@ -32,9 +32,12 @@ class Plan:
     buffer_bytes: int
     init_sync: bool
     init_buffers: bool
-    broadcast_buffers: bool
+    buffer_policy: str
     as_bucket_view: bool
     allow_unused: bool
+    comm_hook: str | None = None
+    reduce_dtype: str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,9 @@ class Evidence:
     rank: int
     backward: BackwardRecord | None
     buffers: BufferRecord | None
+
+
+_BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, statistics pooled", "none": "-"}
 
 
 # ---------------------------------------------------------------------- the contract
@@ -85,6 +91,10 @@ def _gradients_row(plan: Plan) -> Row:
         when, how = "never: there is one rank", "-"
     else:
         when, how = "every backward outside no_sync", "mean, all_reduce"
+        if plan.reduce_dtype is not None:
+            how += f" in {plan.reduce_dtype}"
+    if plan.comm_hook is not None:
+        when, how = "every backward outside no_sync", f"by communication hook {plan.comm_hook}"
     return Row(
         what="gradients",
         size=_size(plan.num_gradients, plan.gradient_bytes),
@@ -116,7 +126,7 @@ def _buffers_row(plan: Plan) -> Row:
     size = _size(plan.num_buffers, plan.buffer_bytes)
     if plan.num_ranks == 1:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
-    if not plan.broadcast_buffers:
+    if plan.buffer_policy == "none":
         when, how = (
             ("once, at construction", "broadcast from rank 0") if plan.init_buffers else ("never", "-")
         )
@@ -125,7 +135,7 @@ def _buffers_row(plan: Plan) -> Row:
         what="buffers",
         size=size,
         when="before forward, not after no_sync",
-        how="broadcast from rank 0",
+        how=_BUFFER_WORDS[plan.buffer_policy],
         drift_allowed="one step",
     )
 
@@ -179,12 +189,12 @@ def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
     parameters += "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"
     if not plan.num_buffers:
         buffers = "buffers     nothing sent: the module has none, so there is no call at all"
-    elif not plan.broadcast_buffers:
+    elif plan.buffer_policy == "none":
         buffers = "buffers     nothing sent: broadcasting buffers is switched off"
     else:
         size = f"{format_count(plan.num_buffers, 'tensor')}, {format_bytes(plan.buffer_bytes)}"
         buffers = (
-            f"buffers     broadcast from rank 0: {size}, 1 call "
+            f"buffers     {_BUFFER_WORDS[plan.buffer_policy]}: {size} "
             "(none if the previous forward ran under no_sync or no_grad)"
         )
     return [("forward", parameters), ("forward", buffers)]
@@ -195,7 +205,9 @@ def _forward_recorded(plan: Plan, buffers: BufferRecord | None) -> list[tuple[st
         return [("forward", "nothing sent: there is one rank")]
     if buffers.sent:
         size = f"{format_count(buffers.num_tensors, 'tensor')}, {format_bytes(buffers.payload_bytes)}"
-        line = f"buffers     broadcast from rank 0: {size}, 1 call"
+        line = f"buffers     {_BUFFER_WORDS[plan.buffer_policy]}: {size}"
+        if plan.buffer_policy == "broadcast":
+            line += ", 1 call"
     else:
         line = f"buffers     nothing sent: {buffers.reason}"
     return [_forward_planned(plan)[0], ("forward", line)]

@@ -27,6 +27,7 @@ LEVELS = (
     ("world",),
     ("sync", "data", "nn"),
     ("verbs",),
+    ("torch_names",),
     ("parallel",),
     ("launch",),
     ("cli", "testing"),

@@ -462,20 +462,55 @@ def test_a_backward_that_raised_after_buckets_were_sent_breaks_the_module_by_nam
     each_rank(rank)
 
 
-def test_reentrant_checkpoints_are_refused_by_name() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.last = linear(2, 2), linear(2, 2), linear()
+class Checkpointed(nn.Module):
+    """Two re-entrant checkpoints, the first of which runs `num_uses` times."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(self.first, x, use_reentrant=True)
-            return self.last(checkpoint(self.second, x, use_reentrant=True))
+    def __init__(self, *, num_uses: int = 1, reentrant: bool = True) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+        self.num_uses, self.reentrant = num_uses, reentrant
 
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_uses):
+            x = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return self.last(checkpoint(self.second, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("cap_mb", [1e-6, None])
+@pytest.mark.parametrize(
+    ("num_uses", "options"), [(1, {}), (1, {"static_graph": True}), (3, {"static_graph": True})]
+)
+def test_reentrant_checkpoints_reduce_as_plain_ones_do(
+    num_uses: int, options: dict[str, bool], cap_mb: float | None
+) -> None:
     def rank(t: Transport) -> None:
-        ddp = DDP(Checkpointed(), process_group=t, bucket_cap_mb=1e-6)
-        with pytest.raises(SynclineError, match="use_reentrant=False"):
-            ddp(inputs(t).requires_grad_()).sum().backward()
+        module = Checkpointed(num_uses=num_uses)
+        ddp = DDP(module, process_group=t, bucket_cap_mb=cap_mb, **options)
+        plain = Checkpointed(num_uses=num_uses, reentrant=False)
+        plain.load_state_dict(module.state_dict())
+        x = (torch.arange(6.0).view(3, 2) + t.rank).requires_grad_()
+        for step in range(3):
+            for model in (plain, ddp):
+                model.zero_grad()
+                model(x + step).square().sum().backward()
+            for mine, local in zip(module.parameters(), plain.parameters(), strict=True):
+                assert mine.grad is not None
+                assert local.grad is not None
+                t.all_reduce(local.grad, "mean").wait()
+                torch.testing.assert_close(mine.grad, local.grad)
+
+    each_rank(rank)
+
+
+def test_a_parameter_in_two_reentrant_checkpoints_without_static_graph_is_an_error_that_names_the_remedy() -> (
+    None
+):
+    def rank(t: Transport) -> None:
+        ddp = DDP(Checkpointed(num_uses=2), process_group=t, bucket_cap_mb=1e-6)
+        x = inputs(t).requires_grad_()
+        with pytest.raises(SynclineError, match="static_graph=True"):
+            for _ in range(2):
+                ddp(x).sum().backward()
 
     each_rank(rank)
 

@@ -33,7 +33,12 @@ class ParameterSpec:
     numel: int
     itemsize_bytes: int
     dtype: str
+    """What its gradient is reduced in."""
     device: str
+    sparse: bool = False
+    """Its gradient has rows for few of its indices: it is gathered, not added up in a flat tensor."""
+    delayed: bool = False
+    """Its gradient travels after all others that are not delayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,14 @@ class BucketCaps:
     cap_bytes: int
     first_cap_bytes: int
     """A smaller first bucket starts the overlap of sending and computing earlier."""
+    listed_bytes: tuple[int, ...] = ()
+    """Caps of the first buckets of each kind, one by one; those that follow get `cap_bytes`."""
+
+    def of(self, position: int) -> int:
+        """The cap of the bucket at `position` among those of its kind."""
+        if position < len(self.listed_bytes):
+            return self.listed_bytes[position]
+        return self.first_cap_bytes if position == 0 else self.cap_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +76,8 @@ class BucketPlan:
     tail_numel: int
     """Elements of control data behind the gradients: 0 in every bucket but the last."""
     itemsize_bytes: int
+    sparse: bool = False
+    """One parameter alone, whose sparse gradient has no flat tensor."""
 
     @property
     def payload_bytes(self) -> int:
@@ -119,8 +134,8 @@ def plan_buckets(
         tail_numel: elements of control data to add to the last bucket.
 
     Returns:
-        The buckets in launch order. A bucket holds one dtype on one device; it comes before another when it is
-        complete earlier in `order`.
+        The buckets in launch order. A bucket holds one dtype on one device, a sparse gradient is alone in its
+        own; a bucket comes before another when it is complete earlier in `order`.
 
     Example:
         >>> spec = ParameterSpec(name="w", numel=4, itemsize_bytes=4, dtype="float32", device="cpu")
@@ -139,25 +154,31 @@ def plan_buckets(
 
 def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
     """Parameter indices by bucket, buckets in the order in which they are complete."""
-    filling: dict[tuple[str, str], list[int]] = {}
-    filled_bytes: dict[tuple[str, str], int] = {}
+    filling: dict[tuple[str, str, bool], list[int]] = {}
+    filled_bytes: dict[tuple[str, str, bool], int] = {}
     position = {index: at for at, index in enumerate(order)}
     complete: list[list[int]] = []
+    num_complete: dict[tuple[str, str, bool], int] = {}
     for index in order:
         spec = specs[index]
-        kind = (spec.dtype, spec.device)
+        if spec.sparse:
+            complete.append([index])
+            continue
+        kind = (spec.dtype, spec.device, spec.delayed)
         size_bytes = spec.numel * spec.itemsize_bytes
         # Every kind's first bucket gets the small cap: each dtype's sending should start early.
-        first = not any(specs[group[0]].dtype == spec.dtype for group in complete)
-        cap_bytes = caps.first_cap_bytes if first else caps.cap_bytes
+        cap_bytes = caps.of(num_complete.get(kind, 0))
         if kind in filling and filled_bytes[kind] + size_bytes > cap_bytes:
             complete.append(filling.pop(kind))
+            num_complete[kind] = num_complete.get(kind, 0) + 1
         if kind not in filling:
             filling[kind] = []
             filled_bytes[kind] = 0
         filling[kind].append(index)
         filled_bytes[kind] += size_bytes
-    return sorted([*complete, *filling.values()], key=lambda group: position[group[-1]])
+    return sorted(
+        [*complete, *filling.values()], key=lambda group: (specs[group[0]].delayed, position[group[-1]])
+    )
 
 
 def _lay_out(
@@ -180,4 +201,5 @@ def _lay_out(
         numel=numel,
         tail_numel=tail_numel,
         itemsize_bytes=specs[group[0]].itemsize_bytes,
+        sparse=specs[group[0]].sparse,
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
+from syncline.sync.comm_hook import CommHook, GradBucket
 from syncline.transport.base import Transport, Work
 
-__all__ = ["Bucket", "BucketState", "copy_scaled"]
+__all__ = ["Bucket", "BucketState", "Lifecycle", "copy_scaled"]
 
 
 class BucketState(enum.Enum):
@@ -33,19 +36,64 @@ _ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
 }
 
 
-class Bucket:
+class Lifecycle:
+    """What all kinds of buckets have in common: members, where they stand, and what the ledger wants to know.
+
+    Args:
+        plan: which parameters lie where.
+        members: the parameters of the plan, in its order.
+    """
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Tensor]) -> None:
+        self.plan = plan
+        self.members = list(members)
+        self.num_pending = len(self.members)
+        self.state = BucketState.FILLING
+        self.trigger: int | None = None
+        """The parameter whose gradient completed the bucket; None where the end of backward did."""
+        self.launched_at = 0.0
+        self.waited_seconds = 0.0
+
+    def reset(self) -> None:
+        """Ready for the next backward. Refused while the transport holds the bucket."""
+        self._transition(BucketState.FILLING)
+        self.num_pending = len(self.members)
+
+    def _transition(self, to: BucketState) -> None:
+        assert to in _ALLOWED_MOVES[self.state], f"bucket {self.plan.index}: {self.state} -> {to}"
+        self.state = to
+
+
+class Bucket(Lifecycle):
     """Owns the flat tensor of one `BucketPlan`.
 
     Args:
         plan: which parameters lie where.
         parameters: all parameters of the module, by index.
+        transport: what the flat tensor travels by.
+        as_view: whether `.grad` becomes the view of the flat tensor, instead of getting its values copied.
+        comm_hook: what reduces the flat tensor in place of the transport's all_reduce.
+        is_last: whether a hook is told that it is the last one.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor]) -> None:
-        first = parameters[plan.parameters[0]]
-        self.plan = plan
-        self.members = [parameters[i] for i in plan.parameters]
-        self.flat = torch.zeros(plan.numel + plan.tail_numel, dtype=first.dtype, device=first.device)
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[Tensor],
+        transport: Transport,
+        *,
+        as_view: bool = False,
+        comm_hook: CommHook | None = None,
+        is_last: bool = False,
+    ) -> None:
+        super().__init__(plan, [parameters[i] for i in plan.parameters])
+        self._transport = transport
+        self._as_view = as_view
+        self._comm_hook = comm_hook
+        self._is_last = is_last
+        first = self.members[0]
+        dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.flat = torch.zeros(plan.numel + plan.tail_numel, dtype=dtype, device=first.device)
         self.views = [
             _view_like(self.flat, offset, parameter)
             for offset, parameter in zip(plan.offsets, self.members, strict=True)
@@ -58,23 +106,35 @@ class Bucket:
         self._small_flat = self.flat[small_from : plan.numel]
         # Real and imaginary parts apart: control digits are real, and a complex division rounds where a real one
         # would not.
-        real = torch.view_as_real(self.flat) if first.is_complex() else self.flat
+        real = torch.view_as_real(self.flat) if dtype.is_complex else self.flat
         self._gradients_flat = real[: plan.numel]
         self._tail = real[plan.numel :].flatten()
-        self.num_pending = len(self.members)
-        self.state = BucketState.FILLING
-        self.work: Work | None = None
-        self.trigger: int | None = None
-        """The parameter whose gradient completed the bucket; None where the end of backward did."""
-        self.launched_at = 0.0
-        self.waited_seconds = 0.0
+        self._work: Work | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
-    def reset(self) -> None:
-        """Ready for the next backward. Refused while the transport holds the flat tensor."""
-        self._transition(BucketState.FILLING)
-        self.num_pending = len(self.members)
+    def view_of(self, position: int) -> Tensor | None:
+        """Where the gradient of member `position` is copied as soon as it is ready; None for a small one."""
+        return self.views[position] if position < self.num_large else None
 
-    def fill_small(self, scale: float, *, any_missing: bool) -> None:
+    def launch(
+        self, scale: float, missing: frozenset[int], *, tail: Sequence[int] | None, trigger: int | None
+    ) -> None:
+        """Fill what is not filled yet and send the flat tensor, `tail` behind the gradients."""
+        self._fill_small(scale, any_missing=bool(missing))
+        if missing:
+            self._fill_missing_large(missing, scale)
+        self._send(tail, trigger)
+
+    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
+        """Send zeros: a rank that has no inputs left. `.grad` stays as it is."""
+        if self._as_view:  # what `.grad` shows must not change: let it keep the values as a tensor of its own
+            for parameter, view in zip(self.members, self.views, strict=True):
+                if parameter.grad is view:
+                    parameter.grad = view.clone()
+        self.flat.zero_()
+        self._send(tail, None)
+
+    def _fill_small(self, scale: float, *, any_missing: bool) -> None:
         """Copy the small gradients into place, times `scale`; a missing one counts as zero."""
         if not self._small_members:
             return
@@ -91,7 +151,7 @@ class Bucket:
         if scale != 1.0:
             self._small_flat.mul_(scale)
 
-    def fill_missing_large(self, missing: frozenset[int], scale: float) -> None:
+    def _fill_missing_large(self, missing: frozenset[int], scale: float) -> None:
         """Fill the places of the large parameters that were not ready in this backward.
 
         What earlier backwards without synchronization left in `.grad` counts; nothing counts as zero.
@@ -107,8 +167,7 @@ class Bucket:
             else:
                 copy_scaled(view, gradient, scale)
 
-    def launch(self, transport: Transport, *, tail: Sequence[int] | None, trigger: int | None) -> None:
-        """Hand the flat tensor to the transport, `tail` behind the gradients."""
+    def _send(self, tail: Sequence[int] | None, trigger: int | None) -> None:
         self.trigger = trigger
         if tail is not None:
             if any(tail):
@@ -117,16 +176,43 @@ class Bucket:
                 self._tail.zero_()
         self._transition(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
-        self.work = transport.all_reduce(self.flat, "sum")
+        if self._comm_hook is None:
+            self._work = self._transport.all_reduce(self.flat, "sum")
+            return
+        bucket = GradBucket(
+            index=self.plan.index,
+            buffer=self.flat,
+            parameters=self.members,
+            gradients=self.views,
+            is_last=self._is_last,
+        )
+        self._future = self._comm_hook(bucket)
 
     def wait(self) -> None:
-        """Block until the flat tensor holds the sum."""
-        assert self.work is not None
+        """Block until the flat tensor holds what was asked for: the sum, or the hook's result."""
         start = time.perf_counter()
-        self.work.wait()
+        if self._work is not None:
+            self._work.wait()
+        else:
+            assert self._future is not None
+            self._take(self._future.wait())
         self.waited_seconds = time.perf_counter() - start
-        self.work = None
+        self._work = self._future = None
         self._transition(BucketState.REDUCED)
+
+    def _take(self, result: object) -> None:
+        """A hook's result: the flat tensor itself, or another with as many elements."""
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        name = "" if self._comm_hook is None else self._comm_hook.name
+        if not isinstance(result, Tensor) or result.numel() != self.flat.numel():
+            got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+            raise SynclineError(
+                f"communication hook {name}, bucket {self.plan.index}: expected its future to hold a tensor of "
+                f"{self.flat.numel()} elements, got {got}: return the bucket's buffer, reduced"
+            )
+        if result is not self.flat:
+            self.flat.copy_(result.view(-1))
 
     def read_tail(self) -> list[float]:
         """The control data of all ranks, summed."""
@@ -137,28 +223,22 @@ class Bucket:
         """Divide the reduced gradients."""
         self._gradients_flat.div_(divisor)
 
-    def hand_over_views(self, skip: frozenset[int]) -> None:
-        """Make `.grad` of each member its view of the flat tensor; `skip` are parameter indices."""
-        for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
-            if index not in skip and parameter.grad is not view:
-                parameter.grad = view
-
-    def copy_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
-        """Copy the reduced gradients into `.grad` of each member; `skip` are parameter indices."""
-        if not any_missing:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
+        """Let `.grad` of each member be what was reduced; `skip` are indices of parameters to leave alone."""
+        if self._as_view:
+            for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
+                if index not in skip and parameter.grad is not view:
+                    parameter.grad = view
+        elif not any_missing:
             torch._foreach_copy_([parameter.grad for parameter in self.members], self.views)  # type: ignore[misc]
-            return
-        for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
-            if index in skip:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-            else:
-                parameter.grad.copy_(view)
-
-    def _transition(self, to: BucketState) -> None:
-        assert to in _ALLOWED_MOVES[self.state], f"bucket {self.plan.index}: {self.state} -> {to}"
-        self.state = to
+        else:
+            for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
+                if index in skip:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter).copy_(view)
+                else:
+                    parameter.grad.copy_(view)
 
 
 def copy_scaled(view: Tensor, gradient: Tensor, scale: float) -> None:
@@ -168,6 +248,8 @@ def copy_scaled(view: Tensor, gradient: Tensor, scale: float) -> None:
             view.mul_(scale)
     elif scale == 1.0:
         view.copy_(gradient)
+    elif view.dtype is not gradient.dtype:
+        view.copy_(gradient).mul_(scale)  # in the wider type: first converted, then multiplied
     else:
         torch.mul(gradient, scale, out=view)
 

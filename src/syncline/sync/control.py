@@ -27,6 +27,7 @@ MAX_ITEMS: int = 256**_NUM_ITEM_DIGITS - 1
 
 _FLAG_MISSING = 1
 _FLAG_COUNTED = 2
+_FLAG_JOINED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,8 @@ class RankControl:
     """Some parameter received no gradient in this backward."""
     num_items: int | None = None
     """Items behind these gradients under `normalize_by`; None outside of it."""
+    joined: bool = False
+    """This rank has no inputs left and takes part with zeros."""
 
 
 def tail_numel(num_ranks: int, num_tracked_parameters: int) -> int:
@@ -55,6 +58,8 @@ def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[in
     tail = [0] * (num_ranks * _SLOTS_PER_RANK)
     at = rank * _SLOTS_PER_RANK
     flags = _FLAG_MISSING if control.gradients_missing else 0
+    if control.joined:
+        flags |= _FLAG_JOINED
     if control.num_items is not None:
         flags |= _FLAG_COUNTED
         tail[at + 1 : at + _SLOTS_PER_RANK] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
@@ -71,6 +76,7 @@ def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl,
             RankControl(
                 gradients_missing=bool(flags & _FLAG_MISSING),
                 num_items=int.from_bytes(bytes(digits), "big") if flags & _FLAG_COUNTED else None,
+                joined=bool(flags & _FLAG_JOINED),
             )
         )
     return tuple(ranks), tuple(x > 0 for x in tail[num_ranks * _SLOTS_PER_RANK :])

@@ -19,6 +19,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +29,14 @@ from torch.autograd import Variable
 from syncline.errors import SynclineError, UnreducedGradients
 from syncline.plan.buckets import BucketCaps, ParameterSpec, plan_buckets
 from syncline.sync.bucket import Bucket, copy_scaled
+from syncline.sync.comm_hook import CommHook
 from syncline.sync.control import RankControl, decode, encode, tail_numel
+from syncline.sync.control_message import ControlMessage
 from syncline.sync.ledger import Ledger
 from syncline.sync.normalize import ItemNormalizer
+from syncline.sync.reentrant import is_inside_another_backward
+from syncline.sync.sparse import SparseBucket
+from syncline.sync.usage import GraphUsage, StaticUsage
 from syncline.transport.base import Transport
 
 __all__ = ["GradientOptions", "GradientSync", "parameter_specs"]
@@ -48,20 +55,37 @@ class GradientOptions:
     """After the backward `.grad` is a view of the bucket, not a tensor of its own."""
     allow_unused: bool
     """A parameter without gradient counts as zero instead of being an error."""
+    static_graph: bool = False
+    """Which parameters get a gradient, and how often in one backward, is learnt in the first and stays."""
+    reduce_dtype: torch.dtype | None = None
+    """What floating gradients are added up in; None means each in its own type."""
+    sparse: frozenset[str] = frozenset()
+    """Names of the parameters whose gradients are sparse."""
+    delayed: frozenset[str] = frozenset()
+    """Names of the parameters whose gradients travel last."""
 
 
-def parameter_specs(named_parameters: Sequence[tuple[str, Tensor]]) -> list[ParameterSpec]:
+def parameter_specs(
+    named_parameters: Sequence[tuple[str, Tensor]], options: GradientOptions
+) -> list[ParameterSpec]:
     """What bucket planning needs to know of the parameters."""
-    return [
-        ParameterSpec(
-            name=name,
-            numel=parameter.numel(),
-            itemsize_bytes=parameter.element_size(),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            device=str(parameter.device),
+    specs = []
+    for name, parameter in named_parameters:
+        dtype = parameter.dtype
+        if options.reduce_dtype is not None and dtype.is_floating_point and name not in options.sparse:
+            dtype = options.reduce_dtype
+        specs.append(
+            ParameterSpec(
+                name=name,
+                numel=parameter.numel(),
+                itemsize_bytes=dtype.itemsize,
+                dtype=str(dtype).removeprefix("torch."),
+                device=str(parameter.device),
+                sparse=name in options.sparse,
+                delayed=name in options.delayed,
+            )
         )
-        for name, parameter in named_parameters
-    ]
+    return specs
 
 
 class GradientSync:
@@ -90,28 +114,60 @@ class GradientSync:
         self.normalizer = ItemNormalizer(self.parameters, transport.size)
         self.ledger = Ledger(self.names)
         self.step = 0
-        self.buckets: list[Bucket] = []
-        self._specs = parameter_specs(named_parameters)
-        self._order_is_learnt = False
-        self._places: list[tuple[Bucket, Tensor | None]] = []
+        self.buckets: list[Bucket | SparseBucket] = []
+        self.comm_hook: CommHook | None = None
+        self.num_contributing: int | None = None
+        """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
+        self.on_reduced: Callable[[], None] | None = None
+        """Called when `.grad` holds what was reduced, inside of backward."""
+        self.pending_futures: list[torch.futures.Future[Any]] = []
+        """What the end of the next backward waits for besides (a buffer hook's, say)."""
+        self._specs = parameter_specs(named_parameters, options)
+        self.order_is_learnt = False
+        self._places: list[tuple[Bucket | SparseBucket, Tensor | None]] = []
+        self._control: ControlMessage | None = None
+        self._usage = (
+            GraphUsage(self.parameters) if options.allow_unused and not options.static_graph else None
+        )
+        self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
         # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
         self._ready: list[int] = []
         self._used_since_reduction: set[int] = set()
         self._task_id = _NOT_IN_BACKWARD
+        self._tasks: set[int] = set()
+        self._outermost: int | None = None
+        self._ended_inside = False
         self._synchronizing = False
         self._num_items: int | None = None
+        self._absent = _NONE
         self._scale = 1.0
         self._next_to_launch = 0
         self._step_under_way = 0
         self._began_at = 0.0
         self._broken: str | None = None
-        if transport.size > 1:
-            # Registration order reversed: what is used last in forward is usually ready first in backward.
-            self._build(list(reversed(range(len(self.parameters)))))
+        if self._sends:
+            self._build(self._registration_order_reversed())
+        make_hook = (
+            self._make_hook if self._usage is None and self._static is None else self._make_careful_hook
+        )
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            parameter.register_post_accumulate_grad_hook(make_hook(index))
             for index, parameter in enumerate(self.parameters)
         ]
+
+    @property
+    def _sends(self) -> bool:
+        return self.transport.size > 1 or self.comm_hook is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return bool(self._tasks)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has put the ranks out of step."""
+        return self._broken is not None
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -119,22 +175,64 @@ class GradientSync:
             handle.remove()
         self._handles.clear()
 
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """Reduce buckets by `hook` from now on. It gets undivided gradients and divides by itself.
+
+        Raises:
+            RuntimeError: there is one already, or a backward has synchronized.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once: "
+                f"{self.comm_hook.name} is registered"
+            )
+        if self.step or self._tasks:
+            raise RuntimeError(
+                f"register_comm_hook must be called before the first backward, got it after step {self.step}"
+            )
+        self.comm_hook = hook
+        self._build(self._registration_order_reversed())
+
     # ------------------------------------------------------------------ layout
+
+    def _registration_order_reversed(self) -> list[int]:
+        """What is used last in forward is usually ready first in backward."""
+        return list(reversed(range(len(self.parameters))))
 
     def _build(self, order: Sequence[int]) -> None:
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
-        plans = plan_buckets(
-            self._specs,
-            order,
-            caps=self.options.caps,
-            tail_numel=tail_numel(self.transport.size, num_tracked),
-        )
-        self.buckets = [Bucket(plan, self.parameters) for plan in plans]
-        places: dict[int, tuple[Bucket, Tensor | None]] = {}
+        numel = tail_numel(self.transport.size, num_tracked)
+        # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early.
+        is_apart = self.comm_hook is not None or bool(self.options.sparse)
+        self._control = ControlMessage(self.transport, numel) if is_apart else None
+        plans = plan_buckets(self._specs, order, caps=self.options.caps, tail_numel=0 if is_apart else numel)
+        self.buckets = [
+            SparseBucket(plan, self.parameters, self.transport)
+            if plan.sparse
+            else Bucket(
+                plan,
+                self.parameters,
+                self.transport,
+                as_view=self._has_views(plan.dtype),
+                comm_hook=self.comm_hook,
+                is_last=plan is plans[-1],
+            )
+            for plan in plans
+        ]
+        places: dict[int, tuple[Bucket | SparseBucket, Tensor | None]] = {}
         for bucket in self.buckets:
             for at, index in enumerate(bucket.plan.parameters):
-                places[index] = (bucket, bucket.views[at] if at < bucket.num_large else None)
+                places[index] = (bucket, bucket.view_of(at))
         self._places[:] = [places[index] for index in range(len(self.parameters))]
+
+    def _has_views(self, dtype: str) -> bool:
+        """Whether `.grad` can be a view of a bucket: not of one in another type than the parameters'."""
+        if not self.options.as_bucket_view:
+            return False
+        return all(
+            spec.dtype != dtype or str(parameter.dtype) == f"torch.{dtype}"
+            for spec, parameter in zip(self._specs, self.parameters, strict=True)
+        )
 
     def _learn_order(self) -> None:
         """Lay the buckets out anew in the order in which rank 0's gradients were ready.
@@ -142,26 +240,29 @@ class GradientSync:
         Once, at the end of the first synchronized backward; every rank gets rank 0's order, because buckets must
         be the same everywhere.
         """
-        self._order_is_learnt = True
+        self.order_is_learnt = True
         if len(self.buckets) == 1:
             return
         seen = set(self._ready)
         rest = [i for bucket in self.buckets for i in bucket.plan.parameters if i not in seen]
         order = torch.tensor([*self._ready, *rest], device=self.transport.control_device)
         self.transport.broadcast(order, 0).wait()
-        former_views = {id(view) for bucket in self.buckets for view in bucket.views}
+        former_views = {id(view) for bucket in self._dense_buckets() for view in bucket.views}
         self._build(order.tolist())
         if self.options.as_bucket_view:
-            for bucket in self.buckets:
+            for bucket in self._dense_buckets():
                 for parameter, view in zip(bucket.members, bucket.views, strict=True):
                     if id(parameter.grad) in former_views:
                         parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
+
+    def _dense_buckets(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
 
     # ------------------------------------------------------------------ during backward
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         ready, places, task_id = self._ready, self._places, torch._C._current_graph_task_id
-        as_view = self.options.as_bucket_view
+        as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
 
         def gradient_is_ready(parameter: Tensor) -> None:
             if task_id() != self._task_id:
@@ -180,65 +281,137 @@ class GradientSync:
 
         return gradient_is_ready
 
+    def _make_careful_hook(self, index: int) -> Callable[[Tensor], None]:
+        """As above, for graphs whose use is looked at: slower."""
+        static = self._static
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            if torch._C._current_graph_task_id() != self._task_id:
+                self._begin()
+            if static is not None and not static.is_ready(index):
+                return
+            self._ready.append(index)
+            if self._synchronizing and (static is None or static.is_learnt):
+                self._mark_ready(index)
+
+        return gradient_is_ready
+
+    def _mark_ready(self, index: int) -> None:
+        if index in self._absent:
+            raise self._broken_by(
+                f"rank {self.transport.rank}, step {self._step_under_way}: {self.names[index]} received a gradient "
+                "from outside of the graph that this backward began with. With activation checkpointing use "
+                "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
+            )
+        bucket, view = self._places[index]
+        if view is not None:
+            copy_scaled(view, self.parameters[index].grad, self._scale)  # type: ignore[arg-type]
+        bucket.num_pending -= 1
+        if not bucket.num_pending:
+            self._launch_complete()
+
+    def forward_begins(self) -> None:
+        """So whatever backward comes next is not the rest of the last one."""
+        self._ended_inside = False
+
+    def outermost_begins(self) -> None:
+        """The graph task that runs now is not inside of another one; told by a hook on a forward's output."""
+        task_id = torch._C._current_graph_task_id()
+        if self._outermost != task_id:
+            self._outermost = task_id
+            self._begin()
+
     def _begin(self) -> None:
-        """The first gradient of a backward is ready."""
+        """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began."""
         if self._broken is not None:
             raise SynclineError(self._broken)
-        if self._task_id != _NOT_IN_BACKWARD:
+        task_id = torch._C._current_graph_task_id()
+        if self._tasks:
+            if task_id in self._tasks:
+                self._task_id = task_id
+                return
+            # Ids grow, so a smaller one is what a re-entrant backward began in.
+            if task_id < max(self._tasks) or is_inside_another_backward():
+                self._join_task(task_id)
+                return
             self._abandon()
+        if self._ended_inside and is_inside_another_backward():
+            raise self._broken_by(
+                f"rank {self.transport.rank}, step {self.step}: a gradient came after all parameters "
+                "had theirs and were reduced, from another re-entrant checkpoint of the same backward. Use "
+                "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
+            )
+        self._ended_inside = False
         if torch.is_grad_enabled():
             raise SynclineError(
                 "backward(create_graph=True) through a synchronized module is not supported: the mean over ranks "
                 "has no graph. Use torch.autograd.grad for the inner gradients"
             )
-        self._task_id = torch._C._current_graph_task_id()
         self._began_at = time.perf_counter()
         self.normalizer.count.backward_begins()
-        self._synchronizing = self.enabled and self.transport.size > 1
+        self._synchronizing = self.enabled and self._sends
         if self.enabled:
             self._num_items = self.normalizer.count.take_for_reduction()
+        if self._static is not None:
+            self._static.reset()
         if self._synchronizing:
-            self._scale = 1.0 if self._num_items is not None else 1.0 / self.transport.size
-            self._next_to_launch = 0
-            self._step_under_way = self.transport.step = self.step + 1
-            for bucket in self.buckets:
-                bucket.reset()
-        Variable._execution_engine.queue_callback(self._finish)
+            if self._num_items is not None or self.comm_hook is not None:
+                self._scale = 1.0
+            else:
+                self._scale = 1.0 / (self.num_contributing or self.transport.size)
+            self._start_step()
+            if self._usage is not None and not is_inside_another_backward():
+                self._mark_absent(self._usage.absent())
+        self._join_task(task_id)
+
+    def _start_step(self) -> None:
+        self._next_to_launch = 0
+        self._step_under_way = self.transport.step = self.step + 1
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def _mark_absent(self, absent: frozenset[int]) -> None:
+        """What this backward will not reach need not be waited for."""
+        self._absent = absent
+        for index in absent:
+            self._places[index][0].num_pending -= 1
+
+    def _join_task(self, task_id: int) -> None:
+        self._tasks.add(task_id)
+        self._task_id = task_id
+        Variable._execution_engine.queue_callback(partial(self._end_of_task, task_id))
 
     def _abandon(self) -> None:
         """An earlier backward never came to its end: user code in it raised, or it is still going on."""
         num_launched = self._next_to_launch if self._synchronizing else 0
         self._forget_backward()
         if num_launched:
-            self._broken = (
+            raise self._broken_by(
                 f"rank {self.transport.rank}, step {self.step + 1}: a backward began before the previous one had "
                 f"ended, when {num_launched} bucket(s) of it had been sent already, so the ranks are out of step. "
                 "If an exception ended the previous backward, restart all ranks from a checkpoint; if this is "
-                "activation checkpointing, use torch.utils.checkpoint(..., use_reentrant=False)"
+                "activation checkpointing, use torch.utils.checkpoint(..., use_reentrant=False), or "
+                "static_graph=True"
             )
-            raise SynclineError(self._broken)
 
     def _launch_complete(self) -> None:
         """Launch, in index order, every bucket that is complete."""
         while self._next_to_launch < len(self.buckets):
-            if self.buckets[self._next_to_launch].num_pending:
+            bucket = self.buckets[self._next_to_launch]
+            if bucket.num_pending:
                 return
-            self._launch_next(trigger=self._ready[-1], missing=_NONE)
+            missing = self._absent.intersection(bucket.plan.parameters) if self._absent else _NONE
+            self._launch_next(trigger=self._ready[-1], missing=missing)
 
     def _launch_next(self, *, trigger: int | None, missing: frozenset[int]) -> None:
         at = self._next_to_launch
         bucket = self.buckets[at]
-        bucket.fill_small(self._scale, any_missing=bool(missing))
-        if missing:
-            bucket.fill_missing_large(missing, self._scale)
-        tail = None
-        if bucket.plan.tail_numel:
-            tail = self._encode_tail(missing)
+        tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
         self._next_to_launch = at + 1
         try:
-            bucket.launch(self.transport, tail=tail, trigger=trigger)
-        except SynclineError as error:
-            self._with_place(error, bucket)
+            bucket.launch(self._scale, missing, tail=tail, trigger=trigger)
+        except Exception as error:
+            self._add_place(error, bucket)
             raise
 
     def _encode_tail(self, missing: frozenset[int]) -> list[int]:
@@ -254,7 +427,20 @@ class GradientSync:
     # ------------------------------------------------------------------ at the end of backward
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def _end_of_task(self, task_id: int) -> None:
+        """One graph task has ended; the backward has, unless it goes on around this one."""
+        if task_id not in self._tasks:
+            return
+        if self._outermost is not None:
+            if task_id != self._outermost:
+                return
+        elif task_id != min(self._tasks):
+            return  # it was inside of that one, whose end comes
+        elif is_inside_another_backward():
+            # Inside of one that has shown nothing of itself. If all is there, nothing should follow.
+            if len(self._ready) < len(self.parameters):
+                return
+            self._ended_inside = True
         try:
             if self._synchronizing:
                 self._finish_synchronized()
@@ -266,6 +452,11 @@ class GradientSync:
             self.normalizer.backward_is_done()
         finally:
             self._forget_backward()
+        for future in self.pending_futures:
+            future.wait()
+        self.pending_futures.clear()
+        if self.on_reduced is not None and self.enabled:
+            self.on_reduced()
 
     def _finish_alone(self) -> None:
         """A world of one rank: nothing to send, the same rules."""
@@ -277,63 +468,95 @@ class GradientSync:
         if self._num_items is not None:
             divisor = self.normalizer.total([self._num_items], step=self.step)
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
+        if self._static is not None:
+            self._static.learn()
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
 
     def _finish_synchronized(self) -> None:
+        if self._static is not None and not self._static.is_learnt:
+            self._static.learn()
+            for index in tuple(self._ready):
+                self._mark_ready(index)
         missing = self._missing()
         while self._next_to_launch < len(self.buckets):
             self._launch_next(trigger=None, missing=missing)
+        if self._control is not None:
+            self._control.launch(self._encode_tail(missing))
         self.step += 1
+        divisor = self.num_contributing or self.transport.size
         if self._num_items is None and not self.options.allow_unused and not missing:
             # The common case: hand out each bucket while later ones are still on their way.
             for bucket in self.buckets:
                 self._wait(bucket)
-                self._hand_out(bucket, _NONE, any_missing=False)
+                bucket.hand_out(_NONE, any_missing=False)
             self._check(*self._decode())
-            divisor = self.transport.size
         else:
             for bucket in self.buckets:
                 self._wait(bucket)
             ranks, used = self._decode()
             self._check(ranks, used)
-            divisor = self.transport.size
             if self._num_items is not None:
                 divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
                 for bucket in self.buckets:
                     bucket.divide(divisor)
             skip = frozenset(i for i, any_rank in enumerate(used) if not any_rank) if missing else _NONE
             for bucket in self.buckets:
-                self._hand_out(bucket, skip, any_missing=bool(missing))
+                bucket.hand_out(skip, any_missing=bool(missing))
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
-        if not self._order_is_learnt:
+        if not self.order_is_learnt:
             self._learn_order()
+
+    def shadow(self) -> None:
+        """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
+        self._synchronizing = True
+        self._start_step()
+        tail = encode(
+            RankControl(joined=True),
+            rank=self.transport.rank,
+            num_ranks=self.transport.size,
+            used=[0] * len(self.parameters) if self.options.allow_unused else (),
+        )
+        try:
+            for bucket in self.buckets:
+                bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
+            if self._control is not None:
+                self._control.launch(tail)
+            self.step += 1
+            for bucket in self.buckets:
+                self._wait(bucket)
+            self._check(*self._decode())
+            if self._static is not None:
+                self._static.learn()
+            if not self.order_is_learnt:
+                self._learn_order()
+        finally:
+            self._forget_backward()
 
     def _missing(self) -> frozenset[int]:
         """The parameters without a gradient in this backward."""
         seen = set(self._ready)
         if len(seen) != len(self._ready):
             twice = sorted({self.names[i] for i in seen if self._ready.count(i) > 1})
-            self._broken = (
+            raise self._broken_by(
                 f"rank {self.transport.rank}, step {self.step + 1}: {', '.join(twice)} received a gradient more than "
                 "once in one backward, the second time after it may have been sent. With activation checkpointing "
-                "use torch.utils.checkpoint(..., use_reentrant=False)"
+                "use torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
             )
-            raise SynclineError(self._broken)
         if len(seen) == len(self.parameters):
             return _NONE
         return frozenset(range(len(self.parameters))) - seen
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, bucket: Bucket | SparseBucket) -> None:
         try:
             bucket.wait()
-        except SynclineError as error:
-            self._with_place(error, bucket)
+        except Exception as error:
+            self._add_place(error, bucket)
             raise
 
-    def _with_place(self, error: SynclineError, bucket: Bucket) -> None:
-        """Say in the transport's error which step, phase and parameters it hit; from now on the module is broken.
+    def _add_place(self, error: Exception, bucket: Bucket | SparseBucket) -> None:
+        """Say in the error which step, phase and parameters it hit; from now on the module is broken.
 
         The same exception goes on, so that a user sees one traceback.
         """
@@ -342,28 +565,37 @@ class GradientSync:
         rank, step = self.transport.rank, self._step_under_way
         place = f"rank {rank}, step {step}, backward, bucket {bucket.plan.index} ({shown})"
         self._broken = f"{place}: {error}"
-        error.args = (self._broken,)
+        if isinstance(error, SynclineError):
+            error.args = (self._broken,)
+        else:  # a user's hook raised: its error is his
+            error.add_note(f"at {place}")
 
-    def _hand_out(self, bucket: Bucket, skip: frozenset[int], *, any_missing: bool) -> None:
-        if self.options.as_bucket_view:
-            bucket.hand_over_views(skip)
-        else:
-            bucket.copy_out(skip, any_missing=any_missing)
+    def _broken_by(self, text: str) -> SynclineError:
+        """From now on the module is broken; to be raised."""
+        self._broken = text
+        return SynclineError(text)
 
     def _decode(self) -> tuple[tuple[RankControl, ...], tuple[bool, ...]]:
-        return decode(self.buckets[-1].read_tail(), num_ranks=self.transport.size)
+        if self._control is not None:
+            tail = self._control.read()
+        else:
+            last = self.buckets[-1]
+            assert isinstance(last, Bucket)
+            tail = last.read_tail()
+        return decode(tail, num_ranks=self.transport.size)
 
     def _check(self, ranks: Sequence[RankControl], used: Sequence[bool]) -> None:
         """Raise, on every rank alike, what any rank reported."""
         if any(control.gradients_missing for control in ranks):
-            mine = json.dumps(sorted(self._missing())).encode()
+            mine = json.dumps([] if ranks[self.transport.rank].joined else sorted(self._missing())).encode()
             everyone = [json.loads(row) for row in self.transport.all_gather_bytes(mine)]
             raise self._unreduced(
                 {rank: tuple(self.names[i] for i in row) for rank, row in enumerate(everyone) if row}
             )
-        counted = [rank for rank, control in enumerate(ranks) if control.num_items is not None]
-        if counted and len(counted) != len(ranks):
-            others = sorted(set(range(len(ranks))) - set(counted))
+        active = [rank for rank, control in enumerate(ranks) if not control.joined]
+        counted = [rank for rank in active if ranks[rank].num_items is not None]
+        if counted and len(counted) != len(active):
+            others = sorted(set(active) - set(counted))
             raise SynclineError(
                 f"step {self.step}: rank(s) {_listed(counted)} ran this backward under normalize_by, rank(s) "
                 f"{_listed(others)} did not: the gradients have no common divisor. Use normalize_by on all ranks "
@@ -379,7 +611,11 @@ class GradientSync:
 
     def _forget_backward(self) -> None:
         self._ready.clear()
+        self._tasks.clear()
         self._task_id = _NOT_IN_BACKWARD
+        self._outermost = None
+        self._absent = _NONE
+        self.num_contributing = None
         self._synchronizing = False
         self._num_items = None
 

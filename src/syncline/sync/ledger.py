@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from syncline.events import BackwardRecord, BucketRecord
-from syncline.sync.bucket import Bucket
+from syncline.sync.bucket import Lifecycle
 
 __all__ = ["Ledger"]
 
@@ -28,7 +28,7 @@ class Ledger:
         self._step = 0
         self._divisor = 1
         self._counted_items = False
-        self._buckets: Sequence[Bucket] = ()
+        self._buckets: Sequence[Lifecycle] = ()
 
     def note(
         self,
@@ -38,7 +38,7 @@ class Ledger:
         began_at: float,
         divisor: int,
         counted_items: bool,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[Lifecycle],
     ) -> None:
         """A backward has ended.
 
@@ -72,7 +72,7 @@ class Ledger:
             duration_seconds=self._ended_at - self._began_at,
         )
 
-    def _bucket(self, bucket: Bucket, position: dict[int, int]) -> BucketRecord:
+    def _bucket(self, bucket: Lifecycle, position: dict[int, int]) -> BucketRecord:
         in_order = sorted(bucket.plan.parameters, key=lambda i: position.get(i, len(position)))
         return BucketRecord(
             index=bucket.plan.index,

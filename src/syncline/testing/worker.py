@@ -79,13 +79,12 @@ def _find(task: Task) -> Any:
 
 
 def _init_process_group(task: Task) -> None:
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(task.store_path, task.size),  # type: ignore[attr-defined]
-        rank=task.rank,
-        world_size=task.size,
-        timeout=timedelta(seconds=task.timeout_seconds),
-    )
+    store = dist.FileStore(task.store_path, task.size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=task.timeout_seconds)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=timeout)
+    # A rank that fails at once closes its connections: not before the others have made theirs.
+    store.set(f"rank {task.rank} is connected", "")
+    store.wait([f"rank {rank} is connected" for rank in range(task.size)], timeout)
 
 
 def _clean_up() -> None:

@@ -137,6 +137,12 @@ class C10dTransport(Transport):
         return ", ".join(f"{backend} ({device})" for device, backend in sorted(self._backends.items()))
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None once the transport is closed."""
+        group: dist.ProcessGroup | None = self._group
+        return group
+
+    @property
     def control_device(self) -> torch.device:
         if "cpu" in self._backends or not self._backends:
             return torch.device("cpu")

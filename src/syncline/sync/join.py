@@ -1,0 +1,79 @@
+"""Uneven inputs: a rank without inputs left takes part in what the others do, with zeros (torch's `Join`).
+
+Before each forward the ranks agree in one small collective whether this iteration synchronizes and whose buffers
+count: those of the highest rank that still has inputs. When all are done, the model of the rank that was last
+becomes everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from syncline.sync.gradients import GradientSync
+from syncline.transport.base import Transport
+
+__all__ = ["Iteration", "ShadowHook", "agree_on_iteration"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Iteration:
+    """What the ranks that still have inputs do in one iteration."""
+
+    synchronizes: bool
+    """Whether its backward reduces gradients on some rank."""
+    buffers_from: int
+    """The rank whose buffers count."""
+
+
+def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> Iteration:
+    """One all_reduce of two numbers; a collective call, also on ranks without inputs."""
+    mine = torch.tensor(
+        [transport.rank if has_inputs else -1, int(synchronizes)], device=transport.control_device
+    )
+    transport.all_reduce(mine, "max").wait()
+    buffers_from, any_synchronizes = mine.tolist()
+    return Iteration(synchronizes=bool(any_synchronizes), buffers_from=buffers_from)
+
+
+class ShadowHook(JoinHook):
+    """What a rank does while it has no inputs left.
+
+    Args:
+        transport: of the wrapped module.
+        gradients: its gradient synchronization.
+        sync_buffers: synchronize buffers as a forward does, from the rank it is given.
+        sync_module: make parameters and buffers those of the rank it is given.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        gradients: GradientSync,
+        sync_buffers: Callable[[Iteration], None],
+        sync_module: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._gradients = gradients
+        self._sync_buffers = sync_buffers
+        self._sync_module = sync_module
+
+    def main_hook(self) -> None:
+        """Match the collectives of one iteration of the others."""
+        iteration = agree_on_iteration(self._transport, has_inputs=False, synchronizes=False)
+        self._sync_buffers(iteration)
+        if iteration.synchronizes:
+            with torch.no_grad():
+                self._gradients.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks are done: the last one's model becomes everybody's."""
+        last = torch.tensor(
+            [self._transport.rank if is_last_joiner else -1], device=self._transport.control_device
+        )
+        self._transport.all_reduce(last, "max").wait()
+        self._sync_module(int(last.item()))

@@ -1,0 +1,116 @@
+"""Which parameters and buffers of a module are synchronized, and what is wrong with a module that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+__all__ = ["Selection", "select"]
+
+_TORCHS_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What takes part, by name; shared tensors once, under their first name."""
+
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """All that are kept equal."""
+    trained: tuple[tuple[str, nn.Parameter], ...]
+    """Those whose gradients are reduced in buckets."""
+    delayed: tuple[tuple[str, nn.Parameter], ...]
+    """Those whose gradients wait for another parameter's."""
+    sparse: frozenset[str]
+    """Those of `trained` whose gradients are sparse."""
+    buffers: tuple[tuple[str, Tensor], ...]
+    ignored: tuple[str, ...]
+    """Names of parameters and buffers that the user takes care of."""
+
+
+def select(
+    module: object,
+    *,
+    ignore: Sequence[str] = (),
+    delayed: Sequence[tuple[str, nn.Parameter]] = (),
+) -> Selection:
+    """Sort out the tensors of a module.
+
+    Args:
+        module: what is to be wrapped.
+        ignore: names or shell patterns (`"head.*"`) of parameters and buffers to leave out.
+        delayed: named parameters to take out of the buckets.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a pattern matches nothing.
+        RuntimeError: nothing requires grad, or a parameter has no shape yet.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> chosen = select(net, ignore=["1.*"])
+        >>> [name for name, _ in chosen.trained], len(chosen.ignored)
+        (['0.weight', '0.bias'], 5)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"expected a torch.nn.Module, got {type(module).__name__}: wrap the model itself, not its "
+            "parameters, its output or its class"
+        )
+    all_parameters = dict(module.named_parameters())
+    all_buffers = dict(module.named_buffers())
+    ignored = _ignored(module, ignore, [*all_parameters, *all_buffers])
+    taking_part = [(name, p) for name, p in all_parameters.items() if name not in ignored]
+    _check_initialised(module, [name for name, p in taking_part if isinstance(p, UninitializedParameter)])
+    is_delayed = {id(parameter) for _, parameter in delayed}
+    trained = [(name, p) for name, p in taking_part if p.requires_grad and id(p) not in is_delayed]
+    if not trained and not delayed:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            f"gradient: {type(module).__name__} has no parameter that requires grad ({len(taking_part)} parameters "
+            "in all). Use the module itself, and sl.broadcast_(module) to make ranks equal once"
+        )
+    return Selection(
+        parameters=tuple(taking_part),
+        trained=tuple(trained),
+        delayed=tuple((name, p) for name, p in taking_part if id(p) in is_delayed),
+        sparse=_sparse(module, trained),
+        buffers=tuple((name, b) for name, b in all_buffers.items() if name not in ignored),
+        ignored=tuple(sorted(ignored)),
+    )
+
+
+def _ignored(module: nn.Module, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+    if isinstance(patterns, str):
+        raise TypeError(f"expected ignore to be a sequence of names or patterns, got the string {patterns!r}")
+    ignored = set(getattr(module, _TORCHS_IGNORED, ()))  # set by torch's private function of that name
+    for pattern in patterns:
+        matching = {name for name in names if fnmatchcase(name, pattern)}
+        if not matching:
+            raise ValueError(
+                f"ignore: {pattern!r} matches no parameter or buffer of {type(module).__name__}; their names are "
+                f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+            )
+        ignored |= matching
+    return ignored
+
+
+def _check_initialised(module: nn.Module, lazy: Sequence[str]) -> None:
+    if lazy:
+        raise RuntimeError(
+            f"{type(module).__name__} has lazy parameters without a shape ({', '.join(lazy[:5])}); modules with "
+            "uninitialized parameters can't be used with `DistributedDataParallel`: run one forward with a real "
+            "batch, then wrap it"
+        )
+
+
+def _sparse(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+    weights = {
+        id(submodule.weight)
+        for submodule in module.modules()
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse
+    }
+    return frozenset(name for name, parameter in trained if id(parameter) in weights)

@@ -1,0 +1,115 @@
+"""A bucket of one sparse gradient (an embedding with `sparse=True`): rows are gathered, not added up in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.plan.buckets import BucketPlan
+from syncline.sync.bucket import BucketState, Lifecycle
+from syncline.transport.base import Transport, Work
+
+__all__ = ["SparseBucket"]
+
+
+class SparseBucket(Lifecycle):
+    """Sums one sparse gradient over ranks, whose rows differ from rank to rank.
+
+    Each rank contributes the rows it touched. All learn all rows, in rank order, and add up those of one index in
+    that order, so every rank ends with the same bits. Traffic grows with the rows that were touched, not with the
+    size of the embedding.
+
+    Args:
+        plan: of one parameter.
+        parameters: all parameters of the module, by index.
+        transport: what the rows travel by.
+    """
+
+    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], transport: Transport) -> None:
+        super().__init__(plan, [parameters[plan.parameters[0]]])
+        self._parameter = self.members[0]
+        self._transport = transport
+        self._scale = 1.0
+        self._mine: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
+        self._work: Work | None = None
+
+    def view_of(self, position: int) -> None:
+        """Nothing is copied before the launch."""
+
+    def launch(
+        self, scale: float, missing: frozenset[int], *, tail: Sequence[int] | None, trigger: int | None
+    ) -> None:
+        """Tell the others how many rows there are. A gradient that is missing has none, unless it is left over."""
+        assert tail is None
+        gradient = self._parameter.grad
+        self._mine = None if gradient is None else _as_sparse(gradient)
+        self._scale = scale
+        self._send(trigger)
+
+    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
+        """Contribute no rows: a rank that has no inputs left."""
+        assert tail is None
+        self._mine = None
+        self._send(None)
+
+    def _send(self, trigger: int | None) -> None:
+        self.trigger = trigger
+        self._transition(BucketState.IN_FLIGHT)
+        self.launched_at = time.perf_counter()
+        num_rows = 0 if self._mine is None else self._mine._nnz()
+        self._work = self._transport.all_gather(
+            self._num_rows, torch.tensor([num_rows], device=self._num_rows.device)
+        )
+
+    def wait(self) -> None:
+        """Gather the rows of all ranks and add them up."""
+        assert self._work is not None
+        start = time.perf_counter()
+        self._work.wait()
+        self._work = None
+        self._sum = self._gathered([int(n) for n in self._num_rows.tolist()])
+        self.waited_seconds = time.perf_counter() - start
+        self._transition(BucketState.REDUCED)
+
+    def _gathered(self, num_rows: Sequence[int]) -> Tensor:
+        parameter, size = self._parameter, self._transport.size
+        widest = max(num_rows)
+        row_shape = parameter.shape[1:]
+        indices = torch.zeros(widest, dtype=torch.int64, device=parameter.device)
+        values = torch.zeros((widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
+        if self._mine is not None:
+            indices[: self._mine._nnz()] = self._mine._indices()[0]
+            torch.mul(self._mine._values(), self._scale, out=values[: self._mine._nnz()])
+        all_indices = torch.zeros(size * widest, dtype=torch.int64, device=parameter.device)
+        all_values = torch.zeros((size * widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
+        if widest:
+            self._transport.all_gather(all_indices, indices).wait()
+            self._transport.all_gather(all_values.view(-1), values.view(-1)).wait()
+        kept = torch.cat(
+            [torch.arange(rank * widest, rank * widest + n) for rank, n in enumerate(num_rows)]
+        ).to(parameter.device)
+        summed = torch.sparse_coo_tensor(
+            all_indices[kept][None], all_values[kept], parameter.shape, check_invariants=False
+        )
+        return summed.coalesce()
+
+    def divide(self, divisor: float) -> None:
+        """Divide the summed rows."""
+        assert self._sum is not None
+        self._sum._values().div_(divisor)
+
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
+        """Make `.grad` the sum, unless no rank used the parameter."""
+        if self.plan.parameters[0] not in skip:
+            self._parameter.grad = self._sum
+        self._mine = self._sum = None
+
+
+def _as_sparse(gradient: Tensor) -> Tensor:
+    """Rows of `gradient`, those of one index added up."""
+    return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)

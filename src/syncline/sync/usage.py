@@ -1,0 +1,58 @@
+"""Which parameters a backward will give a gradient to, and how often: asked of the engine, or learnt once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+
+__all__ = ["GraphUsage", "StaticUsage"]
+
+
+class GraphUsage:
+    """Asks the autograd engine, in a running backward, which parameters it will not reach.
+
+    So outputs of any type will do: nobody walks the graph from them, and nothing is cloned.
+
+    Args:
+        parameters: those to ask about.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        # Held here, for the engine knows a parameter's node by identity and a parameter holds it weakly.
+        self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
+
+    def absent(self) -> frozenset[int]:
+        """Indices of the parameters that get no gradient in the graph task that runs now."""
+        will_execute = torch._C._will_engine_execute_node
+        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
+
+
+class StaticUsage:
+    """Counts how often each parameter gets a gradient in one backward; the first backward's counts are what comes.
+
+    Args:
+        num_parameters: how many there are.
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        self.is_learnt = False
+        self._counts = [0] * num_parameters
+        self._expected = [1] * num_parameters
+
+    def reset(self) -> None:
+        """A backward begins."""
+        self._counts = [0] * len(self._counts)
+
+    def is_ready(self, index: int) -> bool:
+        """Note a gradient; whether it is the parameter's last in this backward (the first, while learning)."""
+        self._counts[index] += 1
+        return self._counts[index] == (self._expected[index] if self.is_learnt else 1)
+
+    def learn(self) -> None:
+        """Take the counts of the backward that ends as those of every backward to come; once."""
+        if not self.is_learnt:
+            self.is_learnt = True
+            self._expected = [max(1, count) for count in self._counts]

@@ -1,0 +1,288 @@
+"""Private names of torch's DistributedDataParallel that users and frameworks call, as far as they can be honoured.
+
+Found in use: Lightning (`reducer`, `_set_static_graph`, `_register_builtin_comm_hook`), Accelerate and Megatron
+(`bucket_bytes_cap`, `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec
+and torch's own tests (the rest). A name that is not here raises an error that says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from syncline.sync.selection import select
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.world import transport_of
+
+if TYPE_CHECKING:
+    from syncline.explain import Plan
+    from syncline.sync.buffers import BufferSync
+    from syncline.sync.gradients import GradientOptions, GradientSync
+    from syncline.sync.selection import Selection
+
+__all__ = ["TorchNames"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BufferHook:
+    """What synchronizes buffers in place of our broadcast."""
+
+    state: object
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    after_forward: bool
+
+    @property
+    def name(self) -> str:
+        return getattr(self.hook, "__qualname__", type(self.hook).__name__)
+
+
+class _NoReducer:
+    """Stands where torch's class has its reducer, for code that prepares it by hand. There is nothing to prepare."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def prepare_for_backward(self, tensors: Iterable[Tensor]) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: Syncline has no reducer of torch's. What it does is in `ddp.contract`, what it did in "
+            "`ddp.explain()` and `ddp.last_step`"
+        )
+
+
+class TorchNames:
+    """What torch's class has beside its public interface; for `DistributedDataParallel` alone."""
+
+    module: nn.Module
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    parameters_to_ignore: set[str]
+    _gradients: GradientSync
+    _buffers_sync: BufferSync
+    _options: GradientOptions
+    _plan: Plan
+    _selection: Selection
+    _transport: Transport
+    _module_parameters: list[nn.Parameter]
+    _is_agreed: bool
+
+    broadcast_bucket_size = 250 * 1024 * 1024
+    use_side_stream_for_tensor_copies = False
+    reducer = _NoReducer()
+    logger = None
+    _buffer_hook: _BufferHook | None = None
+    _divide_by_initial_world_size = True
+    _delay_all_reduce_all_params = False
+    _use_python_reducer = False
+
+    if TYPE_CHECKING:
+
+        def _wire(self, chosen: Selection) -> None: ...
+        def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None: ...
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The torch.distributed group under the transport; None where there is none."""
+        transport = self._transport
+        return transport.group if isinstance(transport, C10dTransport) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's first parameter lives."""
+        return self._gradients.parameters[0].device
+
+    @property
+    def device_type(self) -> str:
+        """Its kind: "cpu", "cuda"."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether parameters live on several devices."""
+        return len({parameter.device for parameter in self._module_parameters}) > 1
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The largest bucket, in bytes; torch.compile splits graphs by it."""
+        return self._options.caps.cap_bytes
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether the first bucket is smaller than those that follow."""
+        return self._options.caps.first_cap_bytes < self._options.caps.cap_bytes
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronized, as they are now."""
+        return list(self.named_module_buffers.values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronized, by name, as they are now."""
+        return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._gradients.order_is_learnt
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:
+        hook = self._gradients.comm_hook
+        return [] if hook is None else [(hook.hook, hook.state)]
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._transport.rank
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What torch's logger says, where we know it."""
+        last = self._gradients.ledger.last()
+        parameters = self._module_parameters
+        buckets = [bucket.plan for bucket in self._gradients.buckets]
+        data: dict[str, Any] = {
+            "world_size": self._transport.size,
+            "rank": self._transport.rank,
+            "backend_name": self._transport.name,
+            "module_name": type(self.module).__name__,
+            "iteration": self._gradients.step,
+            "bucket_cap_bytes": self._options.caps.cap_bytes,
+            "bucket_sizes": ", ".join(str(b.numel * b.itemsize_bytes) for b in buckets),
+            "initial_bucket_sizes": ", ".join(str(b.numel * b.itemsize_bytes) for b in buckets),
+            "broadcast_buffers": int(self._buffers_sync.enabled),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "num_parameter_tensors": len(parameters),
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "has_error": int(self._gradients.is_broken),
+        }
+        hook = self._gradients.comm_hook
+        if hook is not None:
+            data["comm_hook"] = hook.name
+        if last is not None:
+            data["unused_parameter_size"] = len(last.unused)
+        return data
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(
+                f"expected a sample rate of 1 or more, got {sample_rate}; every step is recorded"
+            )
+
+    # ------------------------------------------------------------------ switches
+
+    def _set_static_graph(self) -> None:
+        """As `static_graph=True` at construction. Only before the first backward."""
+        if self.static_graph:
+            warnings.warn("static_graph is True already: no need to set it again", stacklevel=2)
+            return
+        if self._gradients.step:
+            raise RuntimeError("_set_static_graph must be called before the first backward")
+        self.static_graph = True
+        self._rewire(replace(self._options, static_graph=True, allow_unused=True))
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport) -> None:
+        """Synchronize over another group from now on; the ranks in it must be equal already."""
+        self._transport = transport_of(new_process_group)
+        self._plan = replace(self._plan, transport=self._transport.name, num_ranks=self._transport.size)
+        self._rewire(self._options)
+
+    def _rewire(self, options: GradientOptions) -> None:
+        hook, enabled = self._gradients.comm_hook, self._gradients.enabled
+        self._gradients.remove_hooks()
+        self._options = options
+        self._plan = replace(self._plan, allow_unused=options.allow_unused)
+        delayed = [(n, p) for n, p in self.module.named_parameters() if n in options.delayed]
+        self._wire(select(self.module, ignore=sorted(self.parameters_to_ignore), delayed=delayed))
+        self._gradients.enabled = enabled
+        if hook is not None:
+            self._gradients.use_comm_hook(hook)
+
+    def _remove_autograd_hooks(self) -> None:
+        self._gradients.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        if self._gradients.is_in_backward:
+            raise RuntimeError(
+                "expected the previous backward to have ended: an exception ended it early, or it is still going on"
+            )
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing to switch: outputs are never cloned."""
+
+    def _clear_grad_buffer(self) -> None:
+        """Nothing to clear: delayed gradients have ordinary buckets."""
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
+        """Not needed: rows are exchanged as they come."""
+
+    # ------------------------------------------------------------------ other ways to register a hook
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        kinds: Any = distributed_c10d.BuiltinCommHookType  # type: ignore[attr-defined]
+        hooks = {
+            kinds.ALLREDUCE: default_hooks.allreduce_hook,
+            kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        if comm_hook_type not in hooks:
+            raise ValueError(f"expected one of {', '.join(map(str, hooks))}; got {comm_hook_type}")
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        from torch.distributed.algorithms import _optimizer_overlap
+
+        make: Any = _optimizer_overlap._as_overlapped_optim  # type: ignore[attr-defined]
+        try:
+            make(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} cannot step in a communication hook") from error
+
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        if not callable(hook):
+            raise TypeError(f"expected a callable buffer hook, got {type(hook).__name__}")
+        after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
+        self._buffer_hook = _BufferHook(state=state, hook=hook, after_forward=after)
+        self._is_agreed = False
+
+    def _run_buffer_hook(self, *, next_is_due: bool) -> None:
+        """Before a forward."""
+        assert self._buffer_hook is not None
+        self._buffer_hook_is_due = self._buffers_sync.leave_to_hook(next_is_due=next_is_due)
+        if not self._buffer_hook.after_forward:
+            self._call_buffer_hook()
+
+    def _run_buffer_hook_after_forward(self) -> None:
+        assert self._buffer_hook is not None
+        if self._buffer_hook.after_forward:
+            self._call_buffer_hook()
+
+    def _call_buffer_hook(self) -> None:
+        assert self._buffer_hook is not None
+        if not self._buffer_hook_is_due:
+            return
+        with torch.no_grad():
+            futures = self._buffer_hook.hook(self._buffer_hook.state, self.named_module_buffers)
+        self._gradients.pending_futures.extend(futures or ())
