@@ -6,7 +6,6 @@ Strict: a test of this table that passes fails the suite, so the table only shri
 
 from __future__ import annotations
 
-_HOOKS = "not built yet: comm hooks"
 _MIXED = "not built yet: mixed precision (`_mp_param`, casts)"
 _LOGGING = "not built yet: what _get_ddp_logging_data says"
 _REDUCER = "reads torch's C++ reducer, which we do not have; the answer is in ddp.contract and ddp.last_step"
@@ -15,22 +14,12 @@ _UNUSED = (
 )
 
 EXPECTED: dict[str, str] = {
-    "test_accumulate_gradients_no_sync_allreduce_hook": _HOOKS,
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook": _HOOKS,
     "test_ddp_broadcast_buffers_deprecation_warning": "not built yet: the warning that broadcast_buffers is deprecated",
-    "test_ddp_bucket_cap_mb_list": "not built yet: bucket_cap_mb_list and the attribute bucket_bytes_cap_list",
-    "test_ddp_build_debug_param_to_name_mapping": "not built yet: torch's private _build_* helpers",
-    "test_ddp_build_debug_param_to_name_mapping_requires_grad": "not built yet: torch's private _build_* helpers",
-    "test_ddp_comm_hook_logging": _HOOKS,
-    "test_ddp_compile_static_graph": "not built yet: torch.compile around the wrapper",
+    "test_ddp_comm_hook_logging": _LOGGING,
     "test_ddp_control_flow_different_across_ranks": _REDUCER,
     "test_ddp_control_flow_same_across_ranks": _REDUCER,
     "test_ddp_create_graph": "to decide: backward(create_graph=True) is refused, torch warns",
-    "test_ddp_device_mesh_initialization": "not built yet: device_mesh",
-    "test_ddp_hook_parity_allreduce": _HOOKS,
-    "test_ddp_hook_parity_allreduce_process_group": _HOOKS,
-    "test_ddp_hook_parity_post_localSGD": _HOOKS,
-    "test_ddp_hook_parity_powerSGD": _HOOKS,
+    "test_ddp_hook_parity_powerSGD": "not built yet: PowerSGD as comm hook (the ranks wait for each other)",
     "test_ddp_logging_data_cpu": _LOGGING,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _UNUSED,
     "test_ddp_multiple_nested_unused_params_error": _UNUSED,
@@ -47,6 +36,6 @@ EXPECTED: dict[str, str] = {
     "test_different_graph_across_ranks": _LOGGING,
     "test_invalid_static_graph": "not built yet: an error when a static graph changes",
     "test_skip_all_reduce_unused_parameters": "not built yet: skip_all_reduce_unused_params",
-    "test_static_graph_api_cpu": "to decide: our words when _set_static_graph comes too late are not torch's",
-    "test_undefined_grad_parity_unused_parameters": "not built yet: undefined gradients from autograd functions",
+    "test_static_graph_api_cpu": _LOGGING,
+    "test_undefined_grad_parity_unused_parameters": "not built yet: an undefined gradient leaves .grad None",
 }
