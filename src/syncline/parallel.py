@@ -27,7 +27,8 @@ from syncline.explain import Evidence, Plan, contract_of, explain
 from syncline.plan.buckets import MIB, BucketCaps, HostLoad, automatic_caps
 from syncline.sync.agreement import agree, describe_tensors
 from syncline.sync.buffers import BufferPolicy, BufferSync
-from syncline.sync.comm_hook import checked_comm_hook
+from syncline.sync.comm_hook import CommHook, checked_comm_hook
+from syncline.sync.compilation import NotTraced
 from syncline.sync.gradients import GradientOptions, GradientSync
 from syncline.sync.in_backward import optimizers_in_backward
 from syncline.sync.items import checked_num_items
@@ -164,6 +165,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._buffer_policy: BufferPolicy = buffers or ("broadcast" if forward_sync_buffers else "none")
         self.module = module
         self.dim = dim
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -210,10 +213,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     # ------------------------------------------------------------------ a step
 
+    @NotTraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, buffers synchronized first where that is due."""
         synchronizes = torch.is_grad_enabled() and self._gradients.enabled
-        if synchronizes and not self._is_agreed:
+        if synchronizes and not self._is_agreed and not self._join_config.enable:
             self._agree_before_the_first_step()
         self._gradients.forward_begins()
         if self._join_config.enable:
@@ -287,9 +291,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> print(ddp.contract["gradients"].how)
             by communication hook as_they_are
         """
-        checked = checked_comm_hook(state, hook)
-        self._gradients.use_comm_hook(checked)
-        self._plan = replace(self._plan, comm_hook=checked.name)
+        self._use_comm_hook(checked_comm_hook(state, hook))
+
+    def _use_comm_hook(self, hook: CommHook) -> None:
+        self._gradients.use_comm_hook(hook)
+        self._plan = replace(self._plan, comm_hook=hook.name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -341,6 +347,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> ddp.module.weight.grad
             tensor([[1.]])
         """
+        hook = self._gradients.comm_hook
+        if hook is not None:
+            raise ValueError(
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
+                "Use one or the other"
+            )
         with self._gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
@@ -420,7 +432,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`, also beside other joinables."""
+        self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        if not self._is_agreed:  # now, for a rank without any input has no first forward
+            self._agree_before_the_first_step()
         return ShadowHook(self._transport, self._gradients, self._sync_buffers_of, self._make_all_equal_to)
 
     @property
@@ -447,6 +462,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._buffers_sync.before_forward(next_is_due=iteration.synchronizes, src=iteration.buffers_from)
 
     def _make_all_equal_to(self, src: int) -> None:
+        self._authoritative_rank = src
         _broadcast(self._selection, self._transport, src=src, buffers=self.forward_sync_buffers)
 
     # ------------------------------------------------------------------ what is, and what was

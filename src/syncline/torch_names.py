@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
+from syncline.sync.comm_hook import CommHook, checked_comm_hook
 from syncline.sync.selection import select
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
@@ -45,7 +45,18 @@ class _BufferHook:
 
 
 class _NoReducer:
-    """Stands where torch's class has its reducer, for code that prepares it by hand. There is nothing to prepare."""
+    """Stands where torch's class has its reducer, for code that prepares it by hand. There is nothing to prepare.
+
+    Args:
+        gradients: what is asked instead.
+    """
+
+    def __init__(self, gradients: GradientSync) -> None:
+        self._gradients = gradients
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks used each parameter in the last backward."""
+        return torch.tensor(self._gradients.num_ranks_using, dtype=torch.int32)
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -82,17 +93,17 @@ class TorchNames:
 
     broadcast_bucket_size = 250 * 1024 * 1024
     use_side_stream_for_tensor_copies = False
-    reducer = _NoReducer()
     logger = None
     _buffer_hook: _BufferHook | None = None
     _divide_by_initial_world_size = True
+    _has_joined = False
     _delay_all_reduce_all_params = False
     _use_python_reducer = False
 
     if TYPE_CHECKING:
 
         def _wire(self, chosen: Selection) -> None: ...
-        def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None: ...
+        def _use_comm_hook(self, hook: CommHook) -> None: ...
 
     # ------------------------------------------------------------------ facts
 
@@ -101,6 +112,11 @@ class TorchNames:
         """The torch.distributed group under the transport; None where there is none."""
         transport = self._transport
         return transport.group if isinstance(transport, C10dTransport) else None
+
+    @property
+    def reducer(self) -> _NoReducer:
+        """What is left of torch's reducer."""
+        return _NoReducer(self._gradients)
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +137,11 @@ class TorchNames:
     def bucket_bytes_cap(self) -> int:
         """The largest bucket, in bytes; torch.compile splits graphs by it."""
         return self._options.caps.cap_bytes
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The caps of the first buckets, where they were given one by one."""
+        return list(self._options.caps.listed_bytes)
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
@@ -168,16 +189,19 @@ class TorchNames:
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
+            "join_uneven_inputs": int(self._has_joined),
             "is_multi_device_module": int(self.is_multi_device_module),
             "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "num_parameter_tensors": len(parameters),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "has_error": int(self._gradients.is_broken),
+            "has_error": int(self._gradients.broken_by is not None),
         }
         hook = self._gradients.comm_hook
         if hook is not None:
             data["comm_hook"] = hook.name
+        if self._gradients.broken_by is not None:
+            data["error"] = self._gradients.broken_by
         if last is not None:
             data["unused_parameter_size"] = len(last.unused)
         return data
@@ -196,7 +220,10 @@ class TorchNames:
             warnings.warn("static_graph is True already: no need to set it again", stacklevel=2)
             return
         if self._gradients.step:
-            raise RuntimeError("_set_static_graph must be called before the first backward")
+            raise RuntimeError(
+                "_set_static_graph should be called before training loop starts, got it after step "
+                f"{self._gradients.step}"
+            )
         self.static_graph = True
         self._rewire(replace(self._options, static_graph=True, allow_unused=True))
 
@@ -229,6 +256,9 @@ class TorchNames:
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to switch: outputs are never cloned."""
 
+    def _assign_modules_buffers(self) -> None:
+        """Nothing to assign: buffers are looked up when they are needed."""
+
     def _clear_grad_buffer(self) -> None:
         """Nothing to clear: delayed gradients have ordinary buckets."""
 
@@ -240,14 +270,15 @@ class TorchNames:
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        kinds: Any = distributed_c10d.BuiltinCommHookType  # type: ignore[attr-defined]
+        kinds: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
         hooks = {
             kinds.ALLREDUCE: default_hooks.allreduce_hook,
             kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         if comm_hook_type not in hooks:
             raise ValueError(f"expected one of {', '.join(map(str, hooks))}; got {comm_hook_type}")
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        hook = checked_comm_hook(self.process_group, hooks[comm_hook_type], label=str(comm_hook_type))
+        self._use_comm_hook(hook)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         from torch.distributed.algorithms import _optimizer_overlap

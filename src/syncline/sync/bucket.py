@@ -139,15 +139,18 @@ class Bucket(Lifecycle):
         if not self._small_members:
             return
         gradients = [parameter.grad for parameter in self._small_members]
+        if not any_missing:
+            try:
+                # One batched call; where a gradient already is its view, copying it onto itself does nothing.
+                torch._foreach_copy_(self._small_views, gradients)  # type: ignore[arg-type]
+            except TypeError:  # an undefined gradient: its hook ran, and there is nothing
+                any_missing = True
         if any_missing:
             for view, gradient in zip(self._small_views, gradients, strict=True):
                 if gradient is None:
                     view.zero_()
                 else:
                     view.copy_(gradient)
-        else:
-            # One batched call; where a gradient already is its view, copying it onto itself does nothing.
-            torch._foreach_copy_(self._small_views, gradients)  # type: ignore[arg-type]
         if scale != 1.0:
             self._small_flat.mul_(scale)
 
@@ -161,11 +164,7 @@ class Bucket(Lifecycle):
         ):
             if index not in missing:
                 continue
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            else:
-                copy_scaled(view, gradient, scale)
+            copy_scaled(view, parameter.grad, scale)
 
     def _send(self, tail: Sequence[int] | None, trigger: int | None) -> None:
         self.trigger = trigger
@@ -229,9 +228,13 @@ class Bucket(Lifecycle):
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index not in skip and parameter.grad is not view:
                     parameter.grad = view
-        elif not any_missing:
-            torch._foreach_copy_([parameter.grad for parameter in self.members], self.views)  # type: ignore[misc]
-        else:
+            return
+        if not any_missing:
+            try:
+                torch._foreach_copy_([parameter.grad for parameter in self.members], self.views)  # type: ignore[misc]
+            except TypeError:
+                any_missing = True
+        if any_missing:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index in skip:
                     continue
@@ -241,9 +244,11 @@ class Bucket(Lifecycle):
                     parameter.grad.copy_(view)
 
 
-def copy_scaled(view: Tensor, gradient: Tensor, scale: float) -> None:
-    """`view = gradient * scale` in one pass; in place where the gradient already is the view."""
-    if gradient is view:
+def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
+    """`view = gradient * scale` in one pass; in place where the gradient already is the view; None is zero."""
+    if gradient is None:
+        view.zero_()
+    elif gradient is view:
         if scale != 1.0:
             view.mul_(scale)
     elif scale == 1.0:

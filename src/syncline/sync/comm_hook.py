@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 __all__ = ["CommHook", "GradBucket", "checked_comm_hook"]
 
@@ -76,11 +76,12 @@ class CommHook:
 
     state: object
     hook: Callable[[Any, Any], Any]
+    label: str = ""
 
     @property
     def name(self) -> str:
-        """The qualified name, by which ranks compare their hooks."""
-        return getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        """The label or the qualified name, by which ranks compare their hooks."""
+        return self.label or getattr(self.hook, "__qualname__", type(self.hook).__name__)
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = self.hook(self.state, bucket)
@@ -92,7 +93,7 @@ class CommHook:
         return cast("torch.futures.Future[Any]", future)
 
 
-def checked_comm_hook(state: object, hook: object) -> CommHook:
+def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHook:
     """The hook, if its signature is one that a hook can have.
 
     Raises:
@@ -103,19 +104,17 @@ def checked_comm_hook(state: object, hook: object) -> CommHook:
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}.")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (
-        inspect.Parameter.empty,
-        distributed_c10d.GradBucket,  # type: ignore[attr-defined]
-        GradBucket,
-        "dist.GradBucket",
-        "GradBucket",
-    ):
+    annotation = None if bucket is None else bucket.annotation  # text, where annotations are postponed
+    torchs = dist.GradBucket  # type: ignore[attr-defined]
+    allowed = (inspect.Parameter.empty, object, torchs, GradBucket)
+    if isinstance(annotation, type) and annotation not in allowed:
         raise ValueError(
-            f"Communication hook: bucket annotation should be dist.GradBucket, got {bucket.annotation}."
+            f"Communication hook: bucket annotation should be dist.GradBucket, got {annotation}."
         )
     returned = signature.return_annotation
-    if returned is not inspect.Signature.empty and "Future" not in str(returned):
+    is_open = returned in (inspect.Signature.empty, object, Any) or isinstance(returned, str)
+    if not is_open and "Future" not in str(returned):
         raise ValueError(
             f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], got {returned}."
         )
-    return CommHook(state=state, hook=hook)
+    return CommHook(state=state, hook=hook, label=label)

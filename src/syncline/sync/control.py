@@ -67,8 +67,8 @@ def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[in
     return [*tail, *used]
 
 
-def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl, ...], tuple[bool, ...]]:
-    """What every rank told, and for each tracked parameter whether any rank used it."""
+def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
+    """What every rank told, and for each tracked parameter how many ranks used it (256 stands for more)."""
     ranks = []
     for rank in range(num_ranks):
         flags, *digits = (int(x) for x in tail[rank * _SLOTS_PER_RANK : (rank + 1) * _SLOTS_PER_RANK])
@@ -79,4 +79,4 @@ def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl,
                 joined=bool(flags & _FLAG_JOINED),
             )
         )
-    return tuple(ranks), tuple(x > 0 for x in tail[num_ranks * _SLOTS_PER_RANK :])
+    return tuple(ranks), tuple(int(x) for x in tail[num_ranks * _SLOTS_PER_RANK :])

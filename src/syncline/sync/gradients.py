@@ -118,6 +118,8 @@ class GradientSync:
         self.comm_hook: CommHook | None = None
         self.num_contributing: int | None = None
         """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
+        self.num_ranks_using: Sequence[int] = ()
+        """How many ranks used each parameter in the last backward, where unused ones are looked for."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
@@ -165,9 +167,9 @@ class GradientSync:
         return bool(self._tasks)
 
     @property
-    def is_broken(self) -> bool:
-        """Whether an error has put the ranks out of step."""
-        return self._broken is not None
+    def broken_by(self) -> str | None:
+        """The error that has put the ranks out of step; None while all is well."""
+        return self._broken
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -272,7 +274,7 @@ class GradientSync:
                 return
             bucket, view = places[index]
             if view is not None:
-                copy_scaled(view, parameter.grad, self._scale)  # type: ignore[arg-type]
+                copy_scaled(view, parameter.grad, self._scale)
                 if as_view:
                     parameter.grad = view  # frees the gradient while its memory is still in cache
             bucket.num_pending -= 1
@@ -305,7 +307,7 @@ class GradientSync:
             )
         bucket, view = self._places[index]
         if view is not None:
-            copy_scaled(view, self.parameters[index].grad, self._scale)  # type: ignore[arg-type]
+            copy_scaled(view, self.parameters[index].grad, self._scale)
         bucket.num_pending -= 1
         if not bucket.num_pending:
             self._launch_complete()
@@ -418,7 +420,7 @@ class GradientSync:
         used: list[int] = []
         if self.options.allow_unused:
             seen = self._used_since_reduction.union(self._ready)
-            used = [int(index in seen) for index in range(len(self.parameters))]
+            used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused, num_items=self._num_items
         )
@@ -481,7 +483,7 @@ class GradientSync:
         missing = self._missing()
         while self._next_to_launch < len(self.buckets):
             self._launch_next(trigger=None, missing=missing)
-        if self._control is not None:
+        if self._control is not None and self.comm_hook is None:
             self._control.launch(self._encode_tail(missing))
         self.step += 1
         divisor = self.num_contributing or self.transport.size
@@ -490,23 +492,30 @@ class GradientSync:
             for bucket in self.buckets:
                 self._wait(bucket)
                 bucket.hand_out(_NONE, any_missing=False)
+            self._launch_control_after_hooks(_NONE)
             self._check(*self._decode())
         else:
             for bucket in self.buckets:
                 self._wait(bucket)
+            self._launch_control_after_hooks(missing)
             ranks, used = self._decode()
             self._check(ranks, used)
             if self._num_items is not None:
                 divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
                 for bucket in self.buckets:
                     bucket.divide(divisor)
-            skip = frozenset(i for i, any_rank in enumerate(used) if not any_rank) if missing else _NONE
+            skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self.buckets:
                 bucket.hand_out(skip, any_missing=bool(missing))
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
         if not self.order_is_learnt:
             self._learn_order()
+
+    def _launch_control_after_hooks(self, missing: frozenset[int]) -> None:
+        """A hook may start collectives of its own whenever one of its futures completes: ours would get in between."""
+        if self._control is not None and self.comm_hook is not None:
+            self._control.launch(self._encode_tail(missing))
 
     def shadow(self) -> None:
         """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
@@ -521,11 +530,13 @@ class GradientSync:
         try:
             for bucket in self.buckets:
                 bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
-            if self._control is not None:
-                self._control.launch(tail)
             self.step += 1
+            if self._control is not None and self.comm_hook is None:
+                self._control.launch(tail)
             for bucket in self.buckets:
                 self._wait(bucket)
+            if self._control is not None and self.comm_hook is not None:
+                self._control.launch(tail)
             self._check(*self._decode())
             if self._static is not None:
                 self._static.learn()
@@ -544,6 +555,8 @@ class GradientSync:
                 "once in one backward, the second time after it may have been sent. With activation checkpointing "
                 "use torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
             )
+        if self.options.allow_unused:  # an undefined gradient has a hook's call and no value
+            seen = {index for index in seen if self.parameters[index].grad is not None}
         if len(seen) == len(self.parameters):
             return _NONE
         return frozenset(range(len(self.parameters))) - seen
@@ -575,16 +588,18 @@ class GradientSync:
         self._broken = text
         return SynclineError(text)
 
-    def _decode(self) -> tuple[tuple[RankControl, ...], tuple[bool, ...]]:
+    def _decode(self) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
         if self._control is not None:
             tail = self._control.read()
         else:
             last = self.buckets[-1]
             assert isinstance(last, Bucket)
             tail = last.read_tail()
-        return decode(tail, num_ranks=self.transport.size)
+        ranks, used = decode(tail, num_ranks=self.transport.size)
+        self.num_ranks_using = used
+        return ranks, used
 
-    def _check(self, ranks: Sequence[RankControl], used: Sequence[bool]) -> None:
+    def _check(self, ranks: Sequence[RankControl], used: Sequence[int]) -> None:
         """Raise, on every rank alike, what any rank reported."""
         if any(control.gradients_missing for control in ranks):
             mine = json.dumps([] if ranks[self.transport.rank].joined else sorted(self._missing())).encode()

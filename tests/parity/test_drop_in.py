@@ -1,0 +1,524 @@
+"""What users do with torch's class, done with ours beside it on the same Gloo group: the same gradients come out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+import syncline as sl
+from syncline.parallel import DistributedDataParallel as DDP
+
+TorchDDP = torch.nn.parallel.DistributedDataParallel
+Wrap = Callable[..., Any]
+
+
+class Net(nn.Module):
+    """Three layers, the middle one large enough for a bucket of its own under a small cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.middle, self.last = nn.Linear(6, 150), nn.Linear(150, 150), nn.Linear(150, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def batch(step: int, num_features: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    return torch.randn(5, num_features, generator=generator)
+
+
+def gradients_of(
+    ddp: Any, *, num_steps: int = 4, between: Callable[[], None] = lambda: None, lr: float = 0.1
+) -> list[Tensor]:
+    """All gradients of a few steps, those of an accumulated one included."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
+    seen = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        with ddp.no_sync() if step == 2 else nullcontext():
+            ddp(batch(step)).square().mean().backward()
+        if step == 2:
+            ddp(batch(50)).square().mean().backward()
+        seen += [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+        optimizer.step()
+    between()
+    return seen
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        if tolerance:
+            torch.testing.assert_close(a.float(), b.float(), **tolerance)
+        else:
+            assert torch.equal(a.to_dense(), b.to_dense())
+
+
+# ---------------------------------------------------------------------- communication hooks
+
+
+# Without annotations: torch refuses those that are text.
+def scaled_by_hand(state, bucket):
+    state["calls"] += 1
+    state["last"] += bucket.is_last()
+    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+    assert [p.shape for p in bucket.parameters()] == [g.shape for g in bucket.gradients()]
+    tensor = bucket.buffer() / dist.get_world_size()
+    future = dist.all_reduce(tensor, async_op=True).get_future()  # type: ignore[union-attr]
+    return future.then(lambda done: done.value()[0])
+
+
+def power_sgd() -> Any:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+
+def post_local_sgd() -> Any:
+    alone, _ = dist.new_subgroups(group_size=1)
+    return post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+
+
+HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "allreduce": (lambda: None, default_hooks.allreduce_hook),
+    "fp16": (lambda: None, default_hooks.fp16_compress_hook),
+    "fp16 wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "powerSGD": (power_sgd, powerSGD_hook.powerSGD_hook),
+    "noop": (lambda: None, debugging_hooks.noop_hook),
+    "post_localSGD": (post_local_sgd, post_localSGD_hook.post_localSGD_hook),
+    "by hand": (lambda: {"calls": 0, "last": 0}, scaled_by_hand),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+def test_torchs_communication_hooks_run_unchanged(name: str, view: bool) -> None:
+    make_state, hook = HOOKS[name]
+    found = []
+    for wrap in (DDP, TorchDDP):
+        ddp = wrap(Net(), gradient_as_bucket_view=view)
+        state = make_state()
+        ddp.register_comm_hook(state, hook)
+        # PowerSGD starts from random matrices, by numpy's generator, seeded in its state.
+        found.append(gradients_of(ddp))
+        if name == "by hand":
+            assert state["calls"] == state["last"] == 4
+    # The order of a hook's own rounding is its own: buckets may be cut differently.
+    assert_equal(found[0], found[1], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_over_many_buckets_is_told_which_is_last() -> None:
+    ddp = DDP(Net(), bucket_cap_mb=0.001)
+    state = {"calls": 0, "last": 0}
+    ddp.register_comm_hook(state, scaled_by_hand)
+    assert_equal(gradients_of(ddp), gradients_of(DDP(Net())), rtol=1e-6, atol=1e-7)
+    assert state["last"] == 4
+    assert state["calls"] == 4 * len(ddp.last_step.buckets) > 4
+    assert "by communication hook scaled_by_hand" in str(ddp.contract)
+
+
+@pytest.mark.ranks(2)
+def test_the_built_in_hook_equals_torchs() -> None:
+    found = []
+    for wrap in (DDP, TorchDDP):
+        ddp = wrap(Net())
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        found.append(gradients_of(ddp))
+    assert_equal(*found, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_on_one_rank_only_is_refused_on_both() -> None:
+    ddp = DDP(Net())
+    if dist.get_rank() == 1:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(
+        sl.ContractMismatch, match=r"communication hook\s+expected none \(rank 0\)\s+got +allreduce_hook"
+    ):
+        ddp(batch(0))
+
+
+def test_what_is_no_hook_is_refused() -> None:
+    ddp = DDP(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="must be callable"):
+        ddp.register_comm_hook(None, 3)  # type: ignore[arg-type]
+
+    def wrong(state, bucket): ...
+
+    wrong.__annotations__["bucket"] = int
+
+    with pytest.raises(ValueError, match="bucket annotation should be"):
+        ddp.register_comm_hook(None, wrong)
+    ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    with pytest.raises(ValueError, match="normalize_by cannot divide"), ddp.normalize_by(3):
+        pass
+    late = DDP(nn.Linear(1, 1))
+    late(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError, match="before the first backward"):
+        late.register_comm_hook(None, debugging_hooks.noop_hook)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_that_raises_is_the_users_error_with_its_place() -> None:
+    def broken(state: object, bucket: object) -> Any:
+        raise KeyError("mine")
+
+    ddp = DDP(Net())
+    ddp.register_comm_hook(None, broken)
+    with pytest.raises(KeyError, match="mine") as caught:
+        ddp(batch(0)).sum().backward()
+    assert "step 1, backward, bucket 0" in caught.value.__notes__[0]
+
+
+# ---------------------------------------------------------------------- kinds of gradients
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.rows, self.out = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.out(self.rows(indices).sum(1))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("view", [False, True])
+def test_sparse_gradients_are_torchs(view: bool) -> None:
+    found = []
+    for wrap in (DDP, TorchDDP):
+        ddp = wrap(Sparse(), gradient_as_bucket_view=view)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        seen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            indices = torch.randint(0, 40, (3 + 2 * dist.get_rank(), 4), generator=generator)
+            ddp(indices).square().mean().backward()
+            assert ddp.module.rows.weight.grad.is_sparse
+            seen += [p.grad.to_dense().clone() for p in ddp.parameters()]
+            optimizer.step()
+        found.append(seen)
+    assert_equal(*found, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_parameter_that_one_rank_did_not_use() -> None:
+    class Maybe(Sparse):
+        def forward(self, indices: Tensor) -> Tensor:
+            return super().forward(indices) if dist.get_rank() else self.out(torch.ones(2, 8))
+
+    ddp = DDP(Maybe(), find_unused_parameters=True)
+    ddp(torch.tensor([[1, 2]])).sum().backward()
+    gradient = ddp.module.rows.weight.grad
+    assert gradient is not None
+    assert gradient.coalesce().indices().tolist() == [[1, 2]]
+
+
+@pytest.mark.ranks(2)
+def test_complex_and_channels_last_parameters() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.phase = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+            self.conv = nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.phase).abs().sum() + self.conv(x[None, None].expand(1, 1, 5, 6)).square().sum()
+
+    assert_equal(gradients_of(DDP(Mixed()), lr=0.0), gradients_of(TorchDDP(Mixed()), lr=0.0))
+
+
+@pytest.mark.ranks(2)
+def test_sums_in_another_type_than_the_parameters() -> None:
+    module = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+    ddp = DDP(module, reduce_dtype=torch.float32)
+    x = torch.tensor([[1.0, 0.5, 3.0, 2.0]], dtype=torch.bfloat16) * (1 + 254 * dist.get_rank())
+    ddp(x).sum().backward()
+    expected = torch.tensor([[1.0, 0.5, 3.0, 2.0]]) * 128  # (1 + 255) / 2, rounded once at the end
+    assert torch.equal(module.weight.grad.float(), expected)  # type: ignore[union-attr]
+    assert "in float32" in ddp.contract["gradients"].how
+
+
+@pytest.mark.ranks(2)
+def test_torchs_mixed_precision_argument() -> None:
+    config = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=None)
+    ddp = DDP(Net(), mixed_precision=config)
+    assert ddp(batch(0)).dtype is torch.bfloat16
+    full = gradients_of(TorchDDP(Net()))
+    assert all(p.dtype is torch.float32 for p in ddp.parameters())
+    assert_equal(gradients_of(ddp), full, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.ranks(2)
+def test_autocast_and_a_gradient_scaler_skip_on_all_ranks_alike() -> None:
+    ddp = DDP(Net())
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ddp(batch(step)).square().mean()
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0  # one step was skipped, on this rank too
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, [p.tolist() for p in ddp.parameters()])
+    assert everyone[0] == everyone[1]
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+class Branches(nn.Module):
+    """Which branch is used depends on rank and step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.stem = nn.Linear(6, 6)
+        self.branches = nn.ModuleList([nn.Linear(6, 2) for _ in range(3)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.branches[(self.calls + dist.get_rank()) % 2](self.stem(x))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cap_mb", [0.0001, 25])
+@pytest.mark.parametrize("view", [False, True])
+def test_unused_parameters_are_torchs(view: bool, cap_mb: float) -> None:
+    def run(wrap: Wrap) -> list[Tensor]:
+        ddp = wrap(
+            Branches(), find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=cap_mb
+        )
+        seen = gradients_of(ddp)
+        assert ddp.module.branches[2].weight.grad is None
+        return seen
+
+    assert_equal(run(DDP), run(TorchDDP))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    extra: object = None
+
+
+@pytest.mark.ranks(2)
+def test_static_graph_with_reentrant_checkpoints_of_shared_layers_is_torchs() -> None:
+    class Repeated(Net):
+        as_dataclass: bool
+
+        def forward(self, x: Tensor) -> Any:
+            x = torch.tanh(self.first(x))
+            for _ in range(3):
+                x = checkpoint(self.middle, x, use_reentrant=True)
+            x = self.last(x)
+            return Output(x, extra=[None]) if self.as_dataclass else x
+
+    def run(wrap: Wrap, *, as_dataclass: bool = False) -> list[Tensor]:
+        module = Repeated()
+        module.as_dataclass = as_dataclass
+        ddp = wrap(module, static_graph=True)
+        seen = []
+        for step in range(3):
+            ddp.zero_grad()
+            output = ddp(batch(step))
+            (output.logits if as_dataclass else output).square().mean().backward()
+            seen += [p.grad.clone() for p in ddp.parameters()]
+        return seen
+
+    expected = run(TorchDDP)
+    assert_equal(run(DDP), expected)
+    assert_equal(run(DDP, as_dataclass=True), expected)  # torch's own leaves each rank its own gradients here
+
+
+@pytest.mark.ranks(2)
+def test_a_gan_runs_its_discriminator_twice_before_a_backward() -> None:
+    def run(wrap: Wrap) -> list[Tensor]:
+        torch.manual_seed(8)
+        ddp = wrap(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)))
+        (ddp(batch(0)).mean() - ddp(batch(1)).mean()).backward()
+        return [p.grad.clone() for p in ddp.parameters()] + [b.clone() for b in ddp.buffers()]
+
+    assert_equal(run(DDP), run(TorchDDP))
+
+
+def test_a_graph_of_the_gradients_is_refused() -> None:
+    ddp = DDP(nn.Linear(1, 1))
+    with pytest.raises(sl.SynclineError, match="create_graph=True"):
+        ddp(torch.ones(1, 1)).square().sum().backward(create_graph=True)
+
+
+# ---------------------------------------------------------------------- uneven inputs
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("num_fewer", [0, 1, 5])
+def test_uneven_inputs_end_with_torchs_parameters(num_fewer: int, by_initial: bool) -> None:
+    def run(wrap: Wrap) -> list[Tensor]:
+        torch.manual_seed(9)
+        module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        ddp = wrap(module, bucket_cap_mb=0.0001)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join(divide_by_initial_world_size=by_initial):
+            for step in range(5 - num_fewer * dist.get_rank()):
+                optimizer.zero_grad()
+                ddp(batch(step)).square().mean().backward()
+                optimizer.step()
+        return [t.clone() for t in (*ddp.parameters(), *ddp.buffers())]
+
+    assert_equal(run(DDP), run(TorchDDP), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_join_beside_another_joinable() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns
+
+    def run(wrap: Wrap) -> list[Tensor]:
+        ddp = wrap(Net())
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        with Join([ddp, optimizer]):
+            for step in range(2 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                ddp(batch(step)).square().mean().backward()
+                optimizer.step()
+        return [p.clone() for p in ddp.parameters()]
+
+    assert_equal(run(DDP), run(TorchDDP), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_join_can_end_all_ranks_with_the_first() -> None:
+    ddp = DDP(Net())
+    words = "Detected at least one rank" if dist.get_rank() else "Rank 0 exhausted all inputs"
+    with pytest.raises(RuntimeError, match=words), ddp.join(throw_on_early_termination=True):
+        for step in range(1 + 2 * dist.get_rank()):
+            ddp(batch(step)).sum().backward()
+
+
+# ---------------------------------------------------------------------- parameters left out
+
+
+@pytest.mark.ranks(2)
+def test_ignored_parameters_and_buffers_stay_each_ranks_own() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    for parameter in module.parameters():
+        parameter.data.fill_(1.0 + dist.get_rank())
+    ddp = DDP(module, ignore=["2.*", "1.running_*"])
+    assert module[0].weight[0, 0].item() == 1.0
+    assert module[2].weight[0, 0].item() == 1.0 + dist.get_rank()
+    ddp(batch(dist.get_rank())).square().sum().backward()
+    rows: list[Any] = [None, None]
+    dist.all_gather_object(rows, [p.grad.tolist() for p in ddp.parameters()])  # type: ignore[union-attr]
+    assert rows[0][:4] == rows[1][:4]
+    assert rows[0][4] != rows[1][4]
+    assert ddp.contract["buffers"].size.startswith("1 tensor")
+
+
+@pytest.mark.ranks(2)
+def test_different_ignored_names_are_refused() -> None:
+    with pytest.raises(sl.ContractMismatch, match=r"ignored +first\.bias"):
+        DDP(Net(), ignore=["first.bias"] if dist.get_rank() else [])
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'frist.*' matches no parameter"):
+        DDP(Net(), ignore=["frist.*"])
+
+
+@pytest.mark.ranks(2)
+def test_delayed_parameters_are_reduced_last() -> None:
+    module = Net()
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("last")]
+    ddp = DDP(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first.weight)
+    assert_equal(gradients_of(ddp), gradients_of(DDP(Net())))
+    assert set(ddp.last_step.buckets[-1].parameters) == {"last.weight", "last.bias"}
+
+
+# ---------------------------------------------------------------------- optimizers, saving, copies
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_optimizers_in_backward_step_with_the_mean() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module, plain = Net(), DDP(Net())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    ddp = DDP(module)  # torch's class needs an accelerator for this
+    for step in range(3):
+        ddp(batch(step)).square().mean().backward()
+        assert all(p.grad is None for p in ddp.parameters())
+        optimizer.zero_grad()
+        plain(batch(step)).square().mean().backward()
+        optimizer.step()
+    assert_equal(list(ddp.parameters()), list(plain.parameters()))
+
+
+def test_a_state_dict_loads_with_and_without_the_prefix() -> None:
+    ddp, other = DDP(Net()), DDP(Net())
+    for parameter in ddp.parameters():
+        parameter.data.normal_()
+    for saved in (ddp.state_dict(), ddp.module.state_dict()):
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        before = set(saved)
+        assert not any(other.load_state_dict(saved))
+        assert_equal(list(other.parameters()), list(ddp.parameters()))
+        assert set(saved) == before
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({"module.first.weight": ddp.module.first.weight})
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_synchronizes_on_its_own() -> None:
+    ddp = DDP(Net())
+    expected = gradients_of(ddp, lr=0.0)
+    for duplicate in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert_equal(gradients_of(duplicate, lr=0.0), expected)
+
+
+def test_it_is_what_frameworks_look_for() -> None:
+    ddp = DDP(Net())
+    assert isinstance(ddp, TorchDDP)
+    assert isinstance(ddp.module, Net)
+    assert ddp.reducer._rebuild_buckets() is False
+    ddp.reducer.prepare_for_backward([])
+    with pytest.raises(AttributeError, match="no reducer of torch's"):
+        ddp.reducer._get_zeros_like_grad_buckets()
