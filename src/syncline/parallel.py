@@ -11,7 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -174,7 +174,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.parameters_to_ignore = set(chosen.ignored)
-        self._lowered = None if mixed_precision is None else MixedPrecision(module, mixed_precision)
+        self._lowered = (
+            None
+            if mixed_precision is None
+            else MixedPrecision(module, mixed_precision, self.parameters_to_ignore)
+        )
         if reduce_dtype is None and self._lowered is not None:
             reduce_dtype = self._lowered.reduce_dtype
         self._transport = transport = transport_of(group)
@@ -404,7 +408,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> Join:
+    ) -> AbstractContextManager[Any]:
         """A context in which ranks may run out of inputs at different times, as in torch.
 
         A rank that leaves its loop early takes part in the others' collectives with zeros until all are done; then
@@ -419,7 +423,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         Raises:
             ValueError: the module is not synchronized over a torch.distributed group.
         """
-        if self.process_group is None and enable:
+        if not enable or self._transport.size == 1:
+            return nullcontext()
+        if self.process_group is None:
             raise ValueError(
                 f"join needs a torch.distributed process group; this module is synchronized over {self._plan.transport}"
             )
@@ -510,6 +516,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._transport is not transport_of(None):
+            raise RuntimeError(
+                "a wrapper can be pickled or copied only over the default group: copy its module, and wrap the copy"
+            )
         state = dict(self.__dict__)
         for name in ("_gradients", "_buffers_sync", "_transport", "_selection", "_hooks_finalizer"):
             del state[name]  # they hold hooks and connections

@@ -2,7 +2,7 @@
 
 Found in use: Lightning (`reducer`, `_set_static_graph`, `_register_builtin_comm_hook`), Accelerate and Megatron
 (`bucket_bytes_cap`, `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec
-and torch's own tests (the rest). A name that is not here raises an error that says so.
+and torch's own tests (the rest). What reaches into torch's reducer beyond that raises an error that says so.
 """
 
 from __future__ import annotations

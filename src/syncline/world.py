@@ -9,12 +9,14 @@ exception reaches the launcher and that the process ends when it should.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import math
 import os
 import socket
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -120,6 +122,7 @@ _num_inits = 0
 _stores: dict[tuple[str | None, int | None, int, int], Store] = {}
 _transports: dict[int, tuple[dist.ProcessGroup, Transport]] = {}
 _alone: Transport | None = None
+_tells_peers = False
 
 
 # ---------------------------------------------------------------------- init and shutdown
@@ -271,19 +274,42 @@ def _make_default_group(env: Environment, device: torch.device, timeout_seconds:
 
 
 def _watch(session: _Session, *, hook_before: _Hook) -> None:
-    """See that an uncaught exception reaches the launcher, and that the exit is clean and never hangs."""
+    """See that an uncaught exception reaches launcher and peers, and that the exit is clean and never hangs."""
     atexit.register(_at_exit)
-    path, own_pid = environment.error_file(), os.getpid()
-    if path is None:
-        return
+    session.hook, session.hook_before = _telling_hook(environment.error_file(), hook_before), hook_before
+    sys.excepthook = session.hook
+
+
+def _telling_hook(path: str | None, hook_before: _Hook) -> _Hook:
+    """An excepthook that tells the launcher, by a file, and the peers, by their transports, then does as before."""
+    own_pid = os.getpid()
 
     def excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if os.getpid() == own_pid:  # not in a fork, which inherits the hook
+        if os.getpid() == own_pid and path is not None:  # not in a fork, which inherits the hook
             process.record_failure(error, path, tb)
+        # Printed first: once one rank has ended, the launcher gives the others little time for their words.
         hook_before(kind, error, tb)
+        if os.getpid() == own_pid:
+            _tell_peers(error, tb)
 
-    session.hook, session.hook_before = excepthook, hook_before
-    sys.excepthook = excepthook
+    return excepthook
+
+
+def _tell_peers(error: BaseException, tb: TracebackType | None) -> None:
+    """Peers that wait for this rank, or come to, raise `PeerFailed` with this traceback, not a lost connection."""
+    lines = traceback.format_exception(type(error), error, tb)
+    reason = "it ended by an uncaught exception:\n" + "".join(lines).rstrip()
+    for _, transport in list(_transports.values()):
+        with contextlib.suppress(Exception):
+            transport.abort(reason)
+
+
+def _tell_peers_without_session() -> None:
+    """For those who use torch.distributed without `init`; once a process."""
+    global _tells_peers
+    if not _tells_peers and _session is None:
+        _tells_peers = True
+        sys.excepthook = _telling_hook(None, sys.excepthook)
 
 
 def _at_exit() -> None:
@@ -335,6 +361,7 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
                 raise ValueError("this process group was destroyed: pass one that is alive, or None")
             known = _session.timeout_seconds if _session is not None and found is default else None
             _transports[id(found)] = found, C10dTransport(found, timeout_seconds=known)
+            _tell_peers_without_session()
         return _transports[id(found)][1]
 
 

@@ -242,6 +242,29 @@ def test_a_rank_that_fails_with_a_collective_under_way_does_not_hold_up_its_peer
     assert done.stderr.endswith("ValueError: the cause\n")
 
 
+@pytest.mark.parametrize("join", ["sl.init(timeout=60)", "dist.init_process_group('gloo')"])
+def test_the_traceback_of_a_failing_rank_reaches_its_waiting_peer(run: Run, join: str) -> None:
+    done = run(
+        "import syncline as sl, sys, torch, torch.distributed as dist\n"
+        f"{join}\n"
+        "ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "for step in range(3):\n"
+        "    if step == 2 and dist.get_rank() == 1:\n"
+        "        raise KeyError('the data of step 3')\n"
+        "    try:\n"
+        "        ddp(torch.ones(1, 2)).sum().backward()\n"
+        "    except sl.PeerFailed as error:\n"
+        "        text = ' | '.join(str(error).splitlines())\n"
+        "        sys.stdout.write(f'told: {text}\\n')\n"
+        "        raise\n"
+    )
+    assert done.returncode == 1
+    told = next(line for line in done.stdout.splitlines() if "told: " in line)
+    assert "told: rank 0, step 3, backward, bucket 0 (bias, weight): rank 1 aborted the group" in told
+    assert told.endswith("KeyError: 'the data of step 3'")
+    assert done.stderr.endswith("KeyError: 'the data of step 3'\n")
+
+
 def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) -> None:
     done = run(
         "import os, time\n"

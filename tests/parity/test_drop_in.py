@@ -376,12 +376,6 @@ def test_a_gan_runs_its_discriminator_twice_before_a_backward() -> None:
     assert_equal(run(DDP), run(TorchDDP))
 
 
-def test_a_graph_of_the_gradients_is_refused() -> None:
-    ddp = DDP(nn.Linear(1, 1))
-    with pytest.raises(sl.SynclineError, match="create_graph=True"):
-        ddp(torch.ones(1, 1)).square().sum().backward(create_graph=True)
-
-
 # ---------------------------------------------------------------------- uneven inputs
 
 

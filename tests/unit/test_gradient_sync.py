@@ -502,6 +502,20 @@ def test_reentrant_checkpoints_reduce_as_plain_ones_do(
     each_rank(rank)
 
 
+@pytest.mark.parametrize(("learnt", "later"), [(1, 2), (2, 3), (2, 1)])
+def test_a_static_graph_that_changes_is_an_error_by_name(learnt: int, later: int) -> None:
+    def rank(t: Transport) -> None:
+        module = Checkpointed(num_uses=learnt)
+        ddp = DDP(module, process_group=t, static_graph=True)
+        x = inputs(t).requires_grad_()
+        ddp(x).sum().backward()
+        module.num_uses = later
+        with pytest.raises(SynclineError, match=rf"first.weight \({learnt} before, {later} now\)"):
+            ddp(x).sum().backward()
+
+    each_rank(rank)
+
+
 def test_a_parameter_in_two_reentrant_checkpoints_without_static_graph_is_an_error_that_names_the_remedy() -> (
     None
 ):

@@ -10,6 +10,9 @@ from typing import Any
 __all__ = ["NotTraced", "keep_out_of_compilation"]
 
 
+_is_kept_out = [False]
+
+
 class NotTraced:
     """A method that torch.compile does not trace into, while it compiles what that calls.
 
@@ -33,10 +36,9 @@ class NotTraced:
 
 def keep_out_of_compilation() -> None:
     """If the compiler is loaded: tell it not to compile the functions of this package."""
-    if "torch._dynamo" not in sys.modules:
+    if _is_kept_out[0] or "torch._dynamo" not in sys.modules:
         return
     from torch._dynamo import trace_rules
 
-    package = __name__.partition(".")[0]
-    if not any(package in directory for directory in trace_rules.SKIP_DIRS):
-        trace_rules.add(package)
+    _is_kept_out[0] = True
+    trace_rules.add(__name__.partition(".")[0])

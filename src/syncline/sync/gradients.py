@@ -480,6 +480,7 @@ class GradientSync:
             self._static.learn()
             for index in tuple(self._ready):
                 self._mark_ready(index)
+        self._check_static()
         missing = self._missing()
         while self._next_to_launch < len(self.buckets):
             self._launch_next(trigger=None, missing=missing)
@@ -544,6 +545,19 @@ class GradientSync:
                 self._learn_order()
         finally:
             self._forget_backward()
+
+    def _check_static(self) -> None:
+        """With static_graph: the graph is the one that was learnt, or may differ without harm."""
+        changed = [] if self._static is None else self._static.changed()
+        if changed:
+            what = ", ".join(
+                f"{self.names[i]} ({learnt} before, {got} now)" for i, learnt, got in changed[:5]
+            )
+            raise self._broken_by(
+                f"rank {self.transport.rank}, step {self._step_under_way}: static_graph=True, but the number of "
+                f"gradients of a parameter in one backward changed: {what}. Leave static_graph out, or run the same "
+                "graph in every step"
+            )
 
     def _missing(self) -> frozenset[int]:
         """The parameters without a gradient in this backward."""

@@ -6,6 +6,7 @@ gradients back through the cast, so optimizers, clipping and checkpoints see ful
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,13 +21,15 @@ class MixedPrecision:
 
     Args:
         module: whose floating buffers are cast at once, in place, to `buffer_dtype`.
+        ignored: names of parameters that stay as they are.
         config: torch's `_MixedPrecision`: `param_dtype`, `reduce_dtype`, `buffer_dtype`, None leaves things alone.
     """
 
-    def __init__(self, module: nn.Module, config: Any) -> None:
+    def __init__(self, module: nn.Module, config: Any, ignored: Collection[str] = ()) -> None:
         self.param_dtype: torch.dtype | None = config.param_dtype
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
         self._module = module
+        self._ignored = ignored
         if config.buffer_dtype is not None:
             for buffer in module.buffers():
                 if buffer.is_floating_point():
@@ -42,5 +45,9 @@ class MixedPrecision:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         inputs, kwargs = tree_map_only(Tensor, lower, (inputs, kwargs))
-        parameters = {name: lower(parameter) for name, parameter in self._module.named_parameters()}
+        parameters = {
+            name: lower(parameter)
+            for name, parameter in self._module.named_parameters()
+            if name not in self._ignored
+        }
         return torch.func.functional_call(self._module, parameters, inputs, kwargs)

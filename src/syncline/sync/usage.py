@@ -51,6 +51,16 @@ class StaticUsage:
         self._counts[index] += 1
         return self._counts[index] == (self._expected[index] if self.is_learnt else 1)
 
+    def changed(self) -> list[tuple[int, int, int]]:
+        """Parameters that got another number of gradients than was learnt: index, learnt, got. 0 is fine."""
+        if not self.is_learnt:
+            return []
+        return [
+            (index, expected, count)
+            for index, (expected, count) in enumerate(zip(self._expected, self._counts, strict=True))
+            if count not in (0, expected)
+        ]
+
     def learn(self) -> None:
         """Take the counts of the backward that ends as those of every backward to come; once."""
         if not self.is_learnt:
