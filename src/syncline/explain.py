@@ -37,7 +37,6 @@ class Plan:
     allow_unused: bool
     comm_hook: str | None = None
     reduce_dtype: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,21 +148,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.device_ids, self.output_device = _checked_device_ids(module, device_ids, output_device)
         caps = _checked_caps(bucket_cap_mb, bucket_cap_mb_list)
         group = _group_of_mesh(process_group, device_mesh, module)
-        if buffers is not None and (broadcast_buffers is not None or forward_sync_buffers is not None):
-            raise ValueError(
-                "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
-                f"buffers={buffers!r} alone"
-            )
-        if broadcast_buffers is not None and forward_sync_buffers is not None:
-            warnings.warn(
-                "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers wins",
-                FutureWarning,
-                stacklevel=2,
-            )
-        init_buffers = True
-        if forward_sync_buffers is None:
-            init_buffers = forward_sync_buffers = broadcast_buffers is not False
-        self._buffer_policy: BufferPolicy = buffers or ("broadcast" if forward_sync_buffers else "none")
+        self._buffer_policy, init_buffers = _checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
         self.module = module
         self.dim = dim
         if device_mesh is not None:
@@ -194,10 +180,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             delayed=frozenset(name for name, _ in chosen.delayed),
         )
         self._plan = _plan_of(
-            module, chosen, self._options, transport, num_hosts=len(hosts), init_sync=init_sync
-        )
-        self._plan = replace(
-            self._plan, init_buffers=init_sync and init_buffers, buffer_policy=self._buffer_policy
+            module,
+            chosen,
+            self._options,
+            transport,
+            num_hosts=len(hosts),
+            init_sync=init_sync,
+            init_buffers=init_sync and init_buffers,
+            buffer_policy=self._buffer_policy,
         )
         _agree_on(module, chosen, contract_of(self._plan), self._options, transport)
         if init_sync:
@@ -207,13 +197,17 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     def _wire(self, chosen: Selection) -> None:
         """Put the hooks on. Not a collective."""
         self._selection = chosen
-        self._module_parameters = [parameter for _, parameter in chosen.parameters]
         self._gradients = GradientSync([*chosen.trained, *chosen.delayed], self._transport, self._options)
         self._buffers_sync = BufferSync(
             self.module, self._transport, policy=self._buffer_policy, ignored=self.parameters_to_ignore
         )
         self._is_agreed = False
         self._hooks_finalizer = weakref.finalize(self, self._gradients.remove_hooks)
+
+    def _wire_again(self) -> None:
+        """The same tensors with new hooks, over `_transport` and by `_options` as they are now."""
+        delayed = [(n, p) for n, p in self.module.named_parameters() if n in self._options.delayed]
+        self._wire(select(self.module, ignore=sorted(self.parameters_to_ignore), delayed=delayed))
 
     # ------------------------------------------------------------------ a step
 
@@ -431,8 +425,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             )
         return Join(
             [self],
-            enable,
-            throw_on_early_termination,
+            throw_on_early_termination=throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
@@ -530,8 +523,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         nn.Module.__setstate__(self, state)
         self._transport = transport_of(None)
         self._plan = replace(self._plan, comm_hook=None)
-        delayed = [(n, p) for n, p in self.module.named_parameters() if n in self._options.delayed]
-        self._wire(select(self.module, ignore=sorted(self.parameters_to_ignore), delayed=delayed))
+        self._wire_again()
 
 
 # ---------------------------------------------------------------------- construction, checked
@@ -569,6 +561,27 @@ def _index_of(device: int | torch.device) -> int:
         return device
     index = torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
+
+
+def _checked_buffers(
+    buffers: BufferPolicy | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[BufferPolicy, bool]:
+    """What becomes of buffers before a forward, and whether they are broadcast at construction."""
+    if buffers is not None and (broadcast_buffers is not None or forward_sync_buffers is not None):
+        raise ValueError(
+            "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
+            f"buffers={buffers!r} alone"
+        )
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        warnings.warn(
+            "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers wins",
+            FutureWarning,
+            stacklevel=3,
+        )
+    init_buffers = True
+    if forward_sync_buffers is None:
+        init_buffers = forward_sync_buffers = broadcast_buffers is not False
+    return buffers or ("broadcast" if forward_sync_buffers else "none"), init_buffers
 
 
 def _checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None) -> BucketCaps | None:
@@ -629,6 +642,8 @@ def _plan_of(
     *,
     num_hosts: int,
     init_sync: bool,
+    init_buffers: bool,
+    buffer_policy: BufferPolicy,
 ) -> Plan:
     num_tensors, num_bytes = _size_of([p for _, p in chosen.parameters])
     num_buffers, buffer_bytes = _size_of([b for _, b in chosen.buffers])
@@ -645,14 +660,13 @@ def _plan_of(
         num_buffers=num_buffers,
         buffer_bytes=buffer_bytes,
         init_sync=init_sync,
-        init_buffers=init_sync,
-        buffer_policy="broadcast",
+        init_buffers=init_buffers,
+        buffer_policy=buffer_policy,
         as_bucket_view=options.as_bucket_view,
         allow_unused=options.allow_unused,
         reduce_dtype=None
         if options.reduce_dtype is None
         else str(options.reduce_dtype).removeprefix("torch."),
-        ignored=chosen.ignored,
     )
 
 

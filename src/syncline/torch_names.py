@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.sync.comm_hook import CommHook, checked_comm_hook
-from syncline.sync.selection import select
+from syncline.sync.comm_hook import CommHook, checked_comm_hook, qualified_name
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.world import transport_of
@@ -41,7 +40,7 @@ class _BufferHook:
 
     @property
     def name(self) -> str:
-        return getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        return qualified_name(self.hook)
 
 
 class _NoReducer:
@@ -88,7 +87,6 @@ class TorchNames:
     _plan: Plan
     _selection: Selection
     _transport: Transport
-    _module_parameters: list[nn.Parameter]
     _is_agreed: bool
 
     broadcast_bucket_size = 250 * 1024 * 1024
@@ -102,7 +100,7 @@ class TorchNames:
 
     if TYPE_CHECKING:
 
-        def _wire(self, chosen: Selection) -> None: ...
+        def _wire_again(self) -> None: ...
         def _use_comm_hook(self, hook: CommHook) -> None: ...
 
     # ------------------------------------------------------------------ facts
@@ -159,6 +157,10 @@ class TorchNames:
         return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
 
     @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._selection.parameters]
+
+    @property
     def _has_rebuilt_buckets(self) -> bool:
         return self._gradients.order_is_learnt
 
@@ -175,7 +177,8 @@ class TorchNames:
         """What torch's logger says, where we know it."""
         last = self._gradients.ledger.last()
         parameters = self._module_parameters
-        buckets = [bucket.plan for bucket in self._gradients.buckets]
+        plans = [bucket.plan for bucket in self._gradients.buckets]
+        bucket_sizes = ", ".join(str(plan.numel * plan.itemsize_bytes) for plan in plans)
         data: dict[str, Any] = {
             "world_size": self._transport.size,
             "rank": self._transport.rank,
@@ -183,8 +186,8 @@ class TorchNames:
             "module_name": type(self.module).__name__,
             "iteration": self._gradients.step,
             "bucket_cap_bytes": self._options.caps.cap_bytes,
-            "bucket_sizes": ", ".join(str(b.numel * b.itemsize_bytes) for b in buckets),
-            "initial_bucket_sizes": ", ".join(str(b.numel * b.itemsize_bytes) for b in buckets),
+            "bucket_sizes": bucket_sizes,
+            "initial_bucket_sizes": bucket_sizes,
             "broadcast_buffers": int(self._buffers_sync.enabled),
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
@@ -238,8 +241,7 @@ class TorchNames:
         self._gradients.remove_hooks()
         self._options = options
         self._plan = replace(self._plan, allow_unused=options.allow_unused)
-        delayed = [(n, p) for n, p in self.module.named_parameters() if n in options.delayed]
-        self._wire(select(self.module, ignore=sorted(self.parameters_to_ignore), delayed=delayed))
+        self._wire_again()
         self._gradients.enabled = enabled
         if hook is not None:
             self._gradients.use_comm_hook(hook)

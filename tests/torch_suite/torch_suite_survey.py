@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from syncline.testing.pool import Outcome, RankPool, Task, free_port
+from syncline.testing.pool import Outcome, RankPool
 
 HERE = Path(__file__).parent
 PASSES = HERE / "torch_passes.json"
@@ -92,10 +92,8 @@ def num_ranks(name: str) -> int:
 
 def attempt(pool: RankPool, name: str, class_name: str, *, moved_to_cpu: bool) -> tuple[str, str]:
     """Run one test; "passed", "skipped", "failed" or "stuck", and why."""
-    size = num_ranks(name)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        store_path, port = pool.store_path(), free_port()
         arguments = {
             "name": name,
             "class_name": class_name,
@@ -104,20 +102,14 @@ def attempt(pool: RankPool, name: str, class_name: str, *, moved_to_cpu: bool) -
             "expected": "survey",
         }
         outcomes = pool.run(
-            [
-                Task(
-                    module="torch_suite_rank",
-                    qualname="run",
-                    arguments=arguments,
-                    rank=rank,
-                    size=size,
-                    store_path=store_path,
-                    master_port=port,
-                    timeout_seconds=TIMEOUT_SECONDS,
-                    warning_filters=("ignore",),
-                )
-                for rank in range(size)
-            ]
+            pool.tasks(
+                num_ranks(name),
+                module="torch_suite_rank",
+                qualname="run",
+                arguments=arguments,
+                timeout_seconds=TIMEOUT_SECONDS,
+                warning_filters=("ignore",),
+            )
         )
     kind, text = _judge(outcomes)
     text = text.replace("survey | ", "")

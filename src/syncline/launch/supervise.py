@@ -90,7 +90,7 @@ def supervise(job: Job) -> int:
     )
     try:
         with interruption, _without_torch_logs(job.verbose):
-            failure = _launch(job, interruption)
+            failure = _launch(job)
             interruption.end()
             kill_workers(mark)
             if isinstance(failure, ChildFailedError):
@@ -102,7 +102,7 @@ def supervise(job: Job) -> int:
         environment.restore(before)
 
 
-def _launch(job: Job, interruption: Interruption) -> Exception | None:
+def _launch(job: Job) -> Exception | None:
     """Run the job; what ended it other than success."""
     try:
         elastic_launch(job.config, job.command)(*job.arguments)

@@ -217,7 +217,8 @@ def _gather_moments(x: Tensor, transport: Transport) -> tuple[Tensor, Tensor, Te
     """Number of values (), mean and biased variance (C,) over all ranks, by one all_gather."""
     num_local, num_channels = x.numel() // x.size(1), x.size(1)
     # A count above 2**24 is rounded in float32, as everything else is.
-    mine = _to_wire(torch.cat([*_moments(x), x.new_full((1,), num_local)]), transport)  # (2C + 1,)
+    mine = torch.cat([*_moments(x), x.new_full((1,), num_local)])  # (2C + 1,)
+    mine = mine.to(transport.sending_device(x.device))
     rows = mine.new_empty(transport.size * mine.numel())
     transport.all_gather(rows, mine).wait()
     means, m2s, counts = rows.to(x.device).view(transport.size, -1).split([num_channels, num_channels, 1], 1)
@@ -232,12 +233,6 @@ def _check_enough(num_values: int, transport: Transport) -> None:
             f"expected more than 1 value per channel in training, got {num_values} over all {transport.size} ranks: "
             "use a larger batch, or eval()"
         )
-
-
-def _to_wire(tensor: Tensor, transport: Transport) -> Tensor:
-    """Where the engine can send from: NCCL, say, cannot from the CPU."""
-    control = transport.control_device
-    return tensor.to(control) if tensor.device.type == "cpu" and control.type != "cpu" else tensor
 
 
 # ---------------------------------------------------------------------- forward and backward
@@ -272,7 +267,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         dbias = sum_dy if ctx.needs_input_grad[2] else None
         dx = None
         if ctx.needs_input_grad[0]:
-            sums = _to_wire(torch.cat([sum_dy, sum_dy_centered]), ctx.transport)
+            sums = torch.cat([sum_dy, sum_dy_centered]).to(ctx.transport.sending_device(x.device))
             ctx.transport.all_reduce(sums).wait()
             mean_dy, mean_dy_centered = (sums.to(x.device) / num_values).chunk(2)
             scale = invstd if weight is None else invstd * weight.to(invstd.dtype)

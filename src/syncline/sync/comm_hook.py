@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CommHook", "GradBucket", "checked_comm_hook"]
+__all__ = ["CommHook", "GradBucket", "checked_comm_hook", "qualified_name"]
 
 
 class GradBucket:
@@ -81,7 +81,7 @@ class CommHook:
     @property
     def name(self) -> str:
         """The label or the qualified name, by which ranks compare their hooks."""
-        return self.label or getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        return self.label or qualified_name(self.hook)
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = self.hook(self.state, bucket)
@@ -91,6 +91,12 @@ class CommHook:
                 f"tensor, got {type(future).__name__}; `dist.all_reduce(..., async_op=True).get_future()` gives one"
             )
         return cast("torch.futures.Future[Any]", future)
+
+
+def qualified_name(hook: Callable[..., Any]) -> str:
+    """By which ranks compare callables; for an object that is called, its class."""
+    name: str = getattr(hook, "__qualname__", type(hook).__name__)
+    return name
 
 
 def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHook:

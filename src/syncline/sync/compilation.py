@@ -7,10 +7,9 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-__all__ = ["NotTraced", "keep_out_of_compilation"]
+__all__ = ["NotTraced"]
 
-
-_is_kept_out = [False]
+_is_kept_out = False
 
 
 class NotTraced:
@@ -30,15 +29,16 @@ class NotTraced:
     def __get__(self, instance: object, owner: type) -> Any:
         if instance is None:
             return self._function
-        keep_out_of_compilation()
+        _keep_out_of_compilation()
         return MethodType(self._function, instance)
 
 
-def keep_out_of_compilation() -> None:
-    """If the compiler is loaded: tell it not to compile the functions of this package."""
-    if _is_kept_out[0] or "torch._dynamo" not in sys.modules:
+def _keep_out_of_compilation() -> None:
+    """If the compiler is loaded: tell it, once, not to compile the functions of this package."""
+    global _is_kept_out
+    if _is_kept_out or "torch._dynamo" not in sys.modules:
         return
     from torch._dynamo import trace_rules
 
-    _is_kept_out[0] = True
+    _is_kept_out = True
     trace_rules.add(__name__.partition(".")[0])

@@ -484,8 +484,7 @@ class GradientSync:
         missing = self._missing()
         while self._next_to_launch < len(self.buckets):
             self._launch_next(trigger=None, missing=missing)
-        if self._control is not None and self.comm_hook is None:
-            self._control.launch(self._encode_tail(missing))
+        self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
         self.step += 1
         divisor = self.num_contributing or self.transport.size
         if self._num_items is None and not self.options.allow_unused and not missing:
@@ -493,12 +492,12 @@ class GradientSync:
             for bucket in self.buckets:
                 self._wait(bucket)
                 bucket.hand_out(_NONE, any_missing=False)
-            self._launch_control_after_hooks(_NONE)
+            self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
             self._check(*self._decode())
         else:
             for bucket in self.buckets:
                 self._wait(bucket)
-            self._launch_control_after_hooks(missing)
+            self._launch_control(lambda: self._encode_tail(missing), are_reduced=True)
             ranks, used = self._decode()
             self._check(ranks, used)
             if self._num_items is not None:
@@ -513,10 +512,14 @@ class GradientSync:
         if not self.order_is_learnt:
             self._learn_order()
 
-    def _launch_control_after_hooks(self, missing: frozenset[int]) -> None:
-        """A hook may start collectives of its own whenever one of its futures completes: ours would get in between."""
-        if self._control is not None and self.comm_hook is not None:
-            self._control.launch(self._encode_tail(missing))
+    def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
+        """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
+
+        Before, so that all is under way at once; but a hook may start collectives of its own whenever one of its
+        futures completes, and ours would get in between.
+        """
+        if self._control is not None and are_reduced == (self.comm_hook is not None):
+            self._control.launch(tail())
 
     def shadow(self) -> None:
         """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
@@ -532,12 +535,10 @@ class GradientSync:
             for bucket in self.buckets:
                 bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
             self.step += 1
-            if self._control is not None and self.comm_hook is None:
-                self._control.launch(tail)
+            self._launch_control(lambda: tail, are_reduced=False)
             for bucket in self.buckets:
                 self._wait(bucket)
-            if self._control is not None and self.comm_hook is not None:
-                self._control.launch(tail)
+            self._launch_control(lambda: tail, are_reduced=True)
             self._check(*self._decode())
             if self._static is not None:
                 self._static.learn()

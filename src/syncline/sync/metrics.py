@@ -142,13 +142,11 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
 
 def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> Iterator[Tensor]:
     """The weighted means of large tensors, each by an all_reduce of this rank's share."""
-    control = transport.control_device
     started: list[tuple[Tensor, Work]] = []
     for tensor in tensors:
         # 16-bit values and integers are added up in fp32 at least.
         dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
-        device = control if tensor.device.type == "cpu" else tensor.device
-        part = torch.zeros(tensor.shape, dtype=dtype, device=device)
+        part = torch.zeros(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
         if share > 0:
             torch.mul(tensor.detach().to(part), share, out=part)
         started.append((part, transport.all_reduce(part.view(-1))))

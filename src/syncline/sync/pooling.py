@@ -124,7 +124,8 @@ class _Averages:
         self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
         flat = torch.cat([target.reshape(-1).double() for target in self._targets])
         to_raw_moments_(*self._moments(flat))
-        self.wire = _sendable(split_halves(flat) if self._in_halves else flat, transport)
+        wire = split_halves(flat) if self._in_halves else flat
+        self.wire = wire.to(transport.sending_device(wire.device))
 
     def land(self) -> None:
         flat = self.wire.div_(self._num_ranks).to(self._targets[0].device)
@@ -141,7 +142,8 @@ class _Maxima:
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
         self._targets = [tensor.data for tensor in tensors]
-        self.wire = _sendable(torch.cat([t.reshape(-1).to(torch.int64) for t in self._targets]), transport)
+        wire = torch.cat([t.reshape(-1).to(torch.int64) for t in self._targets])
+        self.wire = wire.to(transport.sending_device(wire.device))
 
     def land(self) -> None:
         _scatter(self.wire.to(self._targets[0].device), self._targets)
@@ -159,9 +161,3 @@ def _real(tensor: Tensor) -> Tensor:
     if not data.is_complex():
         return data
     return torch.view_as_real(data.conj() if data.is_conj() else data)
-
-
-def _sendable(wire: Tensor, transport: Transport) -> Tensor:
-    """Where the engine can send from: NCCL, say, cannot from the CPU."""
-    control = transport.control_device
-    return wire.to(control) if wire.device.type == "cpu" and control.type != "cpu" else wire

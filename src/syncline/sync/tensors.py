@@ -206,7 +206,7 @@ class TensorBroadcaster:
             self._plan()
 
     def _plan(self) -> None:
-        devices = [_sending_device(tensor, self._transport) for tensor in self._tensors]
+        devices = [self._transport.sending_device(tensor.device) for tensor in self._tensors]
         sizes_bytes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
         # `.data` shares the memory, but neither graph nor version counter: writing to it is always allowed.
         self._pieces = [
@@ -214,12 +214,6 @@ class TensorBroadcaster:
             for piece in plan_pieces(sizes_bytes, devices)
         ]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-
-
-def _sending_device(tensor: Tensor, transport: Transport) -> torch.device:
-    """Where the tensor is, unless that is the CPU and the engine only sends from an accelerator."""
-    control = transport.control_device
-    return control if tensor.device.type == "cpu" and control.type != "cpu" else tensor.device
 
 
 class _Piece:

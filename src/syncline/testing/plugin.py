@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from syncline.testing.pool import Outcome, RankPool, Task, free_port
+from syncline.testing.pool import Outcome, RankPool
 
 __all__: list[str] = []
 
@@ -55,22 +55,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     size, timeout_seconds, killed = _read(*marker.args, **marker.kwargs)
     pool = _pool_of(pyfuncitem.config)
-    store_path, master_port = pool.store_path(), free_port()
-    arguments = _arguments(pyfuncitem)
-    tasks = [
-        Task(
-            module=pyfuncitem.module.__name__,
-            qualname=_qualname(pyfuncitem),
-            arguments=arguments,
-            rank=rank,
-            size=size,
-            store_path=store_path,
-            master_port=master_port,
-            timeout_seconds=timeout_seconds,
-            warning_filters=_warning_filters(pyfuncitem),
-        )
-        for rank in range(size)
-    ]
+    tasks = pool.tasks(
+        size,
+        module=pyfuncitem.module.__name__,
+        qualname=_qualname(pyfuncitem),
+        arguments=_arguments(pyfuncitem),
+        timeout_seconds=timeout_seconds,
+        warning_filters=_warning_filters(pyfuncitem),
+    )
     _judge(pool.run(tasks, killed))
     return True
 

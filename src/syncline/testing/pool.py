@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Outcome", "RankPool", "Task", "free_port"]
+__all__ = ["Outcome", "RankPool", "Task"]
 
 _GRACE_SECONDS = 5.0
 """How long the other ranks may take to end after one has failed."""
@@ -128,10 +128,34 @@ class RankPool:
                     self._workers.remove(worker)
         return outcomes
 
-    def store_path(self) -> str:
-        """A new file for the ranks of one test to find each other through."""
+    def tasks(
+        self,
+        size: int,
+        *,
+        module: str,
+        qualname: str,
+        arguments: dict[str, Any],
+        timeout_seconds: float,
+        warning_filters: tuple[str, ...],
+    ) -> list[Task]:
+        """The same task for each of `size` ranks, which find each other through a new file and a free port."""
         self._num_tasks += 1
-        return os.path.join(self._folder.name, f"store-{self._num_tasks}")
+        store_path = os.path.join(self._folder.name, f"store-{self._num_tasks}")
+        master_port = _free_port()
+        return [
+            Task(
+                module=module,
+                qualname=qualname,
+                arguments=arguments,
+                rank=rank,
+                size=size,
+                store_path=store_path,
+                master_port=master_port,
+                timeout_seconds=timeout_seconds,
+                warning_filters=warning_filters,
+            )
+            for rank in range(size)
+        ]
 
     def close(self) -> None:
         """End all workers; they are idle, so nothing is lost."""
@@ -209,7 +233,7 @@ def _stacks(worker: _Worker) -> str:
     return f"did not end in time; its stacks and output:\n{worker.new_output()}"
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """A TCP port of this host that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -233,6 +233,10 @@ class Transport(ABC):
         """Where `all_gather_bytes` puts its tensors: a device that this engine can send from."""
         return torch.device("cpu")
 
+    def sending_device(self, device: torch.device) -> torch.device:
+        """From where to send what is on `device`: from there, unless that is the CPU and the engine cannot (NCCL)."""
+        return self.control_device if device.type == "cpu" else device
+
     @abstractmethod
     def split(self, color: int | None) -> Transport | None:
         """A transport among the ranks that gave the same `color`, in rank order; None gives None.
