@@ -37,6 +37,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)
 	$(BIN)/syncline run -n 1 benchmarks/step.py
 	$(BIN)/syncline run -n 2 benchmarks/step.py
+	$(BIN)/syncline run -n 2 benchmarks/step.py --variants
 
 clean: ## remove .venv and caches (downloaded data stays)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

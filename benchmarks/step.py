@@ -2,12 +2,17 @@
 
     syncline run -n 2 benchmarks/step.py [--sizes 0.3M 5M 19M] [--rounds 40] [--json out.json]
     syncline run -n 1 benchmarks/step.py      # alone: against the bare module
+    syncline run -n 2 benchmarks/step.py --variants [static-graph batch-norm ...] [--sizes 0.3M]
+    syncline run -n 2 benchmarks/step.py --variants --quick      # does it all run?
 
-Every variant trains a copy of the same GPT with fused AdamW in the same processes over the same process group. They
-take turns, a few steps each, round by round, so that a drift of the machine's speed meets all of them. A
+Every competitor trains a copy of the same model with fused AdamW in the same processes over the same process group.
+They take turns, a few steps each, round by round, so that a drift of the machine's speed meets all of them. A
 round's time is the slowest rank's. A ratio is the median over rounds of the two times of one round; its 95 %
-confidence interval is bootstrapped over rounds. torch's class runs with and without gradient_as_bucket_view,
-and the better one is what all are divided by; the last line divides our better one by it.
+confidence interval is bootstrapped over rounds.
+
+Without --variants the model is a GPT and torch's class runs with and without gradient_as_bucket_view, and the better
+one is what all are divided by; the last line divides our better one by it. With it, each variant of
+`step_variants.py` is a row: both classes are given the same model and the same switches.
 """
 
 from __future__ import annotations
@@ -17,26 +22,26 @@ import copy
 import json
 import os
 import platform
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, random_batch
+from rounds import ratio, take_turns
+from step_variants import GOAL, VARIANTS, steps_of, verdict
 
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def variants(num_ranks: int) -> dict[str, Wrap]:
+def wrappers(num_ranks: int) -> dict[str, Wrap]:
     """How each competitor wraps the module."""
     ours: dict[str, Wrap] = {
         "syncline": lambda m: sl.DistributedDataParallel(m),
@@ -54,12 +59,11 @@ def variants(num_ranks: int) -> dict[str, Wrap]:
 
 
 class Competitor:
-    """One variant's replica, optimizer and times."""
+    """A replica and its optimizer."""
 
     def __init__(self, module: nn.Module, wrap: Wrap) -> None:
         self.module = wrap(module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), fused=True)
-        self.round_seconds: list[float] = []
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.module(*batch).backward()
@@ -68,34 +72,13 @@ class Competitor:
 
 
 def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> dict[str, list[float]]:
-    """Seconds a step, by variant and round, of the slowest rank."""
+    """Seconds a step, by competitor and round, of the slowest rank."""
     torch.manual_seed(0)
     base = GPT(SIZES[size])
     batch = random_batch(SIZES[size], seed=world.rank)
-    competitors = {name: Competitor(copy.deepcopy(base), wrap) for name, wrap in variants(world.size).items()}
-    for round_index in range(-2, num_rounds):  # two rounds to warm up
-        order = list(competitors)
-        random.Random(round_index).shuffle(order)  # the same order on all ranks
-        for name in order:
-            competitor = competitors[name]
-            sl.barrier()
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                competitor.step(batch)
-            if round_index >= 0:
-                competitor.round_seconds.append((time.perf_counter() - start) / num_steps)
-    mine = torch.tensor([c.round_seconds for c in competitors.values()], dtype=torch.float64)
-    if world.size > 1:
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    return dict(zip(competitors, mine.tolist(), strict=True))
-
-
-def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """Median of the paired ratios and its bootstrapped 95 % confidence interval."""
-    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(2000))
-    return statistics.median(pairs), medians[50], medians[1949]
+    competitors = {name: Competitor(copy.deepcopy(base), wrap) for name, wrap in wrappers(world.size).items()}
+    steps = {name: partial(competitor.step, batch) for name, competitor in competitors.items()}
+    return take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=world)
 
 
 def count_python_calls(size: str, world: sl.World) -> tuple[int, int, int]:
@@ -141,34 +124,95 @@ def report(size: str, seconds: dict[str, list[float]], calls: tuple[int, int, in
     return {
         "rival": rival,
         "best": best,
-        "variants": rows,
+        "competitors": rows,
         "python_calls": num_calls,
         "num_gradients": num_gradients,
     }
 
 
-def main() -> None:
+def compare_variants(
+    names: Sequence[str], sizes: Sequence[str], *, num_rounds: int, num_steps: int, world: sl.World
+) -> list[dict[str, Any]]:
+    """Measure each variant at each size and print a row for it; return what the table shows."""
+    if world.rank == 0:
+        print(f"\n{'variant':22} {'GPT':>5} {'syncline':>9} {'torch':>9}   ratio  [95 %]           <= {GOAL}")
+    rows = []
+    for name in names:
+        variant = VARIANTS[name]
+        for size in sizes if variant.has_sizes else sizes[:1]:
+            steps = steps_of(variant, SIZES[size], rank=world.rank)
+            seconds = take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=world)
+            ours, theirs = (statistics.median(seconds[who]) * 1e3 for who in ("syncline", "torch"))
+            middle, low, high = ratio(seconds["syncline"], seconds["torch"])
+            row = {
+                "variant": name,
+                "size": size if variant.has_sizes else None,
+                "syncline_ms": ours,
+                "torch_ms": theirs,
+                "ratio": middle,
+                "ratio_low": low,
+                "ratio_high": high,
+                "goal": verdict(low, high),
+            }
+            rows.append(row)
+            if world.rank == 0:
+                print(
+                    f"{name:22} {row['size'] or '':>5} {ours:6.2f} ms {theirs:6.2f} ms   {middle:.3f}  "
+                    f"[{low:.3f}, {high:.3f}]   {row['goal']}",
+                    flush=True,
+                )
+    return rows
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), help="of the GPT (all; 0.3M for variants)")
+    parser.add_argument(
+        "--variants",
+        nargs="*",
+        choices=list(VARIANTS),
+        metavar="NAME",
+        help=f"compare the classes switch by switch: some or all of {', '.join(VARIANTS)}",
+    )
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=2, help="steps of one variant in one round")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one competitor in one round")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 1 step: figures without meaning")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps = 2, 1
+    if arguments.sizes is None:
+        arguments.sizes = list(SIZES) if arguments.variants is None else ["0.3M"]
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     torch.set_num_threads(1)
     world = sl.init()
+    if arguments.variants is not None and world.size == 1:
+        sys.exit(
+            "--variants: torch's class needs a process group: syncline run -n 2 benchmarks/step.py --variants"
+        )
     if world.rank == 0:
         print(
             f"{world.size} rank(s) x 1 thread, {os.cpu_count()} cores ({platform.machine()}), "
             f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
         )
-    results = {}
-    for size in arguments.sizes:
-        seconds = measure(size, num_rounds=arguments.rounds, num_steps=arguments.steps, world=world)
-        calls = count_python_calls(size, world)
-        if world.rank == 0:
-            results[size] = report(size, seconds, calls)
+    results: dict[str, Any] = {"num_ranks": world.size}
+    often = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
+    if arguments.variants is None:
+        results["sizes"] = {}
+        for size in arguments.sizes:
+            seconds = measure(size, **often, world=world)
+            calls = count_python_calls(size, world)
+            if world.rank == 0:
+                results["sizes"][size] = report(size, seconds, calls)
+    else:
+        names = arguments.variants or list(VARIANTS)
+        results["variants"] = compare_variants(names, arguments.sizes, **often, world=world)
     if world.rank == 0 and arguments.json:
-        arguments.json.write_text(json.dumps({"num_ranks": world.size, "sizes": results}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     sl.shutdown()
 
 
