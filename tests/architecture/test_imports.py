@@ -22,6 +22,7 @@ LEVELS = (
     ("errors",),
     ("events", "environment", "process"),
     ("contract", "plan"),
+    ("board",),
     ("explain",),
     ("transport", "handshake"),
     ("world",),

@@ -291,6 +291,76 @@ def a_closed_transport_says_so(t: Transport) -> None:
     t.barrier().wait()
 
 
+# ---------------------------------------------------------------------- programs: lanes
+
+
+def lanes_need_no_common_order_when_they_are_waited_for(t: Transport) -> None:
+    first, second = t.lane("gradients"), t.lane("gradients")
+    a, b, c = torch.ones(3), torch.ones(500, dtype=torch.float64), torch.tensor(t.rank)
+    works = [first.all_reduce(a), second.all_reduce(b), t.broadcast(c, t.size - 1)]
+    for work in works if t.rank % 2 else reversed(works):
+        work.wait()
+    assert a.tolist() == [float(t.size)] * 3
+    assert b.tolist() == [float(t.size)] * 500
+    assert c.item() == t.size - 1
+
+
+def lanes_share_board_and_statistics(t: Transport) -> None:
+    lane = t.lane("gradients")
+    lane.board.step = 7
+    assert (t.step, t.board.step, t.timeout_seconds) == (7, 7, lane.timeout_seconds)
+    part = t.split(0)
+    assert part is not None
+    before = t.statistics()
+    lane.all_reduce(torch.zeros(6)).wait()
+    t.barrier().wait()
+    assert (t.statistics() - before).num_calls == {"all_reduce": 1, "barrier": 1}
+    assert lane.statistics() == t.statistics()
+    part.close()
+
+
+def a_closed_lane_leaves_the_others_open(t: Transport) -> None:
+    lane, other = t.lane("gradients"), t.lane("buffers")
+    lane.barrier().wait()
+    t.barrier().wait()
+    if lane is not t:
+        lane.close()
+        lane.close()
+        with pytest.raises(SynclineError, match="closed"):
+            lane.barrier().wait()
+    other.barrier().wait()
+    t.barrier().wait()
+
+
+def a_transport_closes_its_lanes(t: Transport) -> None:
+    part = t.split(0)
+    assert part is not None
+    lane = part.lane("gradients")
+    inner = lane.lane("more")
+    inner.barrier().wait()
+    t.barrier().wait()
+    part.close()
+    for closed in (lane, inner):
+        if t.size > 1:
+            with pytest.raises(SynclineError, match="closed"):
+                closed.barrier().wait()
+        closed.close()
+    t.barrier().wait()
+
+
+def what_breaks_one_lane_breaks_all(t: Transport) -> None:
+    part = t.split(0)
+    assert part is not None
+    lane, other = part.lane("gradients"), part.lane("buffers")
+    if t.rank == 0:
+        lane.abort("enough")
+    for transport in (other, part, lane):
+        with pytest.raises(SynclineError, match="enough"):
+            transport.barrier().wait()
+    t.barrier().wait()
+    part.close()
+
+
 # ---------------------------------------------------------------------- programs: misuse and statistics
 
 
@@ -355,6 +425,11 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
         split_again_and_again,
         split_a_part,
         a_closed_transport_says_so,
+        lanes_need_no_common_order_when_they_are_waited_for,
+        lanes_share_board_and_statistics,
+        a_closed_lane_leaves_the_others_open,
+        a_transport_closes_its_lanes,
+        what_breaks_one_lane_breaks_all,
         misuse_is_refused_on_the_spot,
         statistics_count_calls_and_bytes,
     )

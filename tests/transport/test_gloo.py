@@ -15,7 +15,7 @@ import torch.distributed as dist
 from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.transport import c10d
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_work import C10dWork, Health
+from syncline.transport.c10d_work import C10dWork, Health, Lane
 from syncline.transport.calls import Failure
 from syncline.transport.notices import Notices
 
@@ -183,7 +183,7 @@ def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytes
 
 def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
     health = Health(None, None, rank=0, size=2, backend="nccl", timeout_seconds=0, barrier_device="cuda")
-    work = C10dWork(health, 1.0, "barrier", "", None, None)
+    work = C10dWork(health, Lane("main"), 1.0, "barrier", "", None, None)
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     error = health.broken_by(
         RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y"), work
@@ -296,7 +296,7 @@ def test_the_callers_context_stays_out_of_an_operation_started_in_a_backward() -
     seen: list[tuple[bool, bool]] = []
 
     def hook(_: torch.Tensor) -> None:
-        work = C10dWork(SimpleNamespace(num_started=1), 1.0, "barrier", "", None, None)  # type: ignore[arg-type]
+        work = C10dWork(SimpleNamespace(), Lane("main"), 1.0, "barrier", "", None, None)  # type: ignore[arg-type]
         before = torch._C._is_key_in_tls(key)
         work.start(lambda: seen.append((before, torch._C._is_key_in_tls(key))))
         assert torch._C._is_key_in_tls(key) == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.errors import ContractMismatch, SynclineError
+from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
 from syncline.sync.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Statistics, Transport
 from syncline.transport.threads import run_ranks
@@ -62,14 +62,20 @@ def test_order_and_number_of_entries_count(mine: list[str], theirs: list[str]) -
     assert texts[0] == texts[1]
 
 
-def test_ranks_at_different_places_of_the_program_are_told_so() -> None:
+def test_ranks_at_different_places_of_the_program_are_told_who_is_where() -> None:
     def program(transport: Transport) -> str:
-        return error_of(transport, "generator" if transport.rank else "discriminator", ["a  1"])
+        transport.board.step, transport.board.phase = 3 + transport.rank, "after backward"
+        with pytest.raises(CollectiveMismatch) as caught:
+            exchange(transport, "sl.barrier" if transport.rank else "sl.mean", [])
+        return str(caught.value)
 
     texts = run_ranks(2, program)
     assert texts[0] == texts[1]
-    assert "expected discriminator (rank 0)" in texts[0]
-    assert "got      generator (rank 1)" in texts[0]
+    lines = texts[0].splitlines()
+    assert lines[0] == "the ranks called different things:"
+    assert lines[1].startswith("  rank 0: sl.mean, step 3, after backward, at test_agreement.py:")
+    assert lines[2].startswith("  rank 1: sl.barrier, step 4, after backward, at test_agreement.py:")
+    assert "every rank must make the same calls in the same order" in lines[3]
 
 
 def test_after_a_disagreement_the_transport_still_works() -> None:

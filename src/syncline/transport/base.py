@@ -6,7 +6,8 @@ the same for every engine, and are final.
 
 Ranks are those of the transport's own group, 0 to `size - 1`. All tensors are dense and contiguous; they
 belong to the transport from the call until `Work.wait` has returned. Operations of one transport must be
-started in the same order on all ranks; they may be waited for in any order.
+started in the same order on all ranks; they may be waited for in any order. Kinds of talk whose order differs
+from rank to rank, or whose sizes must never meet, take a lane each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from syncline.board import Board
 
 __all__ = ["DONE", "ReduceOp", "Statistics", "Transport", "Work"]
 
@@ -68,6 +71,17 @@ class Statistics:
         )
 
 
+class _Counts:
+    """What `Statistics` is made of; the lanes of one transport count together."""
+
+    __slots__ = ("num_calls", "payload_bytes", "waited_seconds")
+
+    def __init__(self) -> None:
+        self.num_calls: dict[str, int] = {}
+        self.payload_bytes: dict[str, int] = {}
+        self.waited_seconds = 0.0
+
+
 class Work(ABC):
     """One operation under way. Keep it until it has been waited for.
 
@@ -111,18 +125,18 @@ DONE: Work = _DoneWork()
 class _MeasuredWork(Work):
     """Adds the time spent in `wait` to the transport's statistics."""
 
-    __slots__ = ("_inner", "_transport")
+    __slots__ = ("_counts", "_inner")
 
-    def __init__(self, inner: Work, transport: Transport) -> None:
+    def __init__(self, inner: Work, counts: _Counts) -> None:
         self._inner = inner
-        self._transport = transport
+        self._counts = counts
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         start = time.perf_counter()
         try:
             self._inner.wait(timeout_seconds)
         finally:
-            self._transport._waited_seconds += time.perf_counter() - start
+            self._counts.waited_seconds += time.perf_counter() - start
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
@@ -135,9 +149,10 @@ class Transport(ABC):
         rank: this rank, 0 to `size - 1`.
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
+        board: where this rank is, for a part of another transport; None for a new one.
     """
 
-    def __init__(self, *, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"expected 0 <= rank < size, got rank {rank} of size {size}")
         if not 0 < timeout_seconds < float("inf"):
@@ -145,11 +160,9 @@ class Transport(ABC):
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
-        self.step: int | None = None
-        """The training step under way, told by whoever uses the transport; None before the first."""
-        self._num_calls: dict[str, int] = {}
-        self._payload_bytes: dict[str, int] = {}
-        self._waited_seconds = 0.0
+        self.board = Board() if board is None else board
+        """Where this rank is, told by whoever uses the transport; one object for all its lanes and parts."""
+        self._counts = _Counts()
 
     # ------------------------------------------------------------------ what users of a transport call
 
@@ -214,12 +227,37 @@ class Transport(ABC):
         return [rows[r * widest : r * widest + num_bytes[r]] for r in range(self.size)]
 
     def statistics(self) -> Statistics:
-        """What was moved and waited for so far, on this rank."""
+        """What was moved and waited for so far, on this rank, on all lanes together."""
+        counts = self._counts
         return Statistics(
-            num_calls=dict(self._num_calls),
-            payload_bytes=dict(self._payload_bytes),
-            waited_seconds=self._waited_seconds,
+            num_calls=dict(counts.num_calls),
+            payload_bytes=dict(counts.payload_bytes),
+            waited_seconds=counts.waited_seconds,
         )
+
+    @property
+    def step(self) -> int | None:
+        """The training step under way, as the board says."""
+        return self.board.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self.board.step = step
+
+    def lane(self, purpose: str) -> Transport:
+        """A sibling among the same ranks for one kind of talk; here this transport itself.
+
+        Where an engine mixes up calls that meet on one connection and differ, a lane has a connection of its own:
+        calls on different lanes need no common order and never meet. Lanes share failure, board, timeout and
+        statistics: when one breaks, all are broken. Closing a lane ends that lane only; closing the transport
+        closes its lanes.
+
+        A collective call: every rank must make it, with the same purpose.
+
+        Args:
+            purpose: what is said there, a word or two for messages: "gradients".
+        """
+        return self
 
     # ------------------------------------------------------------------ what an engine implements
 
@@ -276,12 +314,13 @@ class Transport(ABC):
     # ------------------------------------------------------------------ checks and counters
 
     def _started(self, operation: str, tensor: Tensor | None, work: Work) -> Work:
-        calls = self._num_calls
+        counts = self._counts
+        calls = counts.num_calls
         calls[operation] = calls.get(operation, 0) + 1
         if tensor is not None:
-            sizes = self._payload_bytes
+            sizes = counts.payload_bytes
             sizes[operation] = sizes.get(operation, 0) + tensor.numel() * tensor.element_size()
-        return _MeasuredWork(work, self)
+        return _MeasuredWork(work, counts)
 
     def _check_flat(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():

@@ -14,7 +14,10 @@ Gloo cannot tell ranks that they called different things: sizes that do not fit 
 from __future__ import annotations
 
 import secrets
+import struct
+from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from syncline.board import MAIN_LANE, Board
 from syncline.errors import PeerFailed
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
-from syncline.transport.c10d_work import C10dWork, Health, MessageWork
-from syncline.transport.calls import Failure
+from syncline.transport.c10d_work import C10dWork, Health, Lane, MessageWork
+from syncline.transport.calls import Failure, lane_name
 from syncline.transport.notices import Notices
+from syncline.transport.opening import exchange
 from syncline.transport.threads import ThreadGroup
 
 __all__ = ["C10dTransport"]
@@ -51,6 +56,8 @@ _MOVED_AS_THEY_ARE = {
     torch.int64,
 }
 _FALLBACK_TIMEOUT_SECONDS = 1800.0
+_SPLIT = struct.Struct("<?q8s")
+"""What a rank says at a split: whether it takes part, its color, a random number that may name the group."""
 
 
 class C10dTransport(Transport):
@@ -60,6 +67,7 @@ class C10dTransport(Transport):
         group: the group; None means the default group.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`; None means the
             group's own timeout.
+        board: where this rank is, for a part of another transport; None for a new one.
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not in the group.
@@ -74,7 +82,11 @@ class C10dTransport(Transport):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout_seconds: float | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        board: Board | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise ValueError(
@@ -87,8 +99,11 @@ class C10dTransport(Transport):
             raise ValueError(f"expected a process group that this process is in, got {group!r}")
         if timeout_seconds is None:
             timeout_seconds = _group_timeout_seconds(group)
-        super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds)
+        super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
         self._group: Any = group  # Any: None once closed, when nothing is started any more
+        self._lane = Lane(MAIN_LANE)
+        self._lanes: list[C10dTransport] = []
+        self._num_lanes_for: Counter[str] = Counter()
         self._backends = _backends(group)
         self._owns_group = False
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
@@ -223,8 +238,11 @@ class C10dTransport(Transport):
         health = self._health
         if health.failure is not None:
             raise health.failure.on_rank(self.rank)
-        health.num_started += 1
-        work = C10dWork(health, self.timeout_seconds, operation, detail, tensor, finish)
+        if self._group is None:
+            raise health.closed().on_rank(self.rank)
+        lane = self._lane
+        lane.num_started += 1
+        work = C10dWork(health, lane, self.timeout_seconds, operation, detail, tensor, finish)
         try:
             work.start(start)
         except RuntimeError as error:
@@ -236,7 +254,21 @@ class C10dTransport(Transport):
             raise self._health.failure.on_rank(self.rank)
         return DONE
 
-    # ------------------------------------------------------------------ groups
+    # ------------------------------------------------------------------ lanes and groups
+
+    def lane(self, purpose: str) -> Transport:
+        """Where all is Gloo, a process group of its own; NCCL and MPI tell calls apart, or report them, themselves."""
+        if self.size == 1 or set(self._backends.values()) != {"gloo"}:
+            return self
+        tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
+        group = self._new_group(list(range(self.size)), _group_name(tokens[0]))
+        self._num_lanes_for[purpose] += 1
+        lane = copy(self)
+        lane._group, lane._owns_group = group, True
+        lane._lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]))
+        self._health.keep(group)
+        self._lanes.append(lane)
+        return lane
 
     def split(self, color: int | None) -> Transport | None:
         if self.size == 1:
@@ -246,21 +278,19 @@ class C10dTransport(Transport):
                 "MPI cannot make a group without the other ranks: call torch.distributed.new_group on all "
                 "ranks, and give its result to C10dTransport"
             )
-        # (size, 3): takes part, color, a random number; the lowest member's number makes the group's name.
-        mine = torch.tensor([color is not None, color or 0, secrets.randbits(62)])
-        rows = torch.empty(self.size * 3, dtype=torch.int64, device=self.control_device)
-        self._start_all_gather(rows, mine.to(self.control_device)).wait()
+        mine = _SPLIT.pack(color is not None, color or 0, secrets.token_bytes(8))
+        rows = [_SPLIT.unpack_from(row) for row in exchange(self, "split", [], payload=mine)]
         members = [
             (rank, token)
-            for rank, (takes_part, its_color, token) in enumerate(rows.view(-1, 3).tolist())
+            for rank, (takes_part, its_color, token) in enumerate(rows)
             if takes_part and its_color == color
         ]
         if color is None:
             return None
         if len(members) == 1:
             return ThreadGroup(1, self.timeout_seconds).transport(0)
-        group = self._new_group([rank for rank, _ in members], f"syncline-{members[0][1]:x}")
-        child = C10dTransport(group, timeout_seconds=self.timeout_seconds)
+        group = self._new_group([rank for rank, _ in members], _group_name(members[0][1]))
+        child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
         child._owns_group = True
         return child
 
@@ -293,12 +323,23 @@ class C10dTransport(Transport):
 
     def close(self) -> None:
         group, self._group = self._group, None  # a Gloo group that is held on to keeps its threads to the end
-        self._health.close()
+        if self._lane.name == MAIN_LANE:
+            for lane in list(self._lanes):
+                lane.close()
+            self._health.close()
+        elif group is not None:
+            self._lanes.remove(self)
+            self._health.let_go(group)
         if self._owns_group and group in distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------- what a group is made of
+
+
+def _group_name(token: bytes) -> str:
+    """By the random number of its first member: a store remembers names."""
+    return f"syncline-{token[:8].hex()}"
 
 
 def _group_timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -20,7 +20,7 @@ from syncline.transport.base import Work
 from syncline.transport.calls import Call, Failure
 from syncline.transport.notices import Notices
 
-__all__ = ["C10dWork", "Health", "MessageWork"]
+__all__ = ["C10dWork", "Health", "Lane", "MessageWork"]
 
 _CONTEXT = "context"
 """Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
@@ -54,28 +54,40 @@ class Health:
         barrier_device: str,
     ) -> None:
         self.failure: Failure | None = None
-        self.num_started = 0
         self.rank = rank
         self.barrier_device = barrier_device
         self._size = size
         self._backend = backend
         self._notices = notices
-        self._group = group
+        self._groups = [group]
         self._timeout_seconds = timeout_seconds
 
     def fail(self, failure: Failure) -> None:
         """The end of the transport; the peers are told."""
         if self.failure is None:
             self.failure = failure
-            self._keep_group()
+            self._keep_groups()
             if self._notices is not None:
                 self._notices.publish(failure)
 
+    def keep(self, group: object) -> None:
+        """A lane's group is one more that operations can be under way in."""
+        self._groups.append(group)
+
+    def let_go(self, group: object) -> None:
+        """A lane was closed."""
+        if group in self._groups:
+            self._groups.remove(group)
+
     def close(self) -> None:
-        """Nothing more is started, and the group is let go."""
+        """Nothing more is started, and the groups are let go."""
         if self.failure is None:
-            self.failure = Failure(SynclineError, _CLOSED)
-        self._group = None
+            self.failure = self.closed()
+        self._groups = []
+
+    def closed(self) -> Failure:
+        """What is said of a lane, or of the transport, that was closed."""
+        return Failure(SynclineError, _CLOSED)
 
     def look_around(self) -> None:
         """Raise if a peer has told of the end of the transport."""
@@ -86,16 +98,16 @@ class Health:
     def _told(self, failure: Failure) -> SynclineError:
         if self.failure is None:
             self.failure = failure
-            self._keep_group()
+            self._keep_groups()
         return self.failure.on_rank(self.rank)
 
-    def _keep_group(self) -> None:
-        """Keep the process group until no operation can be under way any more.
+    def _keep_groups(self) -> None:
+        """Keep the process groups until no operation can be under way any more.
 
         When its last user goes, a Gloo group waits for its operations: a process that has given up would not
         end before they time out.
         """
-        keeper = threading.Timer(self._timeout_seconds + 1, id, args=(self._group,))
+        keeper = threading.Timer(self._timeout_seconds + 1, id, args=(list(self._groups),))
         keeper.daemon = True
         keeper.start()
 
@@ -165,11 +177,22 @@ def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
     return SynclineError, "the backend failed", "its own words, below, are all that is known"
 
 
+class Lane:
+    """One kind of talk of a transport; its collectives are numbered, the same on every rank."""
+
+    __slots__ = ("name", "num_started")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_started = 0
+
+
 class C10dWork(Work):
     """One operation, under way once `start` was called.
 
     Args:
-        health: of the group.
+        health: of the transport.
+        lane: that it was called on.
         timeout_seconds: of the transport.
         operation: its name, for messages.
         detail: reduce operation or peer, for messages.
@@ -181,6 +204,7 @@ class C10dWork(Work):
         "_detail",
         "_finish",
         "_health",
+        "_lane",
         "_number",
         "_operation",
         "_started",
@@ -192,6 +216,7 @@ class C10dWork(Work):
     def __init__(
         self,
         health: Health,
+        lane: Lane,
         timeout_seconds: float,
         operation: str,
         detail: str,
@@ -199,12 +224,13 @@ class C10dWork(Work):
         finish: Callable[[], object] | None,
     ) -> None:
         self._health = health
+        self._lane = lane
         self._timeout_seconds = timeout_seconds
         self._operation = operation
         self._detail = detail
         self._tensor = tensor
         self._finish = finish
-        self._number = health.num_started
+        self._number = lane.num_started
         self._started = time.monotonic()
         self._work: Any = None
 
@@ -257,7 +283,8 @@ class C10dWork(Work):
     def __str__(self) -> str:
         tensor = self._tensor
         numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        return f"{Call(self._operation, self._detail, numel, dtype)} (call {self._number} of this transport)"
+        call = Call(self._operation, self._detail, numel, dtype)
+        return f"{call} (call {self._number} on the {self._lane.name} lane)"
 
     def _wait_in_slices(self, timeout_seconds: float) -> None:
         health, work = self._health, self._work

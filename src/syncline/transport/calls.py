@@ -9,7 +9,13 @@ import torch
 
 from syncline.errors import SynclineError
 
-__all__ = ["Call", "Failure", "named_ranks"]
+__all__ = ["SAME_CALLS", "Call", "Failure", "lane_name", "named_ranks"]
+
+SAME_CALLS = (
+    "every rank must make the same calls in the same order, with equal sizes and dtypes: "
+    "look for a branch that depends on the rank, or for unequal numbers of batches"
+)
+"""What to do about ranks that called different things."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,13 @@ def named_ranks(ranks: Iterable[int]) -> str:
     """
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def lane_name(purpose: str, nth: int) -> str:
+    """The name of the `nth` lane for one purpose, from 1.
+
+    Example:
+        >>> lane_name("gradients", 1), lane_name("gradients", 2)
+        ('gradients', 'gradients 2')
+    """
+    return purpose if nth == 1 else f"{purpose} {nth}"

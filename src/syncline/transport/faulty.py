@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,7 +44,7 @@ class Fault:
     call: int = 0
     """Which call of that operation, from 0: since the beginning, or since `step` began."""
     step: int | None = None
-    """In which step (`Transport.step`); None means that steps are not looked at."""
+    """In which step (`Board.step`); None means that steps are not looked at."""
     error: Literal["lost", "timeout", "raise"] | Exception = field(default="lost")
     """`PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or an exception of your own."""
 
@@ -66,6 +67,33 @@ class Fault:
         return self.error if isinstance(self.error, Exception) else _ERRORS[self.error](str(self))
 
 
+class _Plan:
+    """One rank's faults that are still to come, and what has been started so far; lanes count together."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self._faults = faults
+        self._counted_step: int | None = None
+        self._num_started: Counter[str] = Counter()
+        self._num_started_in_step: Counter[str] = Counter()
+
+    def due(self, operation: str, step: int | None) -> Fault | None:
+        """The fault planned for this call of `operation`; a fault is given once."""
+        if step != self._counted_step:
+            self._counted_step = step
+            self._num_started_in_step.clear()
+        call, call_in_step = self._num_started[operation], self._num_started_in_step[operation]
+        self._num_started[operation] += 1
+        self._num_started_in_step[operation] += 1
+        for fault in self._faults:
+            is_due = (
+                fault.call == call if fault.step is None else (fault.step, fault.call) == (step, call_in_step)
+            )
+            if is_due and fault.operation == operation:
+                self._faults.remove(fault)
+                return fault
+        return None
+
+
 class FaultyTransport(Transport):
     """`inner`, failing where `faults` say. Every rank may be given all faults; it takes its own.
 
@@ -83,12 +111,11 @@ class FaultyTransport(Transport):
     """
 
     def __init__(self, inner: Transport, faults: Sequence[Fault]) -> None:
-        super().__init__(rank=inner.rank, size=inner.size, timeout_seconds=inner.timeout_seconds)
+        super().__init__(
+            rank=inner.rank, size=inner.size, timeout_seconds=inner.timeout_seconds, board=inner.board
+        )
         self._inner = inner
-        self._faults = [fault for fault in faults if fault.rank == inner.rank]
-        self._counted_step: int | None = None
-        self._num_started: Counter[str] = Counter()
-        self._num_started_in_step: Counter[str] = Counter()
+        self._plan = _Plan([fault for fault in faults if fault.rank == inner.rank])
 
     @property
     def name(self) -> str:
@@ -97,6 +124,15 @@ class FaultyTransport(Transport):
     @property
     def control_device(self) -> torch.device:
         return self._inner.control_device
+
+    def lane(self, purpose: str) -> Transport:
+        """A lane of the transport inside, with the same faults: calls are counted over all lanes."""
+        inner = self._inner.lane(purpose)
+        if inner is self._inner:
+            return self
+        lane = copy(self)
+        lane._inner = inner
+        return lane
 
     def split(self, color: int | None) -> Transport | None:
         """A plain transport: faults stay here."""
@@ -135,20 +171,8 @@ class FaultyTransport(Transport):
         return start()
 
     def _fail_if_due(self, operation: str) -> None:
-        if self.step != self._counted_step:
-            self._counted_step = self.step
-            self._num_started_in_step.clear()
-        call, call_in_step = self._num_started[operation], self._num_started_in_step[operation]
-        self._num_started[operation] += 1
-        self._num_started_in_step[operation] += 1
-        for fault in self._faults:
-            is_due = (
-                fault.call == call
-                if fault.step is None
-                else (fault.step, fault.call) == (self.step, call_in_step)
-            )
-            if is_due and fault.operation == operation:
-                self._faults.remove(fault)
-                error = fault.make_error()
-                self._inner.abort(f"{type(error).__name__}: {error}")
-                raise error
+        fault = self._plan.due(operation, self.board.step)
+        if fault is not None:
+            error = fault.make_error()
+            self._inner.abort(f"{type(error).__name__}: {error}")
+            raise error

@@ -7,6 +7,7 @@ whole room, so every rank is told the same text.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import weakref
@@ -14,8 +15,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from syncline.board import MAIN_LANE
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.transport.calls import Call, Failure, named_ranks
+from syncline.transport.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks
 
 __all__ = ["Meeting", "MeetingRoom", "State"]
 
@@ -77,17 +79,31 @@ class Meeting:
         return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
+class _Family:
+    """What the lanes of one group share: the lock, and the first failure, which breaks them all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.failure: Failure | None = None
+        self.rooms: list[MeetingRoom] = []
+        self.num_lanes_for: Counter[str] = Counter()
+
+
 class MeetingRoom:
     """Where `size` ranks meet: matches their calls, and breaks as a whole at the first error.
 
     Args:
         size: number of ranks.
+        lane: what is talked of here; another lane of the same ranks is another room, which breaks with this one.
+        family: of the lanes; None for a first room.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, lane: str = MAIN_LANE, family: _Family | None = None) -> None:
         self.size = size
-        self.failure: Failure | None = None
-        self._lock = threading.Lock()
+        self.name = lane
+        self._family = _Family() if family is None else family
+        self._family.rooms.append(self)
+        self._lock = self._family.lock
         self._meetings: dict[tuple[object, int], Meeting] = {}
         self._num_joined: Counter[tuple[int, object]] = Counter()
         self._gone: dict[int, str] = {}
@@ -100,8 +116,20 @@ class MeetingRoom:
         room._ranks_in_parent = ranks
         with self._lock:
             self._children.add(room)
-            room.failure = self.failure
+            room._family.failure = self.failure
         return room
+
+    def lane(self, purpose: str) -> MeetingRoom:
+        """Another room for the same ranks."""
+        family = self._family
+        with self._lock:
+            family.num_lanes_for[purpose] += 1
+            return MeetingRoom(self.size, lane_name(purpose, family.num_lanes_for[purpose]), family)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why nobody can meet here any more, nor on the other lanes."""
+        return self._family.failure
 
     def join(
         self,
@@ -150,9 +178,7 @@ class MeetingRoom:
         if not all(first.agrees_with(other) for other in others):
             text = (
                 f"the ranks met in different calls ({meeting.title} of this group of {self.size}):\n"
-                f"{meeting.who_called_what()}\n"
-                "every rank must make the same calls in the same order, with equal sizes and dtypes: "
-                "look for a branch that depends on the rank, or for unequal numbers of batches"
+                f"{meeting.who_called_what()}\n{SAME_CALLS}"
             )
             self._break_locked(Failure(CollectiveMismatch, text))
             return
@@ -203,25 +229,38 @@ class MeetingRoom:
         """Fail everything under way and everything to come, here and in the children."""
         with self._lock:
             self._break_locked(failure)
-            children = list(self._children)
+            children = [child for room in self._family.rooms for child in room._children]
         for child in children:
             child.break_(Failure(failure.kind, str(failure.on_rank(None))))
 
     def _break_locked(self, failure: Failure) -> None:
-        if self.failure is None:
-            self.failure = failure
-        for meeting in self._meetings.values():
-            meeting.fail(self.failure)
-        self._meetings = {}
+        family = self._family
+        if family.failure is None:
+            family.failure = failure
+        for room in family.rooms:
+            for meeting in room._meetings.values():
+                meeting.fail(family.failure)
+            room._meetings = {}
 
     def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
-        """Rank `rank` makes no more calls: peers that need it raise `PeerLost` at once."""
+        """Rank `rank` makes no more calls here: peers that need it raise `PeerLost` at once.
+
+        Who leaves the main lane leaves all of them.
+        """
         with self._lock:
-            self._gone.setdefault(rank, why)
-            for meeting in list(self._meetings.values()):
-                if meeting.state is State.GATHERING and rank in meeting.absent():
-                    self._check(meeting)
-            children = list(self._children) if with_children else []
+            rooms = list(self._family.rooms) if self.name == MAIN_LANE else [self]
+            for room in rooms:
+                room._leave_locked(rank, why)
+            children = [child for room in rooms for child in room._children] if with_children else []
         for child in children:
             if rank in child._ranks_in_parent:
                 child.leave(child._ranks_in_parent.index(rank), why, with_children=True)
+
+    def _leave_locked(self, rank: int, why: str) -> None:
+        self._gone.setdefault(rank, why)
+        for meeting in list(self._meetings.values()):
+            if meeting.state is State.GATHERING and rank in meeting.absent():
+                self._check(meeting)
+        if len(self._gone) == self.size and self.name != MAIN_LANE:
+            with contextlib.suppress(ValueError):  # left before
+                self._family.rooms.remove(self)

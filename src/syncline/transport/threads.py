@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from syncline.board import Board
 from syncline.errors import PeerFailed
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.calls import Call, Failure
@@ -54,9 +56,12 @@ class ThreadGroup:
         return self._transports[rank]
 
 
-def _transports(room: MeetingRoom, timeout_seconds: float) -> tuple[ThreadsTransport, ...]:
+def _transports(
+    room: MeetingRoom, timeout_seconds: float, boards: Sequence[Board | None] | None = None
+) -> tuple[ThreadsTransport, ...]:
     return tuple(
-        ThreadsTransport(room, rank=rank, timeout_seconds=timeout_seconds) for rank in range(room.size)
+        ThreadsTransport(room, rank=rank, timeout_seconds=timeout_seconds, board=board)
+        for rank, board in enumerate(boards or [None] * room.size)
     )
 
 
@@ -92,24 +97,38 @@ class _ThreadsWork(Work):
 class ThreadsTransport(Transport):
     """One rank of a `ThreadGroup`, whose `transport` method makes it. Use it from one thread at a time."""
 
-    def __init__(self, room: MeetingRoom, *, rank: int, timeout_seconds: float) -> None:
-        super().__init__(rank=rank, size=room.size, timeout_seconds=timeout_seconds)
+    def __init__(
+        self, room: MeetingRoom, *, rank: int, timeout_seconds: float, board: Board | None = None
+    ) -> None:
+        super().__init__(rank=rank, size=room.size, timeout_seconds=timeout_seconds, board=board)
         self._room = room
 
     @property
     def name(self) -> str:
         return "threads"
 
+    def lane(self, purpose: str) -> ThreadsTransport:
+        if self.size == 1:
+            return self
+        meeting = self._room.join(
+            self.rank, Call("lane", purpose), None, lambda parts: self._room.lane(purpose)
+        )
+        lane = copy(self)
+        lane._room = self._room.wait(self.rank, meeting, self.timeout_seconds)
+        return lane
+
     def split(self, color: int | None) -> ThreadsTransport | None:
-        meeting = self._room.join(self.rank, Call("split"), color, self._split_by)
+        meeting = self._room.join(self.rank, Call("split"), (color, self.board), self._split_by)
         transports = self._room.wait(self.rank, meeting, self.timeout_seconds)
         return cast("ThreadsTransport | None", transports[self.rank])
 
-    def _split_by(self, colors: list[int | None]) -> list[ThreadsTransport | None]:
+    def _split_by(self, parts: list[tuple[int | None, Board]]) -> list[ThreadsTransport | None]:
         transports: list[ThreadsTransport | None] = [None] * self.size
+        colors, boards = zip(*parts, strict=True)
         for color in {color for color in colors if color is not None}:
             ranks = tuple(rank for rank in range(self.size) if colors[rank] == color)
-            members = _transports(self._room.child(ranks), self.timeout_seconds)
+            room = self._room.child(ranks)
+            members = _transports(room, self.timeout_seconds, [boards[rank] for rank in ranks])
             for rank, transport in zip(ranks, members, strict=True):
                 transports[rank] = transport
         return transports

@@ -1,0 +1,126 @@
+"""Who is where: the step, phase and bucket that each rank is in, and the call that it waits in.
+
+`Board` is this rank's own, written by whoever does the work; a `Place` is what the others see of it: a snapshot
+that travels as text. Errors about a rank that is missing are made of places.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+__all__ = ["MAIN_LANE", "Board", "Place", "Wait"]
+
+MAIN_LANE = "main"
+"""The lane that every transport begins with; see `Transport.lane`."""
+
+
+class Board:
+    """Where this rank is. Plain attributes, for they are written in the hot path of every step.
+
+    Attributes:
+        step: the training step under way, from 1; None before the first.
+        phase: what is done in it, in words.
+        bucket: the bucket of gradients that is waited for or sent; None where there is none.
+    """
+
+    __slots__ = ("bucket", "phase", "step")
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.phase = "before the first step"
+        self.bucket: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A call that a rank has been waiting in for a while."""
+
+    lane: str
+    """On which lane."""
+    call: int | None
+    """Which collective of that lane, from 1; None for a message, which only two ranks count."""
+    words: str
+    """What was called."""
+    number: int = 0
+    """How many long waits the rank had before: two sightings with one number are of one wait."""
+
+    def __str__(self) -> str:
+        nth = "a message" if self.call is None else f"call {self.call}"
+        return f"{self.words} ({nth} on the {self.lane} lane)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank was when it was last seen.
+
+    Example:
+        >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
+        step 12, backward, bucket 0, at train.py:34 in main
+        >>> Place.from_json(Place(step=1).to_json()) == Place(step=1)
+        True
+    """
+
+    step: int | None = None
+    phase: str = "before the first step"
+    bucket: int | None = None
+    wait: Wait | None = None
+    """The call that it waits in; None while it does not, or has only just begun to."""
+    num_started: dict[str, int] = field(default_factory=dict)
+    """How many collectives it has started, by lane."""
+    num_threads: int = 1
+    """How many threads of the rank have started collectives: a rank with several may go on while one waits."""
+    code: str | None = None
+    """Where in the user's code it is."""
+    left: str | None = None
+    """How it ended, if it ended in good order."""
+    seen: float = 0.0
+    """When, in seconds since the epoch."""
+
+    @staticmethod
+    def of(
+        board: Board,
+        *,
+        wait: Wait | None = None,
+        num_started: dict[str, int] | None = None,
+        num_threads: int = 1,
+        code: str | None = None,
+        left: str | None = None,
+        seen: float = 0.0,
+    ) -> Place:
+        """A snapshot of `board`, with what its transport knows."""
+        return Place(
+            step=board.step,
+            phase=board.phase,
+            bucket=board.bucket,
+            wait=wait,
+            num_started=num_started or {},
+            num_threads=num_threads,
+            code=code,
+            left=left,
+            seen=seen,
+        )
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Place:
+        """What `to_json` made."""
+        fields = json.loads(text)
+        if fields["wait"] is not None:
+            fields["wait"] = Wait(**fields["wait"])
+        return Place(**fields)
+
+    def __str__(self) -> str:
+        words = [self.phase if self.step is None else f"step {self.step}, {self.phase}"]
+        if self.bucket is not None:
+            words.append(f"bucket {self.bucket}")
+        if self.left is not None:
+            words.append(self.left)
+        elif self.wait is not None:
+            words.append(f"waiting in {self.wait}")
+        if self.code is not None and self.left is None:
+            words.append(f"at {self.code}")
+        return ", ".join(words)

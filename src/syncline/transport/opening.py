@@ -1,0 +1,109 @@
+"""How a transaction on the main lane is opened: by one small record of the same size, whatever it is about.
+
+So ranks that are at different places of the program (one averages a metric, another broadcasts a module) are told
+so, where an engine would see two sizes that do not fit (Gloo ends the process then).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from syncline.board import Place
+from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
+from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, describe_ranks
+from syncline.transport.calls import SAME_CALLS
+from syncline.transport.user_code import user_code
+
+if TYPE_CHECKING:
+    from syncline.transport.base import Transport
+
+__all__ = ["PAYLOAD_BYTES", "exchange"]
+
+PAYLOAD_BYTES = 72
+"""What a record has room for besides the fingerprint."""
+
+_DIGEST_BYTES = 32
+
+
+def exchange(
+    transport: Transport,
+    title: str,
+    lines: Sequence[str],
+    *,
+    payload: bytes = b"",
+    fault: Exception | None = None,
+    remedy: str = DEFAULT_REMEDY,
+) -> list[bytes]:
+    """Agree, and gather a small payload in the same collective.
+
+    Args:
+        transport: between the ranks that have to agree.
+        title: what they have to agree on, or what they called.
+        lines: this rank's description.
+        payload: up to 72 bytes.
+        fault: why this rank cannot go on. Its peers are waiting, so it takes part, and every rank raises.
+        remedy: what to do when they do not agree.
+
+    Returns:
+        Every rank's payload in rank order, filled up with zeros to 72 bytes.
+
+    Raises:
+        CollectiveMismatch: the ranks gave different titles: they are at different places of the program.
+        ContractMismatch: the lines differ.
+        TypeError, ValueError, SynclineError: some ranks gave a fault: its class, or SynclineError where that is
+            neither of the others. In any case the same text on every rank.
+    """
+    assert len(payload) <= PAYLOAD_BYTES
+    digest = hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
+    records = _gathered(transport, digest + bytes([fault is not None]) + payload.ljust(PAYLOAD_BYTES, b"\0"))
+    if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
+        _tell(transport, title, lines, fault, remedy)
+    return [record[_DIGEST_BYTES + 1 :] for record in records]
+
+
+def _gathered(transport: Transport, record: bytes) -> list[bytes]:
+    if transport.size == 1:
+        return [record]
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.control_device)
+    everyone = torch.empty(transport.size * len(record), dtype=torch.uint8, device=transport.control_device)
+    transport.all_gather(everyone, mine).wait()
+    rows = bytes(everyone.tolist())
+    return [rows[r * len(record) : (r + 1) * len(record)] for r in range(transport.size)]
+
+
+def _tell(
+    transport: Transport, title: str, lines: Sequence[str], fault: Exception | None, remedy: str
+) -> NoReturn:
+    """Exchange everything, and raise the same on every rank."""
+    reason = None if fault is None else [type(fault).__name__, str(fault)]
+    place = Place.of(transport.board, code=user_code(sys._getframe()))
+    mine = json.dumps([title, list(lines), reason, remedy, str(place)]).encode()
+    told = [json.loads(row) for row in transport.all_gather_bytes(mine)]
+    reasons = {rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(told) if reason is not None}
+    if reasons:
+        raise _refusal(told[min(reasons)][0], reasons) from fault
+    if len({title for title, *_ in told}) > 1:
+        who_is_where = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(told)]
+        raise CollectiveMismatch("\n".join(["the ranks called different things:", *who_is_where, SAME_CALLS]))
+    raise ContractMismatch(describe_difference(title, [lines for _, lines, *_ in told], remedy=told[0][3]))
+
+
+def _refusal(title: str, reasons: dict[int, tuple[str, str]]) -> Exception:
+    ranks_with: dict[tuple[str, str], list[int]] = {}
+    for rank, reason in reasons.items():
+        ranks_with.setdefault(reason, []).append(rank)
+    text = [f"{title}: refused, nothing was sent"]
+    for (name, message), ranks in ranks_with.items():
+        cause = message if name in ("TypeError", "ValueError") else f"{name}: {message}"
+        text.append(f"{describe_ranks(ranks)}: {cause}")
+    names = {name for name, _ in ranks_with}
+    error_class: type[Exception] = SynclineError
+    if names <= {"TypeError", "ValueError"}:
+        error_class = TypeError if names == {"TypeError"} else ValueError
+    return error_class("\n".join(text))

@@ -1,0 +1,55 @@
+"""Who is where, in words and as text that travels."""
+
+from __future__ import annotations
+
+from syncline.board import Board, Place, Wait
+
+
+def test_a_board_begins_before_the_first_step() -> None:
+    assert str(Place.of(Board())) == "before the first step"
+
+
+def test_a_place_says_step_phase_bucket_call_and_line() -> None:
+    board = Board()
+    board.step, board.phase, board.bucket = 12, "backward", 0
+    wait = Wait(lane="gradients", call=7, words="all_reduce(sum) of 1000 elements, torch.float32")
+    assert str(Place.of(board, wait=wait, code="train.py:34 in main")) == (
+        "step 12, backward, bucket 0, waiting in all_reduce(sum) of 1000 elements, torch.float32 "
+        "(call 7 on the gradients lane), at train.py:34 in main"
+    )
+
+
+def test_a_message_has_no_number() -> None:
+    assert str(Wait(lane="main", call=None, words="recv(from rank 1)")) == (
+        "recv(from rank 1) (a message on the main lane)"
+    )
+
+
+def test_a_snapshot_stays_when_the_board_goes_on() -> None:
+    board = Board()
+    board.step = 1
+    place = Place.of(board)
+    board.step = 2
+    assert place.step == 1
+
+
+def test_a_place_travels_as_text() -> None:
+    place = Place(
+        step=3,
+        phase="forward",
+        bucket=1,
+        wait=Wait(lane="main", call=2, words="barrier", number=5),
+        num_started={"main": 2, "gradients": 0},
+        num_threads=2,
+        code="train.py:1",
+        left="ended",
+        seen=12.5,
+    )
+    assert Place.from_json(place.to_json()) == place
+    assert Place.from_json(Place().to_json()) == Place()
+
+
+def test_who_has_left_waits_nowhere() -> None:
+    wait = Wait(lane="main", call=2, words="barrier")
+    place = Place(step=3, phase="after backward", wait=wait, code="a.py:1", left="has ended")
+    assert str(place) == "step 3, after backward, has ended"
