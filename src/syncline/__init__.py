@@ -26,6 +26,7 @@ from syncline.errors import (
     PeerFailed,
     PeerLost,
     SynclineError,
+    UnevenInputs,
     UnreducedGradients,
 )
 from syncline.events import BackwardRecord, BucketRecord, BufferRecord
@@ -51,6 +52,7 @@ __all__ = [
     "Row",
     "Statistics",
     "SynclineError",
+    "UnevenInputs",
     "UnreducedGradients",
     "World",
     "barrier",

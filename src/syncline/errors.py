@@ -3,6 +3,7 @@
     SynclineError
     +-- ContractMismatch       ranks were given different modules, arguments or trees
     +-- UnreducedGradients     a parameter received no gradient in this backward
+    +-- UnevenInputs           a rank ran fewer steps than its peers, or skipped a batch
     +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
     +-- CollectiveTimeout      a rank did not arrive before the deadline
     +-- PeerLost               a rank's process or connection is gone
@@ -24,6 +25,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "SynclineError",
+    "UnevenInputs",
     "UnreducedGradients",
 ]
 
@@ -71,6 +73,10 @@ class UnreducedGradients(SynclineError):
 
 def _shown(names: Sequence[str], limit: int = 20) -> str:
     return ", ".join(names[:limit]) + (f", and {len(names) - limit} more" if len(names) > limit else "")
+
+
+class UnevenInputs(SynclineError):
+    """The ranks do not run the same number of steps: one skipped a batch, or has ended while others go on."""
 
 
 class CollectiveMismatch(SynclineError):

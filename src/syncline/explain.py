@@ -13,7 +13,19 @@ from syncline.contract import Contract, Row, format_bytes, format_count, table
 from syncline.events import BackwardRecord, BufferRecord
 from syncline.plan.buckets import BucketPlan
 
-__all__ = ["Evidence", "Plan", "contract_of", "explain"]
+__all__ = ["Evidence", "Plan", "Sizes", "contract_of", "explain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much there is of what."""
+
+    num_parameters: int
+    parameter_bytes: int
+    num_gradients: int
+    gradient_bytes: int
+    num_buffers: int
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +36,7 @@ class Plan:
     transport: str
     num_ranks: int
     num_hosts: int
-    num_parameters: int
-    parameter_bytes: int
-    num_gradients: int
-    gradient_bytes: int
-    num_buffers: int
-    buffer_bytes: int
+    sizes: Sizes
     init_sync: bool
     init_buffers: bool
     buffer_policy: str
@@ -37,6 +44,8 @@ class Plan:
     allow_unused: bool
     comm_hook: str | None = None
     reduce_dtype: str | None = None
+    optimizers: tuple[str, ...] = ()
+    """Those that were attached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +73,7 @@ def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
             _gradients_row(plan),
             _parameters_row(plan),
             _buffers_row(plan),
-            Row(
-                what="optimizer",
-                size="-",
-                when="never: equal by construction",
-                how="every rank applies the same update",
-                drift_allowed="none",
-            ),
+            _optimizer_row(plan),
             Row(
                 what="loss, metrics",
                 size="-",
@@ -96,7 +99,7 @@ def _gradients_row(plan: Plan) -> Row:
         when, how = "every backward outside no_sync", f"by communication hook {plan.comm_hook}"
     return Row(
         what="gradients",
-        size=_size(plan.num_gradients, plan.gradient_bytes),
+        size=_size(plan.sizes.num_gradients, plan.sizes.gradient_bytes),
         when=when,
         how=how,
         drift_allowed="none",
@@ -112,17 +115,30 @@ def _parameters_row(plan: Plan) -> Row:
         when, how = "never: init_sync=False", "the caller vouches that they are equal"
     return Row(
         what="parameters",
-        size=_size(plan.num_parameters, plan.parameter_bytes),
+        size=_size(plan.sizes.num_parameters, plan.sizes.parameter_bytes),
         when=when,
         how=how,
         drift_allowed="none",
     )
 
 
+def _optimizer_row(plan: Plan) -> Row:
+    how = "every rank applies the same update"
+    if plan.optimizers and plan.num_ranks > 1:
+        how += "; settings compared in backward"
+    return Row(
+        what="optimizer",
+        size=", ".join(plan.optimizers) or "-",
+        when="never: equal by construction",
+        how=how,
+        drift_allowed="none",
+    )
+
+
 def _buffers_row(plan: Plan) -> Row:
-    if not plan.num_buffers:
+    if not plan.sizes.num_buffers:
         return Row(what="buffers", size="none", when="never: there are none", how="-", drift_allowed="-")
-    size = _size(plan.num_buffers, plan.buffer_bytes)
+    size = _size(plan.sizes.num_buffers, plan.sizes.buffer_bytes)
     if plan.num_ranks == 1:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
     if plan.buffer_policy == "none":
@@ -186,12 +202,12 @@ def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
         return [("forward", "nothing sent: there is one rank")]
     parameters = "parameters  nothing sent: "
     parameters += "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"
-    if not plan.num_buffers:
+    if not plan.sizes.num_buffers:
         buffers = "buffers     nothing sent: the module has none, so there is no call at all"
     elif plan.buffer_policy == "none":
         buffers = "buffers     nothing sent: broadcasting buffers is switched off"
     else:
-        size = f"{format_count(plan.num_buffers, 'tensor')}, {format_bytes(plan.buffer_bytes)}"
+        size = f"{format_count(plan.sizes.num_buffers, 'tensor')}, {format_bytes(plan.sizes.buffer_bytes)}"
         buffers = (
             f"buffers     {_BUFFER_WORDS[plan.buffer_policy]}: {size} "
             "(none if the previous forward ran under no_sync or no_grad)"

@@ -6,42 +6,55 @@ The flow of one step is drawn in `docs/architecture.md`. What torch's class is a
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from syncline.arguments import checked_buffers, checked_caps, checked_device_ids, group_of_mesh
 from syncline.contract import Contract
+from syncline.errors import SynclineError
 from syncline.events import BackwardRecord
-from syncline.explain import Evidence, Plan, contract_of, explain
-from syncline.plan.buckets import MIB, BucketCaps, HostLoad, automatic_caps
-from syncline.sync.agreement import agree, describe_tensors
+from syncline.explain import Evidence, contract_of, explain
+from syncline.plan.buckets import automatic_caps
+from syncline.sync.agreement import agree
+from syncline.sync.attached import AttachedOptimizer
 from syncline.sync.buffers import BufferPolicy, BufferSync
 from syncline.sync.comm_hook import CommHook, checked_comm_hook
 from syncline.sync.compilation import NotTraced
-from syncline.sync.gradients import GradientOptions, GradientSync
+from syncline.sync.gradients import GradientSync
 from syncline.sync.in_backward import optimizers_in_backward
+from syncline.sync.inventory import Inventory
 from syncline.sync.items import checked_num_items
 from syncline.sync.join import Iteration, ShadowHook, agree_on_iteration
 from syncline.sync.mixed_precision import MixedPrecision
-from syncline.sync.outputs import tensors_in
+from syncline.sync.options import GradientOptions
+from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.selection import Selection, select
-from syncline.sync.tensors import TensorBroadcaster
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
-from syncline.world import transport_of, world
+from syncline.world import transport_of
+from syncline.wrapping import (
+    agree_on_module,
+    broadcast_new_values,
+    broadcast_values,
+    gather_hosts,
+    plan_after_change,
+    plan_of,
+)
 
 __all__ = ["DistributedDataParallel"]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
@@ -145,11 +158,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 stacklevel=2,
             )
         chosen = select(module, ignore=ignore, delayed=delay_all_reduce_named_params or ())
-        self.device_ids, self.output_device = _checked_device_ids(module, device_ids, output_device)
-        caps = _checked_caps(bucket_cap_mb, bucket_cap_mb_list)
-        group = _group_of_mesh(process_group, device_mesh, module)
-        self._buffer_policy, init_buffers = _checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
+        self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
+        caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
+        group = group_of_mesh(process_group, device_mesh, module)
+        self._buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
         self.module = module
+        self._ignore = tuple(ignore)
         self.dim = dim
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -168,7 +182,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if reduce_dtype is None and self._lowered is not None:
             reduce_dtype = self._lowered.reduce_dtype
         self._transport = transport = transport_of(group)
-        hosts = _gather_hosts(transport)
+        hosts = gather_hosts(transport)
         first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
         self._options = GradientOptions(
             caps=caps or automatic_caps(hosts, device_type=first_type),
@@ -179,7 +193,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             sparse=chosen.sparse,
             delayed=frozenset(name for name, _ in chosen.delayed),
         )
-        self._plan = _plan_of(
+        self._plan = plan_of(
             module,
             chosen,
             self._options,
@@ -189,25 +203,73 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             init_buffers=init_sync and init_buffers,
             buffer_policy=self._buffer_policy,
         )
-        _agree_on(module, chosen, contract_of(self._plan), self._options, transport)
+        agree_on_module(chosen, contract_of(self._plan), self._options, transport)
         if init_sync:
-            _broadcast(chosen, transport, src=0, buffers=init_buffers)
+            broadcast_values(chosen, transport, src=0, buffers=init_buffers)
+        self._open_lanes(has_buffers=bool(chosen.buffers))
         self._wire(chosen)
+
+    def _open_lanes(self, *, has_buffers: bool) -> None:
+        """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
+        else that a rank does at the same time. A collective call.
+        """
+        base, name = self._transport, type(self.module).__name__
+        self._has_lanes = True
+        self._gradient_lane = base.lane(f"gradients of {name}")
+        self._buffer_lane = base.lane(f"buffers of {name}") if has_buffers else base
+        for lane in (self._gradient_lane, self._buffer_lane):
+            if lane is not base:
+                weakref.finalize(self, lane.close)
 
     def _wire(self, chosen: Selection) -> None:
         """Put the hooks on. Not a collective."""
         self._selection = chosen
-        self._gradients = GradientSync([*chosen.trained, *chosen.delayed], self._transport, self._options)
+        self._gradients = GradientSync([*chosen.trained, *chosen.delayed], self._gradient_lane, self._options)
+        self._gradients.before_first = _weakly(self._agree_before_the_first_step)
         self._buffers_sync = BufferSync(
-            self.module, self._transport, policy=self._buffer_policy, ignored=self.parameters_to_ignore
+            self.module,
+            self._buffer_lane,
+            agreeing=self._transport,
+            policy=self._buffer_policy,
+            ignored=self.parameters_to_ignore,
         )
+        self._inventory = Inventory(self.module)
         self._is_agreed = False
-        self._hooks_finalizer = weakref.finalize(self, self._gradients.remove_hooks)
+        # It must not hold on to what holds on to the wrapper.
+        self._hooks_finalizer = weakref.finalize(self, _remove_all, self._gradients.handles)
 
-    def _wire_again(self) -> None:
-        """The same tensors with new hooks, over `_transport` and by `_options` as they are now."""
+    def _wire_again(self, chosen: Selection | None = None) -> None:
+        """Take the place of the present hooks, over the lanes and by `_options` as they are now."""
+        former, former_buffers = self._gradients, self._buffers_sync
+        self._wire(chosen or self._chosen_again())
+        self._gradients.continues(former)
+        self._buffers_sync.continues(former_buffers)
+
+    def _chosen_again(self) -> Selection:
         delayed = [(n, p) for n, p in self.module.named_parameters() if n in self._options.delayed]
-        self._wire(select(self.module, ignore=sorted(self.parameters_to_ignore), delayed=delayed))
+        return select(self.module, ignore=self._ignore, delayed=delayed, must_match=False)
+
+    def _follow_changes(self) -> None:
+        """The module was changed after wrapping: agree on what it is now, and go on with that. A collective call."""
+        self._transport.board.phase = (
+            f"forward, where {type(self.module).__name__} has changed since it was wrapped"
+        )
+        before, chosen = self._selection, self._chosen_again()
+        self._plan = plan_after_change(self._plan, chosen)
+        self._options = replace(
+            self._options, sparse=chosen.sparse, delayed=frozenset(name for name, _ in chosen.delayed)
+        )
+        agree_on_module(
+            chosen,
+            contract_of(self._plan),
+            self._options,
+            self._transport,
+            remedy="Change a wrapped module in the same way on every rank, between the same two steps.",
+        )
+        self.parameters_to_ignore = set(chosen.ignored)
+        if self._plan.init_sync:
+            broadcast_new_values(chosen, before, self._transport)
+        self._wire_again(chosen)
 
     # ------------------------------------------------------------------ a step
 
@@ -215,8 +277,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, buffers synchronized first where that is due."""
         synchronizes = torch.is_grad_enabled() and self._gradients.enabled
-        if synchronizes and not self._is_agreed and not self._join_config.enable:
-            self._agree_before_the_first_step()
+        board = self._transport.board
+        board.phase = "forward"
+        if synchronizes:
+            self._before_synchronized_forward()
         self._gradients.forward_begins()
         if self._join_config.enable:
             self._before_joined_forward(synchronizes=synchronizes)
@@ -239,15 +303,33 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             # A re-entrant checkpoint's backward runs inside of the one that begins at an output.
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._outermost_begins)
+                    when_backward_reaches(tensor, self._outermost_begins)
+        if synchronizes and self.training and self._transport.size > 1:
+            self._gradients.guard.forward_ended(output)
+        board.phase = "after forward"
         return output
 
-    def _outermost_begins(self, _: Tensor) -> None:
+    def _before_synchronized_forward(self) -> None:
+        has_changed = self._inventory.has_changed() or not self._gradients.layout.fits()
+        if self._join_config.enable:
+            if has_changed:
+                raise SynclineError(
+                    f"rank {self._transport.rank}: {type(self.module).__name__} was changed inside of join(), where "
+                    "ranks without inputs cannot follow: change it before or after"
+                )
+            return
+        if has_changed:
+            self._follow_changes()
+        if not self._is_agreed:
+            self._agree_before_the_first_step()
+
+    def _outermost_begins(self, _: object) -> None:
         self._gradients.outermost_begins()
 
     def _agree_before_the_first_step(self) -> None:
         """What was registered after construction must be the same on all ranks."""
         self._is_agreed = True
+        self._gradients.before_first = None
         step = optimizers_in_backward(self._gradients.parameters)
         hook = self._gradients.comm_hook
         agree(
@@ -257,10 +339,128 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 f"communication hook: {'none' if hook is None else hook.name}",
                 f"buffer hook: {'none' if self._buffer_hook is None else self._buffer_hook.name}",
                 f"optimizers step inside backward: {'no' if step is None else 'yes'}",
+                *(f"attached optimizer {name}" for name in self._plan.optimizers),
             ],
-            remedy="Register the same on every rank, before the first forward.",
+            remedy="Register and attach the same on every rank, before the first forward.",
         )
+        if not self._has_lanes:  # it was unpickled, which is not a collective
+            self._open_lanes(has_buffers=bool(self._selection.buffers))
+            self._wire_again()
+            self._is_agreed = True
         self._gradients.on_reduced = step
+
+    # ------------------------------------------------------------------ what is registered
+
+    def attach(self, optimizer: AnyOptimizer) -> AnyOptimizer:
+        """Let the optimizer's settings and steps be checked against the other ranks'.
+
+        With each synchronized backward the ranks compare learning rates and other numbers of `param_groups`, and how
+        often `step` was called: a difference is an error on all ranks, before anyone steps. A step whose gradients
+        were not reduced (the last backward ran under `no_sync`) is an error too. Attach on all ranks.
+
+        Args:
+            optimizer: of parameters of this module (others may be among them). A scheduler or a GradScaler may be
+                made before or after.
+
+        Returns:
+            The same object; its `step` is replaced by a bound method that checks first.
+
+        Raises:
+            TypeError: not an optimizer.
+            ValueError: it has none of this module's parameters.
+            RuntimeError: the module's optimizers step inside backward.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters()))
+            >>> print(ddp.contract["optimizer"].when)
+            never: equal by construction
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        guard = self._gradients.guard
+        if any(attached.optimizer is optimizer for attached in guard.optimizers):
+            return optimizer
+        own = {id(parameter) for parameter in self.module.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has no parameter of {type(self.module).__name__}: attach it to the "
+                "module that it trains"
+            )
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._gradients.parameters):
+            raise RuntimeError(
+                "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
+            )
+        guard.optimizers.append(AttachedOptimizer(optimizer, _weakly(self._before_optimizer_step)))
+        self._plan = replace(self._plan, optimizers=(*self._plan.optimizers, type(optimizer).__name__))
+        self._is_agreed = False
+        return optimizer
+
+    def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
+        if self._transport.size == 1:
+            return
+        self._refuse_unreduced("optimizer.step()")
+        if attached.told_settings in (None, attached.settings()):
+            return
+        # Changed since the backward that compared them; on all ranks, or this will say who is where.
+        self._transport.board.phase = "optimizer.step(), where settings have changed since the backward"
+        agree(
+            self._transport,
+            f"the settings of an attached {type(attached.optimizer).__name__}, at its step",
+            attached.describe(0),
+            remedy="Change settings on all ranks alike, best between a step and the next backward.",
+        )
+        attached.told_settings = attached.settings()
+
+    def _refuse_unreduced(self, what: str) -> None:
+        if self._gradients.has_unreduced:
+            raise SynclineError(
+                f"rank {self._transport.rank}, {what} after step {self._gradients.step}: expected reduced gradients, "
+                "but the last backward ran under no_sync, so .grad holds this rank's alone. Run the last micro-batch "
+                "outside of no_sync, or clear the gradients first"
+            )
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the norm of all reduced gradients together, as `torch.nn.utils.clip_grad_norm_`.
+
+        Reduced gradients are equal on all ranks, and so is the norm: nothing is sent. Gradients of parameters under
+        `ignore=` are left out, for they differ. Under a GradScaler, call `scaler.unscale_(optimizer)` first.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: of the norm; `math.inf` for the largest element.
+            error_if_nonfinite: raise where the norm is NaN or infinite.
+            foreach: use the multi-tensor implementation; None chooses.
+
+        Returns:
+            The norm before clipping, of shape ().
+
+        Raises:
+            SynclineError: the gradients have not been reduced: the last backward ran under `no_sync`.
+            RuntimeError: the norm is not finite, if asked.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
+            >>> (100 * ddp(torch.ones(1, 1))).sum().backward()
+            >>> ddp.clip_grad_norm_(1.0)
+            tensor(141.4214)
+        """
+        self._refuse_unreduced("clip_grad_norm_()")
+        return torch.nn.utils.clip_grad_norm_(
+            self._gradients.parameters,
+            max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket in place of all_reduce, as in torch.
@@ -393,6 +593,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         After the last step each rank has the running statistics of its own last batch: call it before a checkpoint
         or an evaluation.
         """
+        self._transport.board.phase = "equalize_buffers_"
+        agree(self._transport, "equalize_buffers_", [f"module: {type(self.module).__name__}"])
         self._buffers_sync.equalize()
 
     # ------------------------------------------------------------------ uneven inputs
@@ -462,7 +664,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def _make_all_equal_to(self, src: int) -> None:
         self._authoritative_rank = src
-        _broadcast(self._selection, self._transport, src=src, buffers=self.forward_sync_buffers)
+        broadcast_values(self._selection, self._transport, src=src, buffers=self.forward_sync_buffers)
 
     # ------------------------------------------------------------------ what is, and what was
 
@@ -474,7 +676,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     def explain(self) -> str:
         """One step as a timeline, in words: recorded after the first step, planned before it."""
         return explain(
-            self._plan, self._evidence(), [b.plan for b in self._gradients.buckets], self._gradients.names
+            self._plan,
+            self._evidence(),
+            [b.plan for b in self._gradients.layout.buckets],
+            self._gradients.names,
         )
 
     @property
@@ -514,191 +719,43 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 "a wrapper can be pickled or copied only over the default group: copy its module, and wrap the copy"
             )
         state = dict(self.__dict__)
-        for name in ("_gradients", "_buffers_sync", "_transport", "_selection", "_hooks_finalizer"):
+        for name in _HELD:
             del state[name]  # they hold hooks and connections
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over the default group. A communication hook has to be registered again."""
+        """Over the default group. Hooks and optimizers have to be registered again."""
         nn.Module.__setstate__(self, state)
-        self._transport = transport_of(None)
-        self._plan = replace(self._plan, comm_hook=None)
-        self._wire_again()
+        self._transport = self._gradient_lane = self._buffer_lane = transport_of(None)
+        self._has_lanes = False
+        self._plan = replace(self._plan, comm_hook=None, optimizers=())
+        self._wire(self._chosen_again())
 
 
-# ---------------------------------------------------------------------- construction, checked
+_HELD = (
+    "_gradients",
+    "_buffers_sync",
+    "_transport",
+    "_gradient_lane",
+    "_buffer_lane",
+    "_selection",
+    "_inventory",
+    "_hooks_finalizer",
+)
 
 
-def _checked_device_ids(
-    module: nn.Module,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[int] | None, int | None]:
-    """Where inputs are moved to, by torch's rules; None leaves them alone."""
-    devices = {p.device for p in module.parameters()}
-    types = {device.type for device in devices}
-    if not device_ids and output_device is None:
-        return None, None
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(
-            f"device_ids can only be None or contain a single element, got {list(device_ids)}: one process drives "
-            "one device"
-        )
-    if len(devices) > 1 or types == {"cpu"}:
-        where = ", ".join(sorted(map(str, devices)))
-        raise ValueError(
-            "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules; "
-            f"this one lives on {where}, got device_ids={device_ids}, output_device={output_device}: leave them out"
-        )
-    if not device_ids:
-        return None, None
-    first = _index_of(device_ids[0])
-    return [first], first if output_device is None else _index_of(output_device)
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
-def _index_of(device: int | torch.device) -> int:
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
-    return torch.accelerator.current_device_index() if index is None else index
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A call of a bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
 
+    def call(*args: Any) -> None:
+        target = reference()
+        if target is not None:
+            target(*args)
 
-def _checked_buffers(
-    buffers: BufferPolicy | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-) -> tuple[BufferPolicy, bool]:
-    """What becomes of buffers before a forward, and whether they are broadcast at construction."""
-    if buffers is not None and (broadcast_buffers is not None or forward_sync_buffers is not None):
-        raise ValueError(
-            "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
-            f"buffers={buffers!r} alone"
-        )
-    if broadcast_buffers is not None and forward_sync_buffers is not None:
-        warnings.warn(
-            "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers wins",
-            FutureWarning,
-            stacklevel=3,
-        )
-    init_buffers = True
-    if forward_sync_buffers is None:
-        init_buffers = forward_sync_buffers = broadcast_buffers is not False
-    return buffers or ("broadcast" if forward_sync_buffers else "none"), init_buffers
-
-
-def _checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None) -> BucketCaps | None:
-    if listed_mb is not None and (not listed_mb or any(not cap > 0 for cap in listed_mb)):
-        raise ValueError(f"expected bucket_cap_mb_list to hold sizes above 0 (MiB), got {list(listed_mb)}")
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise ValueError(f"expected bucket_cap_mb above 0 (MiB), got {bucket_cap_mb}")
-    listed_bytes = tuple(int(cap * MIB) for cap in listed_mb or ())
-    if bucket_cap_mb is None:
-        if not listed_bytes:
-            return None
-        return BucketCaps(
-            cap_bytes=listed_bytes[-1], first_cap_bytes=listed_bytes[0], listed_bytes=listed_bytes
-        )
-    cap_bytes = int(bucket_cap_mb * MIB)
-    return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes, listed_bytes=listed_bytes)
-
-
-def _group_of_mesh(
-    process_group: dist.ProcessGroup | Transport | None, device_mesh: Any, module: nn.Module
-) -> dist.ProcessGroup | Transport | None:
-    if device_mesh is None:
-        return process_group
-    if process_group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if device_mesh._get_root_mesh() != device_mesh:  # a slice of one with tensor parallelism
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
-    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-    return group
-
-
-def _gather_hosts(transport: Transport) -> list[HostLoad]:
-    """Who shares a host with whom, and how busy its cores are; the same list on every rank."""
-    mine = [world().host, len(os.sched_getaffinity(0)), torch.get_num_threads()]
-    rows = [json.loads(row) for row in transport.all_gather_bytes(json.dumps(mine).encode())]
-    hosts = []
-    for name in sorted({row[0] for row in rows}):
-        here = [row for row in rows if row[0] == name]
-        hosts.append(
-            HostLoad(
-                num_ranks=len(here),
-                num_cores=min(row[1] for row in here),
-                num_threads_per_rank=max(row[2] for row in here),
-            )
-        )
-    return hosts
-
-
-def _plan_of(
-    module: nn.Module,
-    chosen: Selection,
-    options: GradientOptions,
-    transport: Transport,
-    *,
-    num_hosts: int,
-    init_sync: bool,
-    init_buffers: bool,
-    buffer_policy: BufferPolicy,
-) -> Plan:
-    num_tensors, num_bytes = _size_of([p for _, p in chosen.parameters])
-    num_buffers, buffer_bytes = _size_of([b for _, b in chosen.buffers])
-    reduced = [p for _, p in (*chosen.trained, *chosen.delayed)]
-    return Plan(
-        module=type(module).__name__,
-        transport=transport.name,
-        num_ranks=transport.size,
-        num_hosts=num_hosts,
-        num_parameters=num_tensors,
-        parameter_bytes=num_bytes,
-        num_gradients=len(reduced),
-        gradient_bytes=_size_of(reduced)[1],
-        num_buffers=num_buffers,
-        buffer_bytes=buffer_bytes,
-        init_sync=init_sync,
-        init_buffers=init_buffers,
-        buffer_policy=buffer_policy,
-        as_bucket_view=options.as_bucket_view,
-        allow_unused=options.allow_unused,
-        reduce_dtype=None
-        if options.reduce_dtype is None
-        else str(options.reduce_dtype).removeprefix("torch."),
-    )
-
-
-def _agree_on(
-    module: nn.Module,
-    chosen: Selection,
-    contract: Contract,
-    options: GradientOptions,
-    transport: Transport,
-) -> None:
-    lines = [
-        f"contract: {contract.title}",
-        *contract.lines(),
-        f"buckets: up to {options.caps.cap_bytes} bytes, the first up to {options.caps.of(0)}",
-        f"caps of the first buckets: {list(options.caps.listed_bytes)}",
-        f"static graph: {options.static_graph}, sparse: {sorted(options.sparse)}, delayed: {sorted(options.delayed)}",
-        *(f"ignored: {name}" for name in chosen.ignored),
-        *describe_tensors(chosen.parameters, kind="parameter"),
-        *describe_tensors(chosen.buffers, kind="buffer"),
-    ]
-    agree(
-        transport,
-        f"DistributedDataParallel({type(module).__name__})",
-        lines,
-        remedy="Build the same module with the same arguments on every rank, then wrap it.",
-    )
-
-
-def _broadcast(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:
-    tensors = [p for _, p in chosen.parameters] + ([b for _, b in chosen.buffers] if buffers else [])
-    TensorBroadcaster([t.detach() for t in tensors], transport).start(src).wait()
-
-
-def _size_of(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    return len(tensors), sum(t.numel() * t.element_size() for t in tensors)
+    return call

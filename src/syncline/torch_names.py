@@ -24,7 +24,8 @@ from syncline.world import transport_of
 if TYPE_CHECKING:
     from syncline.explain import Plan
     from syncline.sync.buffers import BufferSync
-    from syncline.sync.gradients import GradientOptions, GradientSync
+    from syncline.sync.gradients import GradientSync
+    from syncline.sync.options import GradientOptions
     from syncline.sync.selection import Selection
 
 __all__ = ["TorchNames"]
@@ -100,6 +101,7 @@ class TorchNames:
 
     if TYPE_CHECKING:
 
+        def _open_lanes(self, *, has_buffers: bool) -> None: ...
         def _wire_again(self) -> None: ...
         def _use_comm_hook(self, hook: CommHook) -> None: ...
 
@@ -162,7 +164,7 @@ class TorchNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._gradients.order_is_learnt
+        return self._gradients.layout.order_is_learnt
 
     @property
     def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:
@@ -177,7 +179,7 @@ class TorchNames:
         """What torch's logger says, where we know it."""
         last = self._gradients.ledger.last()
         parameters = self._module_parameters
-        plans = [bucket.plan for bucket in self._gradients.buckets]
+        plans = [bucket.plan for bucket in self._gradients.layout.buckets]
         bucket_sizes = ", ".join(str(plan.numel * plan.itemsize_bytes) for plan in plans)
         data: dict[str, Any] = {
             "world_size": self._transport.size,
@@ -228,23 +230,16 @@ class TorchNames:
                 f"{self._gradients.step}"
             )
         self.static_graph = True
-        self._rewire(replace(self._options, static_graph=True, allow_unused=True))
+        self._options = replace(self._options, static_graph=True, allow_unused=True)
+        self._plan = replace(self._plan, allow_unused=True)
+        self._wire_again()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport) -> None:
         """Synchronize over another group from now on; the ranks in it must be equal already."""
         self._transport = transport_of(new_process_group)
         self._plan = replace(self._plan, transport=self._transport.name, num_ranks=self._transport.size)
-        self._rewire(self._options)
-
-    def _rewire(self, options: GradientOptions) -> None:
-        hook, enabled = self._gradients.comm_hook, self._gradients.enabled
-        self._gradients.remove_hooks()
-        self._options = options
-        self._plan = replace(self._plan, allow_unused=options.allow_unused)
+        self._open_lanes(has_buffers=bool(self._selection.buffers))
         self._wire_again()
-        self._gradients.enabled = enabled
-        if hook is not None:
-            self._gradients.use_comm_hook(hook)
 
     def _remove_autograd_hooks(self) -> None:
         self._gradients.remove_hooks()

@@ -28,7 +28,7 @@ LEVELS = (
     ("world",),
     ("sync", "data", "nn"),
     ("verbs",),
-    ("torch_names",),
+    ("arguments", "torch_names", "wrapping"),
     ("parallel",),
     ("launch",),
     ("cli", "testing"),

@@ -400,7 +400,7 @@ def test_normalize_by_on_some_ranks_only_is_an_error_on_every_rank() -> None:
 
     first, second = each_rank(rank)
     assert first == second
-    assert "rank(s) 1 ran this backward under normalize_by, rank(s) 0 did not" in first
+    assert "rank 1 ran this backward under normalize_by, rank 0 did not" in first
 
 
 # ---------------------------------------------------------------------- what cannot be right is refused
@@ -568,7 +568,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
 
     for num_calls, num_buckets in each_rank(rank):
         assert num_buckets == 1
-        assert 100 <= num_calls <= 100 + 45, (
+        assert 100 <= num_calls <= 100 + 55, (
             "one call for each of 100 parameters, and a fixed number beside them"
         )
 

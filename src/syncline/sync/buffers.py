@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal, get_args
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from syncline.events import BufferRecord
+from syncline.sync.agreement import agree, describe_tensors
 from syncline.sync.pooling import average_buffers
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
@@ -27,6 +28,7 @@ class BufferSync:
     Args:
         module: whose buffers; a buffer may be replaced by assignment at any time.
         transport: what they travel by.
+        agreeing: what ranks agree by where a buffer's shape or type has changed; `transport` itself if None.
         policy: "broadcast": rank 0's. "average": floating buffers become the mean over ranks, each rank with the
             same weight; a `running_mean` and `running_var` of one submodule are pooled (see [Note: pooling] in
             `pooling.py`); integers, such as `num_batches_tracked`, become the maximum; a bool is true where it is
@@ -44,6 +46,7 @@ class BufferSync:
         module: nn.Module,
         transport: Transport,
         *,
+        agreeing: Transport | None = None,
         policy: BufferPolicy = "broadcast",
         enabled: bool = True,
         ignored: Collection[str] = (),
@@ -59,6 +62,8 @@ class BufferSync:
         """Whether the next forward synchronizes: the previous one was neither under no_sync nor under no_grad,
         and `equalize` has not been called since."""
         self._transport = transport
+        self._agreeing = agreeing or transport
+        self._module_name = type(module).__name__
         self._slots = [
             (owner._buffers, name)
             for path, owner in module.named_modules()
@@ -66,6 +71,7 @@ class BufferSync:
             if buffer is not None and (f"{path}.{name}" if path else name) not in ignored
         ]
         self._tensors: list[Tensor] = []
+        self._agreed_kinds = _kinds(self._current())
         self._broadcaster: TensorBroadcaster | None = None
         self._num_tensors, self._payload_bytes = self.size()
         self._was_equalized = False
@@ -127,6 +133,7 @@ class BufferSync:
         ):
             self._tensors, self._broadcaster = tensors, None
             self._num_tensors, self._payload_bytes = self.size()
+            self._agree_on_changes()
         if self.policy == "average":
             distinct = list({id(tensor): tensor for tensor in tensors}.values())
             return average_buffers(distinct, self._running_statistics(), self._transport)
@@ -135,9 +142,31 @@ class BufferSync:
         self._broadcaster.start(src).wait()
         return self._broadcaster.num_collectives
 
+    def _agree_on_changes(self) -> None:
+        """A replaced buffer may have another shape or type; then it must have so on all ranks. A collective call."""
+        kinds = _kinds(self._tensors)
+        if kinds == self._agreed_kinds:
+            return
+        self._agreed_kinds = kinds
+        self._agreeing.board.phase = f"forward, where buffers of {self._module_name} were replaced"
+        named = [(f"{name} ({at})", tensor) for at, (name, tensor) in enumerate(self._named_current())]
+        agree(
+            self._agreeing,
+            f"the buffers of {self._module_name}, some of which were replaced",
+            describe_tensors(named, kind="buffer", layout=False),
+            remedy="Replace a buffer by one of another shape or type on all ranks, before the same forward.",
+        )
+
+    def continues(self, former: BufferSync) -> None:
+        """Take the place of another, of the same module before it was changed."""
+        self.enabled, self.due = former.enabled, former.due
+
+    def _named_current(self) -> list[tuple[str, Tensor]]:
+        named = ((name, owner.get(name)) for owner, name in self._slots)
+        return [(name, tensor) for name, tensor in named if tensor is not None]
+
     def _current(self) -> list[Tensor]:
-        tensors = (owner.get(name) for owner, name in self._slots)
-        return [tensor for tensor in tensors if tensor is not None]
+        return [tensor for _, tensor in self._named_current()]
 
     def _running_statistics(self) -> list[tuple[Tensor, Tensor]]:
         """Running means with their variances, wherever a submodule has both, each pair once."""
@@ -160,3 +189,7 @@ class BufferSync:
         return BufferRecord(
             num_tensors=self._num_tensors, payload_bytes=self._payload_bytes, sent=sent, reason=reason
         )
+
+
+def _kinds(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]

@@ -7,8 +7,8 @@ collective of their own and survive the reduction bit by bit.
 
 Layout of the tail, in elements:
 
-    rank 0: flags, items (6 digits, most significant first); rank 1: the same; ...; then, where unused parameters
-    are looked for, one element a parameter: 1 from each rank on which it was used.
+    rank 0: flags, items (6 digits, most significant first), fingerprint (3 digits); rank 1: the same; ...; then,
+    where unused parameters are looked for, one element a parameter: 1 from each rank on which it was used.
 
 The sum of ones may stop growing at 256 in bfloat16; it is compared with zero only.
 """
@@ -18,12 +18,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MAX_ITEMS", "RankControl", "decode", "encode", "tail_numel"]
+__all__ = ["MAX_FINGERPRINT", "MAX_ITEMS", "RankControl", "decode", "encode", "tail_numel"]
 
 _NUM_ITEM_DIGITS = 6
-_SLOTS_PER_RANK = 1 + _NUM_ITEM_DIGITS
+_NUM_FINGERPRINT_DIGITS = 3
+_FINGERPRINT_AT = 1 + _NUM_ITEM_DIGITS
+_SLOTS_PER_RANK = _FINGERPRINT_AT + _NUM_FINGERPRINT_DIGITS
 MAX_ITEMS: int = 256**_NUM_ITEM_DIGITS - 1
 """The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
+MAX_FINGERPRINT: int = 256**_NUM_FINGERPRINT_DIGITS - 1
+"""The largest fingerprint of what has to be equal on all ranks."""
 
 _FLAG_MISSING = 1
 _FLAG_COUNTED = 2
@@ -40,6 +44,8 @@ class RankControl:
     """Items behind these gradients under `normalize_by`; None outside of it."""
     joined: bool = False
     """This rank has no inputs left and takes part with zeros."""
+    fingerprint: int = 0
+    """Of what has to be equal on all ranks in this step, beside the gradients (see `guard.py`)."""
 
 
 def tail_numel(num_ranks: int, num_tracked_parameters: int) -> int:
@@ -52,8 +58,8 @@ def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[in
 
     Example:
         >>> mine = encode(RankControl(num_items=4097), rank=1, num_ranks=2)
-        >>> mine[7:]
-        [2, 0, 0, 0, 0, 16, 1]
+        >>> mine[10:]
+        [2, 0, 0, 0, 0, 16, 1, 0, 0, 0]
     """
     tail = [0] * (num_ranks * _SLOTS_PER_RANK)
     at = rank * _SLOTS_PER_RANK
@@ -62,7 +68,10 @@ def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[in
         flags |= _FLAG_JOINED
     if control.num_items is not None:
         flags |= _FLAG_COUNTED
-        tail[at + 1 : at + _SLOTS_PER_RANK] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
+        tail[at + 1 : at + _FINGERPRINT_AT] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
+    if control.fingerprint:
+        digits = control.fingerprint.to_bytes(_NUM_FINGERPRINT_DIGITS, "big")
+        tail[at + _FINGERPRINT_AT : at + _SLOTS_PER_RANK] = digits
     tail[at] = flags
     return [*tail, *used]
 
@@ -75,8 +84,13 @@ def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl,
         ranks.append(
             RankControl(
                 gradients_missing=bool(flags & _FLAG_MISSING),
-                num_items=int.from_bytes(bytes(digits), "big") if flags & _FLAG_COUNTED else None,
+                num_items=_number(digits[:_NUM_ITEM_DIGITS]) if flags & _FLAG_COUNTED else None,
                 joined=bool(flags & _FLAG_JOINED),
+                fingerprint=_number(digits[_NUM_ITEM_DIGITS:]),
             )
         )
     return tuple(ranks), tuple(int(x) for x in tail[num_ranks * _SLOTS_PER_RANK :])
+
+
+def _number(digits: Sequence[int]) -> int:
+    return int.from_bytes(bytes(digits), "big")

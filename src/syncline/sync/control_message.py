@@ -27,8 +27,11 @@ class ControlMessage:
         self._work: Work | None = None
 
     def launch(self, tail: Sequence[int]) -> None:
-        """Send this rank's tail."""
-        self._tensor.copy_(torch.tensor(tail, dtype=torch.int32))
+        """Send this rank's tail; an empty one is all zeros."""
+        if any(tail):
+            self._tensor.copy_(torch.tensor(tail, dtype=torch.int32))
+        else:
+            self._tensor.zero_()
         self._work = self._transport.all_reduce(self._tensor, "sum")
 
     def read(self) -> list[float]:

@@ -15,10 +15,8 @@ parameter that can be done per bucket.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,66 +24,25 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from syncline.errors import SynclineError, UnreducedGradients
-from syncline.plan.buckets import BucketCaps, ParameterSpec, plan_buckets
+from syncline.errors import SynclineError
 from syncline.sync.bucket import Bucket, copy_scaled
 from syncline.sync.comm_hook import CommHook
-from syncline.sync.control import RankControl, decode, encode, tail_numel
-from syncline.sync.control_message import ControlMessage
+from syncline.sync.control import RankControl, decode, encode
+from syncline.sync.guard import StepGuard
+from syncline.sync.layout import BucketLayout
 from syncline.sync.ledger import Ledger
 from syncline.sync.normalize import ItemNormalizer
+from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.sparse import SparseBucket
+from syncline.sync.turns import Entry, Turns
 from syncline.sync.usage import GraphUsage, StaticUsage
+from syncline.sync.verdict import pass_verdict
 from syncline.transport.base import Transport
 
-__all__ = ["GradientOptions", "GradientSync", "parameter_specs"]
+__all__ = ["GradientSync"]
 
-_NOT_IN_BACKWARD = -1
 _NONE: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientOptions:
-    """How gradients are synchronized; equal on all ranks."""
-
-    caps: BucketCaps
-    """How large buckets may grow."""
-    as_bucket_view: bool
-    """After the backward `.grad` is a view of the bucket, not a tensor of its own."""
-    allow_unused: bool
-    """A parameter without gradient counts as zero instead of being an error."""
-    static_graph: bool = False
-    """Which parameters get a gradient, and how often in one backward, is learnt in the first and stays."""
-    reduce_dtype: torch.dtype | None = None
-    """What floating gradients are added up in; None means each in its own type."""
-    sparse: frozenset[str] = frozenset()
-    """Names of the parameters whose gradients are sparse."""
-    delayed: frozenset[str] = frozenset()
-    """Names of the parameters whose gradients travel last."""
-
-
-def parameter_specs(
-    named_parameters: Sequence[tuple[str, Tensor]], options: GradientOptions
-) -> list[ParameterSpec]:
-    """What bucket planning needs to know of the parameters."""
-    specs = []
-    for name, parameter in named_parameters:
-        dtype = parameter.dtype
-        if options.reduce_dtype is not None and dtype.is_floating_point and name not in options.sparse:
-            dtype = options.reduce_dtype
-        specs.append(
-            ParameterSpec(
-                name=name,
-                numel=parameter.numel(),
-                itemsize_bytes=dtype.itemsize,
-                dtype=str(dtype).removeprefix("torch."),
-                device=str(parameter.device),
-                sparse=name in options.sparse,
-                delayed=name in options.delayed,
-            )
-        )
-    return specs
 
 
 class GradientSync:
@@ -113,32 +70,28 @@ class GradientSync:
         """What `no_sync` switches off. Read when the first gradient of a backward is ready."""
         self.normalizer = ItemNormalizer(self.parameters, transport.size)
         self.ledger = Ledger(self.names)
+        self.layout = BucketLayout(named_parameters, transport, options)
+        self.guard = StepGuard()
         self.step = 0
-        self.buckets: list[Bucket | SparseBucket] = []
         self.comm_hook: CommHook | None = None
         self.num_contributing: int | None = None
         """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
         self.num_ranks_using: Sequence[int] = ()
         """How many ranks used each parameter in the last backward, where unused ones are looked for."""
+        self.before_first: Callable[[], None] | None = None
+        """Called once, when the first backward that synchronizes begins."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
         """What the end of the next backward waits for besides (a buffer hook's, say)."""
-        self._specs = parameter_specs(named_parameters, options)
-        self.order_is_learnt = False
-        self._places: list[tuple[Bucket | SparseBucket, Tensor | None]] = []
-        self._control: ControlMessage | None = None
         self._usage = (
             GraphUsage(self.parameters) if options.allow_unused and not options.static_graph else None
         )
         self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
+        self._turns = Turns()
         # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
         self._ready: list[int] = []
         self._used_since_reduction: set[int] = set()
-        self._task_id = _NOT_IN_BACKWARD
-        self._tasks: set[int] = set()
-        self._outermost: int | None = None
-        self._ended_inside = False
         self._synchronizing = False
         self._num_items: int | None = None
         self._absent = _NONE
@@ -148,14 +101,25 @@ class GradientSync:
         self._began_at = 0.0
         self._broken: str | None = None
         if self._sends:
-            self._build(self._registration_order_reversed())
+            self.layout.build(None)
         make_hook = (
             self._make_hook if self._usage is None and self._static is None else self._make_careful_hook
         )
-        self._handles = [
+        self.handles = [
             parameter.register_post_accumulate_grad_hook(make_hook(index))
             for index, parameter in enumerate(self.parameters)
         ]
+
+    def continues(self, former: GradientSync) -> None:
+        """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
+        former.remove_hooks()
+        self.step, self.enabled = former.step, former.enabled
+        self.guard, self.num_contributing = former.guard, former.num_contributing
+        self.before_first, self.on_reduced = former.before_first, former.on_reduced
+        self._broken = former._broken
+        if former.comm_hook is not None:
+            self.comm_hook = former.comm_hook
+            self.layout.build(former.comm_hook)
 
     @property
     def _sends(self) -> bool:
@@ -164,7 +128,12 @@ class GradientSync:
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
-        return bool(self._tasks)
+        return self._turns.is_running
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether `.grad` holds what no other rank knows: the last backwards ran under `no_sync`."""
+        return bool(self._used_since_reduction) and self._sends
 
     @property
     def broken_by(self) -> str | None:
@@ -173,9 +142,9 @@ class GradientSync:
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
 
     def use_comm_hook(self, hook: CommHook) -> None:
         """Reduce buckets by `hook` from now on. It gets undivided gradients and divides by itself.
@@ -188,86 +157,22 @@ class GradientSync:
                 "register_comm_hook or register_builtin_comm_hook can only be called once: "
                 f"{self.comm_hook.name} is registered"
             )
-        if self.step or self._tasks:
+        if self.step or self._turns.is_running:
             raise RuntimeError(
                 f"register_comm_hook must be called before the first backward, got it after step {self.step}"
             )
         self.comm_hook = hook
-        self._build(self._registration_order_reversed())
-
-    # ------------------------------------------------------------------ layout
-
-    def _registration_order_reversed(self) -> list[int]:
-        """What is used last in forward is usually ready first in backward."""
-        return list(reversed(range(len(self.parameters))))
-
-    def _build(self, order: Sequence[int]) -> None:
-        num_tracked = len(self.parameters) if self.options.allow_unused else 0
-        numel = tail_numel(self.transport.size, num_tracked)
-        # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early.
-        is_apart = self.comm_hook is not None or bool(self.options.sparse)
-        self._control = ControlMessage(self.transport, numel) if is_apart else None
-        plans = plan_buckets(self._specs, order, caps=self.options.caps, tail_numel=0 if is_apart else numel)
-        self.buckets = [
-            SparseBucket(plan, self.parameters, self.transport)
-            if plan.sparse
-            else Bucket(
-                plan,
-                self.parameters,
-                self.transport,
-                as_view=self._has_views(plan.dtype),
-                comm_hook=self.comm_hook,
-                is_last=plan is plans[-1],
-            )
-            for plan in plans
-        ]
-        places: dict[int, tuple[Bucket | SparseBucket, Tensor | None]] = {}
-        for bucket in self.buckets:
-            for at, index in enumerate(bucket.plan.parameters):
-                places[index] = (bucket, bucket.view_of(at))
-        self._places[:] = [places[index] for index in range(len(self.parameters))]
-
-    def _has_views(self, dtype: str) -> bool:
-        """Whether `.grad` can be a view of a bucket: not of one in another type than the parameters'."""
-        if not self.options.as_bucket_view:
-            return False
-        return all(
-            spec.dtype != dtype or str(parameter.dtype) == f"torch.{dtype}"
-            for spec, parameter in zip(self._specs, self.parameters, strict=True)
-        )
-
-    def _learn_order(self) -> None:
-        """Lay the buckets out anew in the order in which rank 0's gradients were ready.
-
-        Once, at the end of the first synchronized backward; every rank gets rank 0's order, because buckets must
-        be the same everywhere.
-        """
-        self.order_is_learnt = True
-        if len(self.buckets) == 1:
-            return
-        seen = set(self._ready)
-        rest = [i for bucket in self.buckets for i in bucket.plan.parameters if i not in seen]
-        order = torch.tensor([*self._ready, *rest], device=self.transport.control_device)
-        self.transport.broadcast(order, 0).wait()
-        former_views = {id(view) for bucket in self._dense_buckets() for view in bucket.views}
-        self._build(order.tolist())
-        if self.options.as_bucket_view:
-            for bucket in self._dense_buckets():
-                for parameter, view in zip(bucket.members, bucket.views, strict=True):
-                    if id(parameter.grad) in former_views:
-                        parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
-
-    def _dense_buckets(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
+        self.layout.build(hook)
 
     # ------------------------------------------------------------------ during backward
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        ready, places, task_id = self._ready, self._places, torch._C._current_graph_task_id
+        ready, places, turns = self._ready, self.layout.places, self._turns
+        current_task = torch._C._current_graph_task_id
         as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            if task_id() != self._task_id:
+            if current_task() != turns.current:
                 self._begin()
             ready.append(index)
             if not self._synchronizing:
@@ -288,7 +193,7 @@ class GradientSync:
         static = self._static
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            if torch._C._current_graph_task_id() != self._task_id:
+            if torch._C._current_graph_task_id() != self._turns.current:
                 self._begin()
             if static is not None and not static.is_ready(index):
                 return
@@ -305,7 +210,7 @@ class GradientSync:
                 "from outside of the graph that this backward began with. With activation checkpointing use "
                 "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
             )
-        bucket, view = self._places[index]
+        bucket, view = self.layout.places[index]
         if view is not None:
             copy_scaled(view, self.parameters[index].grad, self._scale)
         bucket.num_pending -= 1
@@ -314,41 +219,39 @@ class GradientSync:
 
     def forward_begins(self) -> None:
         """So whatever backward comes next is not the rest of the last one."""
-        self._ended_inside = False
+        self._turns.forward_begins()
 
     def outermost_begins(self) -> None:
         """The graph task that runs now is not inside of another one; told by a hook on a forward's output."""
-        task_id = torch._C._current_graph_task_id()
-        if self._outermost != task_id:
-            self._outermost = task_id
+        if self._turns.outermost_is(torch._C._current_graph_task_id()):
             self._begin()
 
     def _begin(self) -> None:
         """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began."""
         if self._broken is not None:
             raise SynclineError(self._broken)
-        task_id = torch._C._current_graph_task_id()
-        if self._tasks:
-            if task_id in self._tasks:
-                self._task_id = task_id
-                return
-            # Ids grow, so a smaller one is what a re-entrant backward began in.
-            if task_id < max(self._tasks) or is_inside_another_backward():
-                self._join_task(task_id)
-                return
+        task = torch._C._current_graph_task_id()
+        entry = self._turns.enter(task)
+        if entry is Entry.GOES_ON:
+            if not self._turns.knows(task):
+                self._join_task(task)
+            return
+        if entry is Entry.INTERRUPTS:
             self._abandon()
-        if self._ended_inside and is_inside_another_backward():
+        elif entry is Entry.TOO_LATE:
             raise self._broken_by(
                 f"rank {self.transport.rank}, step {self.step}: a gradient came after all parameters "
                 "had theirs and were reduced, from another re-entrant checkpoint of the same backward. Use "
                 "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
             )
-        self._ended_inside = False
         if torch.is_grad_enabled():
             raise SynclineError(
                 "backward(create_graph=True) through a synchronized module is not supported: the mean over ranks "
                 "has no graph. Use torch.autograd.grad for the inner gradients"
             )
+        if self.before_first is not None and self.enabled:
+            before_first, self.before_first = self.before_first, None
+            before_first()
         self._began_at = time.perf_counter()
         self.normalizer.count.backward_begins()
         self._synchronizing = self.enabled and self._sends
@@ -364,24 +267,24 @@ class GradientSync:
             self._start_step()
             if self._usage is not None and not is_inside_another_backward():
                 self._mark_absent(self._usage.absent())
-        self._join_task(task_id)
+        self._join_task(task)
 
     def _start_step(self) -> None:
         self._next_to_launch = 0
-        self._step_under_way = self.transport.step = self.step + 1
-        for bucket in self.buckets:
+        self._step_under_way = self.transport.board.step = self.step + 1
+        self.transport.board.phase = "backward"
+        for bucket in self.layout.buckets:
             bucket.reset()
 
     def _mark_absent(self, absent: frozenset[int]) -> None:
         """What this backward will not reach need not be waited for."""
         self._absent = absent
         for index in absent:
-            self._places[index][0].num_pending -= 1
+            self.layout.places[index][0].num_pending -= 1
 
-    def _join_task(self, task_id: int) -> None:
-        self._tasks.add(task_id)
-        self._task_id = task_id
-        Variable._execution_engine.queue_callback(partial(self._end_of_task, task_id))
+    def _join_task(self, task: int) -> None:
+        self._turns.join(task)
+        Variable._execution_engine.queue_callback(partial(self._end_of_task, task))
 
     def _abandon(self) -> None:
         """An earlier backward never came to its end: user code in it raised, or it is still going on."""
@@ -398,8 +301,9 @@ class GradientSync:
 
     def _launch_complete(self) -> None:
         """Launch, in index order, every bucket that is complete."""
-        while self._next_to_launch < len(self.buckets):
-            bucket = self.buckets[self._next_to_launch]
+        buckets = self.layout.buckets
+        while self._next_to_launch < len(buckets):
+            bucket = buckets[self._next_to_launch]
             if bucket.num_pending:
                 return
             missing = self._absent.intersection(bucket.plan.parameters) if self._absent else _NONE
@@ -407,7 +311,7 @@ class GradientSync:
 
     def _launch_next(self, *, trigger: int | None, missing: frozenset[int]) -> None:
         at = self._next_to_launch
-        bucket = self.buckets[at]
+        bucket = self.layout.buckets[at]
         tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
         self._next_to_launch = at + 1
         try:
@@ -421,28 +325,23 @@ class GradientSync:
         if self.options.allow_unused:
             seen = self._used_since_reduction.union(self._ready)
             used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
+        fingerprint = self.guard.fingerprint()
+        if not (used or missing or fingerprint) and self._num_items is None:
+            return []  # nothing to tell, as in almost every step
         control = RankControl(
-            gradients_missing=bool(missing) and not self.options.allow_unused, num_items=self._num_items
+            gradients_missing=bool(missing) and not self.options.allow_unused,
+            num_items=self._num_items,
+            fingerprint=fingerprint,
         )
         return encode(control, rank=self.transport.rank, num_ranks=self.transport.size, used=used)
 
     # ------------------------------------------------------------------ at the end of backward
 
     @torch.no_grad()
-    def _end_of_task(self, task_id: int) -> None:
+    def _end_of_task(self, task: int) -> None:
         """One graph task has ended; the backward has, unless it goes on around this one."""
-        if task_id not in self._tasks:
+        if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
             return
-        if self._outermost is not None:
-            if task_id != self._outermost:
-                return
-        elif task_id != min(self._tasks):
-            return  # it was inside of that one, whose end comes
-        elif is_inside_another_backward():
-            # Inside of one that has shown nothing of itself. If all is there, nothing should follow.
-            if len(self._ready) < len(self.parameters):
-                return
-            self._ended_inside = True
         try:
             if self._synchronizing:
                 self._finish_synchronized()
@@ -464,8 +363,8 @@ class GradientSync:
         """A world of one rank: nothing to send, the same rules."""
         missing = self._missing()
         self.step += 1
-        if missing and not self.options.allow_unused:
-            raise self._unreduced({0: tuple(self.names[i] for i in sorted(missing))})
+        told = RankControl(gradients_missing=bool(missing) and not self.options.allow_unused)
+        self._check([told])
         divisor = 1
         if self._num_items is not None:
             divisor = self.normalizer.total([self._num_items], step=self.step)
@@ -482,35 +381,36 @@ class GradientSync:
                 self._mark_ready(index)
         self._check_static()
         missing = self._missing()
-        while self._next_to_launch < len(self.buckets):
+        while self._next_to_launch < len(self.layout.buckets):
             self._launch_next(trigger=None, missing=missing)
         self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
         self.step += 1
         divisor = self.num_contributing or self.transport.size
         if self._num_items is None and not self.options.allow_unused and not missing:
             # The common case: hand out each bucket while later ones are still on their way.
-            for bucket in self.buckets:
+            for bucket in self.layout.buckets:
                 self._wait(bucket)
                 bucket.hand_out(_NONE, any_missing=False)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
-            self._check(*self._decode())
+            self._check(self._decode())
         else:
-            for bucket in self.buckets:
+            for bucket in self.layout.buckets:
                 self._wait(bucket)
             self._launch_control(lambda: self._encode_tail(missing), are_reduced=True)
-            ranks, used = self._decode()
-            self._check(ranks, used)
+            ranks = self._decode()
+            self._check(ranks)
             if self._num_items is not None:
                 divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
-                for bucket in self.buckets:
+                for bucket in self.layout.buckets:
                     bucket.divide(divisor)
+            used = self.num_ranks_using
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
-            for bucket in self.buckets:
+            for bucket in self.layout.buckets:
                 bucket.hand_out(skip, any_missing=bool(missing))
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
-        if not self.order_is_learnt:
-            self._learn_order()
+        if not self.layout.order_is_learnt:
+            self.layout.learn_order(self._ready)
 
     def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
         """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
@@ -518,8 +418,9 @@ class GradientSync:
         Before, so that all is under way at once; but a hook may start collectives of its own whenever one of its
         futures completes, and ours would get in between.
         """
-        if self._control is not None and are_reduced == (self.comm_hook is not None):
-            self._control.launch(tail())
+        control = self.layout.control
+        if control is not None and are_reduced == (self.comm_hook is not None):
+            control.launch(tail())
 
     def shadow(self) -> None:
         """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
@@ -532,18 +433,18 @@ class GradientSync:
             used=[0] * len(self.parameters) if self.options.allow_unused else (),
         )
         try:
-            for bucket in self.buckets:
+            for bucket in self.layout.buckets:
                 bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
             self.step += 1
             self._launch_control(lambda: tail, are_reduced=False)
-            for bucket in self.buckets:
+            for bucket in self.layout.buckets:
                 self._wait(bucket)
             self._launch_control(lambda: tail, are_reduced=True)
-            self._check(*self._decode())
+            self._check(self._decode())
             if self._static is not None:
                 self._static.learn()
-            if not self.order_is_learnt:
-                self._learn_order()
+            if not self.layout.order_is_learnt:
+                self.layout.learn_order(())
         finally:
             self._forget_backward()
 
@@ -577,6 +478,7 @@ class GradientSync:
         return frozenset(range(len(self.parameters))) - seen
 
     def _wait(self, bucket: Bucket | SparseBucket) -> None:
+        self.transport.board.bucket = bucket.plan.index
         try:
             bucket.wait()
         except Exception as error:
@@ -603,47 +505,41 @@ class GradientSync:
         self._broken = text
         return SynclineError(text)
 
-    def _decode(self) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
-        if self._control is not None:
-            tail = self._control.read()
+    def _decode(self) -> Sequence[RankControl]:
+        """What each rank told; empty where none had anything to tell, as in almost every step."""
+        if self.layout.control is not None:
+            tail = self.layout.control.read()
         else:
-            last = self.buckets[-1]
+            last = self.layout.buckets[-1]
             assert isinstance(last, Bucket)
             tail = last.read_tail()
-        ranks, used = decode(tail, num_ranks=self.transport.size)
-        self.num_ranks_using = used
-        return ranks, used
+        if not any(tail) and not self.options.allow_unused:
+            return ()
+        ranks, self.num_ranks_using = decode(tail, num_ranks=self.transport.size)
+        return ranks
 
-    def _check(self, ranks: Sequence[RankControl], used: Sequence[int]) -> None:
+    def _check(self, ranks: Sequence[RankControl]) -> None:
         """Raise, on every rank alike, what any rank reported."""
-        if any(control.gradients_missing for control in ranks):
-            mine = json.dumps([] if ranks[self.transport.rank].joined else sorted(self._missing())).encode()
-            everyone = [json.loads(row) for row in self.transport.all_gather_bytes(mine)]
-            raise self._unreduced(
-                {rank: tuple(self.names[i] for i in row) for rank, row in enumerate(everyone) if row}
-            )
-        active = [rank for rank, control in enumerate(ranks) if not control.joined]
-        counted = [rank for rank in active if ranks[rank].num_items is not None]
-        if counted and len(counted) != len(active):
-            others = sorted(set(active) - set(counted))
-            raise SynclineError(
-                f"step {self.step}: rank(s) {_listed(counted)} ran this backward under normalize_by, rank(s) "
-                f"{_listed(others)} did not: the gradients have no common divisor. Use normalize_by on all ranks "
-                "(0 items is fine) or on none, then zero the gradients"
-            )
-
-    def _unreduced(self, missing: dict[int, tuple[str, ...]]) -> UnreducedGradients:
-        return UnreducedGradients(
-            missing, step=self.step, num_parameters=len(self.parameters), num_ranks=self.transport.size
+        if not ranks:
+            return
+        pass_verdict(
+            ranks,
+            self.transport,
+            step=self.step,
+            names=self.names,
+            missing=self._missing,
+            facts=self.guard.facts,
         )
 
     # ------------------------------------------------------------------ between backwards
 
     def _forget_backward(self) -> None:
+        if self._synchronizing:
+            self.guard.reduction_ended()
+            board = self.transport.board
+            board.phase, board.bucket = "after backward", None
+        self._turns.forget()
         self._ready.clear()
-        self._tasks.clear()
-        self._task_id = _NOT_IN_BACKWARD
-        self._outermost = None
         self._absent = _NONE
         self.num_contributing = None
         self._synchronizing = False
@@ -656,9 +552,5 @@ class GradientSync:
             began_at=self._began_at,
             divisor=divisor,
             counted_items=self._num_items is not None,
-            buckets=self.buckets if self._synchronizing else (),
+            buckets=self.layout.buckets if self._synchronizing else (),
         )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

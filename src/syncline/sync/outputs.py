@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["tensors_in"]
+__all__ = ["tensors_in", "when_backward_reaches"]
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
@@ -29,3 +30,19 @@ def tensors_in(output: object) -> Iterator[Tensor]:
     elif is_dataclass(output) and not isinstance(output, type):
         for field in fields(output):
             yield from tensors_in(getattr(output, field.name))
+
+
+def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
+    """Let `call` be called when a backward comes to `tensor`, which requires grad.
+
+    Example:
+        >>> import torch
+        >>> y = torch.ones(1, requires_grad=True) * 2
+        >>> when_backward_reaches(y, lambda _: print("here"))
+        >>> y.backward()
+        here
+    """
+    if tensor.grad_fn is None:
+        tensor.register_hook(call)
+    else:  # a hook on the node costs a third of one on the tensor
+        tensor.grad_fn.register_prehook(call)

@@ -36,6 +36,7 @@ def select(
     *,
     ignore: Sequence[str] = (),
     delayed: Sequence[tuple[str, nn.Parameter]] = (),
+    must_match: bool = True,
 ) -> Selection:
     """Sort out the tensors of a module.
 
@@ -43,6 +44,7 @@ def select(
         module: what is to be wrapped.
         ignore: names or shell patterns (`"head.*"`) of parameters and buffers to leave out.
         delayed: named parameters to take out of the buckets.
+        must_match: whether a pattern that matches nothing is an error.
 
     Raises:
         TypeError: not a module.
@@ -62,7 +64,7 @@ def select(
         )
     all_parameters = dict(module.named_parameters())
     all_buffers = dict(module.named_buffers())
-    ignored = _ignored(module, ignore, [*all_parameters, *all_buffers])
+    ignored = _ignored(module, ignore, [*all_parameters, *all_buffers], must_match=must_match)
     taking_part = [(name, p) for name, p in all_parameters.items() if name not in ignored]
     _check_initialised(module, [name for name, p in taking_part if isinstance(p, UninitializedParameter)])
     is_delayed = {id(parameter) for _, parameter in delayed}
@@ -83,13 +85,15 @@ def select(
     )
 
 
-def _ignored(module: nn.Module, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+def _ignored(
+    module: nn.Module, patterns: Sequence[str], names: Sequence[str], *, must_match: bool
+) -> set[str]:
     if isinstance(patterns, str):
         raise TypeError(f"expected ignore to be a sequence of names or patterns, got the string {patterns!r}")
     ignored = set(getattr(module, _TORCHS_IGNORED, ()))  # set by torch's private function of that name
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern)}
-        if not matching:
+        if not matching and must_match:
             raise ValueError(
                 f"ignore: {pattern!r} matches no parameter or buffer of {type(module).__name__}; their names are "
                 f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"

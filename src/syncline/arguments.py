@@ -1,0 +1,105 @@
+"""The arguments of DistributedDataParallel, checked by torch's rules, before any rank hears of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncline.plan.buckets import MIB, BucketCaps
+from syncline.sync.buffers import BufferPolicy
+from syncline.transport.base import Transport
+
+__all__ = ["checked_buffers", "checked_caps", "checked_device_ids", "group_of_mesh"]
+
+
+def checked_device_ids(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[int] | None, int | None]:
+    """Where inputs are moved to, by torch's rules; None leaves them alone."""
+    devices = {p.device for p in module.parameters()}
+    types = {device.type for device in devices}
+    if not device_ids and output_device is None:
+        return None, None
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}: one process drives "
+            "one device"
+        )
+    if len(devices) > 1 or types == {"cpu"}:
+        where = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules; "
+            f"this one lives on {where}, got device_ids={device_ids}, output_device={output_device}: leave them out"
+        )
+    if not device_ids:
+        return None, None
+    first = _index_of(device_ids[0])
+    return [first], first if output_device is None else _index_of(output_device)
+
+
+def _index_of(device: int | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+def checked_buffers(
+    buffers: BufferPolicy | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[BufferPolicy, bool]:
+    """What becomes of buffers before a forward, and whether they are broadcast at construction."""
+    if buffers is not None and (broadcast_buffers is not None or forward_sync_buffers is not None):
+        raise ValueError(
+            "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
+            f"buffers={buffers!r} alone"
+        )
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        warnings.warn(
+            "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers wins",
+            FutureWarning,
+            stacklevel=3,
+        )
+    init_buffers = True
+    if forward_sync_buffers is None:
+        init_buffers = forward_sync_buffers = broadcast_buffers is not False
+    return buffers or ("broadcast" if forward_sync_buffers else "none"), init_buffers
+
+
+def checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None) -> BucketCaps | None:
+    if listed_mb is not None and (not listed_mb or any(not cap > 0 for cap in listed_mb)):
+        raise ValueError(f"expected bucket_cap_mb_list to hold sizes above 0 (MiB), got {list(listed_mb)}")
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise ValueError(f"expected bucket_cap_mb above 0 (MiB), got {bucket_cap_mb}")
+    listed_bytes = tuple(int(cap * MIB) for cap in listed_mb or ())
+    if bucket_cap_mb is None:
+        if not listed_bytes:
+            return None
+        return BucketCaps(
+            cap_bytes=listed_bytes[-1], first_cap_bytes=listed_bytes[0], listed_bytes=listed_bytes
+        )
+    cap_bytes = int(bucket_cap_mb * MIB)
+    return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes, listed_bytes=listed_bytes)
+
+
+def group_of_mesh(
+    process_group: dist.ProcessGroup | Transport | None, device_mesh: Any, module: nn.Module
+) -> dist.ProcessGroup | Transport | None:
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    if device_mesh._get_root_mesh() != device_mesh:  # a slice of one with tensor parallelism
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group

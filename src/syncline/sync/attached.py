@@ -1,0 +1,87 @@
+"""An optimizer that was attached: its settings are compared with its peers', and its steps are counted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["AttachedOptimizer"]
+
+_Setting = float | int | str | None
+
+
+class AttachedOptimizer:
+    """Watches one optimizer, whose `step` becomes a method that asks first.
+
+    The optimizer stays the same object. Its new `step` is a bound method, as learning rate schedulers want it, which
+    look at `step.__func__`; a scheduler may have wrapped the old one, or may wrap the new one.
+
+    Args:
+        optimizer: which.
+        before_step: called with this object before each step; what it raises, the step raises.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> attached = AttachedOptimizer(optimizer, before_step=lambda attached: None)
+        >>> optimizer.step()
+        >>> attached.num_steps, optimizer.step.__self__ is optimizer
+        (1, True)
+    """
+
+    def __init__(self, optimizer: Optimizer, before_step: Callable[[AttachedOptimizer], None]) -> None:
+        self.optimizer = optimizer
+        self.num_steps = 0
+        self.told_settings: object = None
+        """The settings at the last reduction, which did not go on unless all ranks shared them."""
+        inner = optimizer.step
+
+        @functools.wraps(inner)
+        def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before_step(self)
+            result = inner(*args, **kwargs)
+            self.num_steps += 1
+            return result
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def settings(self) -> tuple[Any, ...]:
+        """The numbers that decide what a step does, and how many steps there were; cheap."""
+        return (
+            self.num_steps,
+            *(
+                tuple((key, _plain(value)) for key, value in group.items() if key != "params")
+                for group in self.optimizer.param_groups
+            ),
+        )
+
+    def describe(self, number: int) -> list[str]:
+        """The same in words, a line for each group."""
+        kind = type(self.optimizer).__name__
+        num_steps, *groups = self.settings()
+        lines = [f"optimizer {number} ({kind})  steps so far: {num_steps}"]
+        for index, group in enumerate(groups):
+            words = ", ".join(f"{key}={value}" for key, value in group if value is not None)
+            lines.append(f"optimizer {number} ({kind}) param_groups[{index}]  {words}")
+        return lines
+
+
+def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
+    """A setting as a value that is equal on two ranks if the setting is; None for what cannot be compared cheaply."""
+    if isinstance(value, Tensor):
+        # On an accelerator, reading it would wait for all that runs there.
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, tuple | list):
+        return tuple(_scalar(item) for item in value)
+    return _scalar(value)
+
+
+def _scalar(value: object) -> _Setting:
+    if isinstance(value, float):
+        return float(value)  # numpy's are written differently
+    return value if isinstance(value, int | str) else None

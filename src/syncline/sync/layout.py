@@ -1,0 +1,150 @@
+"""Where each gradient lies: buckets are laid out at the start, and once more in the order that the first backward
+has shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.plan.buckets import ParameterSpec, plan_buckets
+from syncline.sync.bucket import Bucket
+from syncline.sync.comm_hook import CommHook
+from syncline.sync.control import tail_numel
+from syncline.sync.control_message import ControlMessage
+from syncline.sync.options import GradientOptions
+from syncline.sync.sparse import SparseBucket
+from syncline.transport.base import Transport
+
+__all__ = ["BucketLayout", "parameter_specs"]
+
+
+def parameter_specs(
+    named_parameters: Sequence[tuple[str, Tensor]], options: GradientOptions
+) -> list[ParameterSpec]:
+    """What bucket planning needs to know of the parameters."""
+    specs = []
+    for name, parameter in named_parameters:
+        dtype = parameter.dtype
+        if options.reduce_dtype is not None and dtype.is_floating_point and name not in options.sparse:
+            dtype = options.reduce_dtype
+        specs.append(
+            ParameterSpec(
+                name=name,
+                numel=parameter.numel(),
+                itemsize_bytes=dtype.itemsize,
+                dtype=str(dtype).removeprefix("torch."),
+                device=str(parameter.device),
+                sparse=name in options.sparse,
+                delayed=name in options.delayed,
+            )
+        )
+    return specs
+
+
+class BucketLayout:
+    """The buckets of some parameters; the same on all ranks. Empty until `build`.
+
+    Args:
+        named_parameters: the parameters, each once.
+        transport: what the buckets travel by.
+        options: how.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        transport: Transport,
+        options: GradientOptions,
+    ) -> None:
+        self.buckets: list[Bucket | SparseBucket] = []
+        self.places: list[tuple[Bucket | SparseBucket, Tensor | None]] = []
+        """By parameter: its bucket, and where its gradient is copied as soon as it is ready (None: at launch). The
+        list stays the same object, for hooks hold on to it."""
+        self.control: ControlMessage | None = None
+        """What carries control data where no bucket can."""
+        self.order_is_learnt = False
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._specs = parameter_specs(named_parameters, options)
+        self._transport = transport
+        self._options = options
+        self._comm_hook: CommHook | None = None
+        self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
+
+    def build(self, comm_hook: CommHook | None) -> None:
+        """Lay out the buckets: what is used last in forward is usually ready first in backward."""
+        self._comm_hook = comm_hook
+        self._build(list(reversed(range(len(self._parameters)))))
+
+    def learn_order(self, ready: Sequence[int]) -> None:
+        """Lay the buckets out anew in the order in which rank 0's gradients were ready.
+
+        Once, at the end of the first synchronized backward; every rank gets rank 0's order, because buckets must
+        be the same everywhere.
+
+        Args:
+            ready: parameter indices in the order of this rank's gradients.
+        """
+        self.order_is_learnt = True
+        if len(self.buckets) == 1:
+            return
+        seen = set(ready)
+        rest = [i for bucket in self.buckets for i in bucket.plan.parameters if i not in seen]
+        order = torch.tensor([*ready, *rest], device=self._transport.control_device)
+        self._transport.broadcast(order, 0).wait()
+        former_views = {id(view) for bucket in self._dense() for view in bucket.views}
+        self._build(order.tolist())
+        if self._options.as_bucket_view:
+            for bucket in self._dense():
+                for parameter, view in zip(bucket.members, bucket.views, strict=True):
+                    if id(parameter.grad) in former_views:
+                        parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
+
+    def fits(self) -> bool:
+        """Whether the parameters are still of the type and on the device that the buckets were made for.
+
+        Looks at one parameter a bucket: a module moves as a whole.
+        """
+        return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
+
+    def _build(self, order: Sequence[int]) -> None:
+        num_tracked = len(self._parameters) if self._options.allow_unused else 0
+        numel = tail_numel(self._transport.size, num_tracked)
+        # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early.
+        is_apart = self._comm_hook is not None or bool(self._options.sparse)
+        self.control = ControlMessage(self._transport, numel) if is_apart else None
+        plans = plan_buckets(self._specs, order, caps=self._options.caps, tail_numel=0 if is_apart else numel)
+        self.buckets = [
+            SparseBucket(plan, self._parameters, self._transport)
+            if plan.sparse
+            else Bucket(
+                plan,
+                self._parameters,
+                self._transport,
+                as_view=self._has_views(plan.dtype),
+                comm_hook=self._comm_hook,
+                is_last=plan is plans[-1],
+            )
+            for plan in plans
+        ]
+        places: dict[int, tuple[Bucket | SparseBucket, Tensor | None]] = {}
+        for bucket in self.buckets:
+            for at, index in enumerate(bucket.plan.parameters):
+                places[index] = (bucket, bucket.view_of(at))
+        self.places[:] = [places[index] for index in range(len(self._parameters))]
+        firsts = [bucket.members[0] for bucket in self.buckets]
+        self._kinds = [(first, first.dtype, first.device) for first in firsts]
+
+    def _has_views(self, dtype: str) -> bool:
+        """Whether `.grad` can be a view of a bucket: not of one in another type than the parameters'."""
+        if not self._options.as_bucket_view:
+            return False
+        return all(
+            spec.dtype != dtype or str(parameter.dtype) == f"torch.{dtype}"
+            for spec, parameter in zip(self._specs, self._parameters, strict=True)
+        )
+
+    def _dense(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]

@@ -1,0 +1,31 @@
+"""How gradients are synchronized: the part of the arguments that hooks and buckets need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from syncline.plan.buckets import BucketCaps
+
+__all__ = ["GradientOptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientOptions:
+    """How gradients are synchronized; equal on all ranks."""
+
+    caps: BucketCaps
+    """How large buckets may grow."""
+    as_bucket_view: bool
+    """After the backward `.grad` is a view of the bucket, not a tensor of its own."""
+    allow_unused: bool
+    """A parameter without gradient counts as zero instead of being an error."""
+    static_graph: bool = False
+    """Which parameters get a gradient, and how often in one backward, is learnt in the first and stays."""
+    reduce_dtype: torch.dtype | None = None
+    """What floating gradients are added up in; None means each in its own type."""
+    sparse: frozenset[str] = frozenset()
+    """Names of the parameters whose gradients are sparse."""
+    delayed: frozenset[str] = frozenset()
+    """Names of the parameters whose gradients travel last."""

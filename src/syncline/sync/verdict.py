@@ -1,0 +1,98 @@
+"""What all ranks make of what each told with its gradients: nothing, or the same error everywhere.
+
+Each rank's part is in `control.py`. Ranks decode the same sum, so they come to the same verdict, and only where
+something is wrong do they exchange details.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from syncline.errors import ContractMismatch, SynclineError, UnevenInputs, UnreducedGradients
+from syncline.plan.difference import describe_difference, describe_ranks
+from syncline.sync.control import RankControl
+from syncline.transport.base import Transport
+
+__all__ = ["pass_verdict"]
+
+
+def pass_verdict(
+    ranks: Sequence[RankControl],
+    transport: Transport,
+    *,
+    step: int,
+    names: Sequence[str],
+    missing: Callable[[], frozenset[int]],
+    facts: Callable[[], list[str]],
+) -> None:
+    """Raise, on every rank alike, what is wrong on any rank.
+
+    Args:
+        ranks: what each told.
+        transport: for the details.
+        step: the step under way.
+        names: of all parameters.
+        missing: indices of this rank's parameters without a gradient.
+        facts: this rank's, see `StepGuard.facts`.
+
+    Raises:
+        UnreducedGradients: gradients are missing.
+        UnevenInputs: a rank ran a forward whose backward never came.
+        ContractMismatch: attached optimizers differ.
+        SynclineError: some ranks ran under `normalize_by` and others did not.
+    """
+    mine = ranks[transport.rank]
+    active = [rank for rank, control in enumerate(ranks) if not control.joined]
+    # First: a rank that is a batch ahead may lack gradients because of it.
+    if len({ranks[rank].fingerprint for rank in active}) > 1:
+        told = _exchange([] if mine.joined else facts(), transport)
+        raise _disagreement({rank: told[rank] for rank in active}, transport.size, step)
+    if any(control.gradients_missing for control in ranks):
+        told = _exchange([] if mine.joined else [names[i] for i in sorted(missing())], transport)
+        raise UnreducedGradients(
+            {rank: row for rank, row in enumerate(told) if row},
+            step=step,
+            num_parameters=len(names),
+            num_ranks=transport.size,
+        )
+    counted = [rank for rank in active if ranks[rank].num_items is not None]
+    if counted and len(counted) != len(active):
+        others = sorted(set(active) - set(counted))
+        raise SynclineError(
+            f"step {step}: {describe_ranks(counted)} ran this backward under normalize_by, {describe_ranks(others)} "
+            "did not: the gradients have no common divisor. Use normalize_by on all ranks (0 items is fine) or on "
+            "none, then zero the gradients"
+        )
+
+
+def _exchange(mine: Sequence[str], transport: Transport) -> list[list[str]]:
+    return [json.loads(row) for row in transport.all_gather_bytes(json.dumps(list(mine)).encode())]
+
+
+def _disagreement(facts: dict[int, list[str]], num_ranks: int, step: int) -> SynclineError:
+    """The error for ranks whose facts differ. The first fact is of forwards, the others are of optimizers."""
+    forwards = {rank: int(lines[0].rpartition(" ")[2]) for rank, lines in facts.items()}
+    if len(set(forwards.values())) > 1:
+        fewest = min(forwards.values())
+        lines = [
+            f"  rank {rank}: {number} forward{'s' if number != 1 else ''} whose backward has not come"
+            for rank, number in forwards.items()
+        ]
+        ahead = describe_ranks([rank for rank, number in forwards.items() if number > fewest])
+        return UnevenInputs(
+            f"step {step}, backward: {ahead} ran more forwards than backwards, so the ranks' gradients are of "
+            "different batches, and nothing may be stepped with them:\n" + "\n".join(lines) + "\n"
+            "If a batch is to be skipped (a loss that is not finite, say), decide so on all ranks, by sl.mean of a "
+            "flag; or run its backward with the loss times 0. A forward that needs no backward goes under "
+            "torch.no_grad(), or through ddp.module"
+        )
+    shown = [facts.get(rank, ["joined: no inputs left"])[1:] for rank in range(num_ranks)]
+    return ContractMismatch(
+        describe_difference(
+            f"step {step}, backward: the attached optimizers",
+            shown,
+            remedy="Give all ranks the same settings (a scheduler stepped on one rank only?), and step the optimizer "
+            "as often on each. sl.broadcast_(optimizer) makes them rank 0's.",
+        )
+    )

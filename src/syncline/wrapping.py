@@ -1,0 +1,150 @@
+"""What happens once, when a module is wrapped: the ranks agree on it, and start from the same values."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from syncline.contract import Contract
+from syncline.explain import Plan, Sizes
+from syncline.plan.buckets import HostLoad
+from syncline.sync.agreement import agree, describe_tensors, exchange
+from syncline.sync.buffers import BufferPolicy
+from syncline.sync.options import GradientOptions
+from syncline.sync.selection import Selection
+from syncline.sync.tensors import TensorBroadcaster
+from syncline.transport.base import Transport
+from syncline.world import world
+
+__all__ = [
+    "TITLE",
+    "agree_on_module",
+    "broadcast_new_values",
+    "broadcast_values",
+    "gather_hosts",
+    "plan_after_change",
+    "plan_of",
+]
+
+TITLE = "sl.DistributedDataParallel"
+"""What ranks agree on; the module's name is part of the lines."""
+
+_HOST = struct.Struct("<16sII")
+
+
+def gather_hosts(transport: Transport) -> list[HostLoad]:
+    """Who shares a host with whom, and how busy its cores are; the same list on every rank."""
+    host = hashlib.sha256(world().host.encode()).digest()[:16]
+    mine = _HOST.pack(host, len(os.sched_getaffinity(0)), torch.get_num_threads())
+    rows = [_HOST.unpack_from(row) for row in exchange(transport, TITLE, [], payload=mine)]
+    hosts = []
+    for name in sorted({row[0] for row in rows}):
+        here = [row for row in rows if row[0] == name]
+        hosts.append(
+            HostLoad(
+                num_ranks=len(here),
+                num_cores=min(row[1] for row in here),
+                num_threads_per_rank=max(row[2] for row in here),
+            )
+        )
+    return hosts
+
+
+def plan_of(
+    module: nn.Module,
+    chosen: Selection,
+    options: GradientOptions,
+    transport: Transport,
+    *,
+    num_hosts: int,
+    init_sync: bool,
+    init_buffers: bool,
+    buffer_policy: BufferPolicy,
+) -> Plan:
+    """What is known when a module is wrapped."""
+    return Plan(
+        module=type(module).__name__,
+        transport=transport.name,
+        num_ranks=transport.size,
+        num_hosts=num_hosts,
+        sizes=_sizes(chosen),
+        init_sync=init_sync,
+        init_buffers=init_buffers,
+        buffer_policy=buffer_policy,
+        as_bucket_view=options.as_bucket_view,
+        allow_unused=options.allow_unused,
+        reduce_dtype=None
+        if options.reduce_dtype is None
+        else str(options.reduce_dtype).removeprefix("torch."),
+    )
+
+
+def plan_after_change(plan: Plan, chosen: Selection) -> Plan:
+    """The plan of a module whose tensors have changed since it was wrapped."""
+    return replace(plan, sizes=_sizes(chosen))
+
+
+def agree_on_module(
+    chosen: Selection,
+    contract: Contract,
+    options: GradientOptions,
+    transport: Transport,
+    *,
+    remedy: str = "Build the same module with the same arguments on every rank, then wrap it.",
+) -> None:
+    """Check that every rank wraps the same; a collective call.
+
+    Raises:
+        ContractMismatch: they do not; the same text on every rank.
+    """
+    lines = [
+        f"contract: {contract.title}",
+        *contract.lines(),
+        f"buckets: up to {options.caps.cap_bytes} bytes, the first up to {options.caps.of(0)}",
+        f"caps of the first buckets: {list(options.caps.listed_bytes)}",
+        f"static graph: {options.static_graph}, sparse: {sorted(options.sparse)}, delayed: {sorted(options.delayed)}",
+        *(f"ignored: {name}" for name in chosen.ignored),
+        *describe_tensors(chosen.parameters, kind="parameter"),
+        *describe_tensors(chosen.buffers, kind="buffer"),
+    ]
+    agree(
+        transport,
+        TITLE,
+        lines,
+        remedy=remedy,
+    )
+
+
+def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:
+    """Make parameters, and buffers if asked, those of rank `src`."""
+    tensors = [p for _, p in chosen.parameters] + ([b for _, b in chosen.buffers] if buffers else [])
+    TensorBroadcaster([t.detach() for t in tensors], transport).start(src).wait()
+
+
+def broadcast_new_values(chosen: Selection, before: Selection, transport: Transport, *, src: int = 0) -> None:
+    """The same for the tensors that `before` did not have yet."""
+    known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
+    new = [t.detach() for _, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
+    TensorBroadcaster(new, transport).start(src).wait()
+
+
+def _sizes(chosen: Selection) -> Sizes:
+    reduced = [*chosen.trained, *chosen.delayed]
+    return Sizes(
+        num_parameters=len(chosen.parameters),
+        parameter_bytes=_num_bytes(chosen.parameters),
+        num_gradients=len(reduced),
+        gradient_bytes=_num_bytes(reduced),
+        num_buffers=len(chosen.buffers),
+        buffer_bytes=_num_bytes(chosen.buffers),
+    )
+
+
+def _num_bytes(named: Sequence[tuple[str, Tensor]]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in named)

@@ -1,0 +1,191 @@
+"""What is compared beside the gradients, and how a changed module is noticed: pure logic, no ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from syncline.sync.attached import AttachedOptimizer
+from syncline.sync.guard import StepGuard
+from syncline.sync.inventory import Inventory
+
+# ---------------------------------------------------------------------- forwards that wait for a backward
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+def differentiable() -> Tensor:
+    return torch.ones(2, requires_grad=True) * 2
+
+
+def test_a_forward_waits_until_a_backward_reaches_one_of_its_tensors() -> None:
+    guard = StepGuard()
+    output = Output(differentiable(), [differentiable(), torch.ones(1)])
+    guard.forward_ended(output)
+    assert guard.num_waiting == 1
+    output.hidden[0].sum().backward()
+    assert guard.num_waiting == 0
+    output.logits.sum().backward()
+    assert guard.num_waiting == 0, "counted once"
+
+
+def test_a_forward_before_the_last_reduction_does_not_count_any_more() -> None:
+    guard = StepGuard()
+    early = differentiable()
+    guard.forward_ended(early)
+    guard.reduction_ended()
+    guard.forward_ended(differentiable())
+    early.sum().backward()
+    assert guard.num_waiting == 1
+
+
+@pytest.mark.parametrize(
+    "output", [torch.ones(2), None, "text", [differentiable() for _ in range(9)]], ids=str
+)
+def test_what_has_no_tensors_to_watch_or_too_many_is_not_counted(output: object) -> None:
+    guard = StepGuard()
+    guard.forward_ended(output)
+    assert guard.num_waiting == 0
+
+
+def test_a_watched_output_can_be_saved_and_copied() -> None:
+    guard = StepGuard()
+    output = differentiable()
+    guard.forward_ended(output)
+    torch.save(output, io.BytesIO())
+    copy.copy(output)
+    pickle.dumps(output.detach())
+
+
+# ---------------------------------------------------------------------- the fingerprint
+
+
+def attached(lr: float = 0.1, **options: Any) -> AttachedOptimizer:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, **options)
+    return AttachedOptimizer(optimizer, before_step=lambda _: None)
+
+
+def test_nothing_to_tell_is_zero() -> None:
+    assert StepGuard().fingerprint() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda guard: guard.optimizers[0].optimizer.param_groups[0].update(lr=0.2),
+        lambda guard: guard.optimizers[0].optimizer.param_groups[0].update(nesterov=True),
+        lambda guard: guard.optimizers[0].optimizer.step(),
+        lambda guard: guard.forward_ended(differentiable()),
+    ],
+    ids=["lr", "switch", "step", "forward"],
+)
+def test_the_fingerprint_changes_with_what_matters(change: Callable[[StepGuard], None]) -> None:
+    one, other = StepGuard(), StepGuard()
+    for guard in (one, other):
+        guard.optimizers.append(attached(momentum=0.9))
+    assert one.fingerprint() == other.fingerprint() != 0
+    change(other)
+    assert one.fingerprint() != other.fingerprint()
+    assert one.facts() != other.facts()
+
+
+def test_a_learning_rate_that_is_a_tensor_counts() -> None:
+    one = AttachedOptimizer(
+        torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=torch.tensor(0.1)), lambda _: None
+    )
+    before = one.settings()
+    one.optimizer.param_groups[0]["lr"].fill_(0.2)
+    assert one.settings() != before
+
+
+@pytest.mark.parametrize("scheduler_first", [False, True])
+def test_step_stays_a_method_that_schedulers_can_wrap(scheduler_first: bool) -> None:
+    asked = []
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    if scheduler_first:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    watched = AttachedOptimizer(optimizer, before_step=asked.append)
+    if not scheduler_first:
+        assert optimizer.step.__self__ is optimizer  # type: ignore[attr-defined]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert watched.num_steps == len(asked) == 2
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_step_that_is_refused_is_not_counted() -> None:
+    def refuse(_: AttachedOptimizer) -> None:
+        raise ValueError("no")
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    watched = AttachedOptimizer(torch.optim.SGD([weight], lr=1.0), before_step=refuse)
+    with pytest.raises(ValueError, match="no"):
+        watched.optimizer.step()
+    assert watched.num_steps == 0
+    assert weight.item() == 1.0
+
+
+# ---------------------------------------------------------------------- the inventory
+
+
+def net() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential())
+    module[0].bias.requires_grad_(False)
+    return module
+
+
+def replace_parameter(module: nn.Sequential) -> None:
+    module[0].weight = nn.Parameter(torch.zeros(3, 2))
+
+
+def replace_submodule(module: nn.Sequential) -> None:
+    module[1] = nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.append(nn.ReLU()),
+        lambda module: module[2].append(nn.Linear(1, 1)),
+        lambda module: module[0].register_parameter("extra", nn.Parameter(torch.zeros(1))),
+        lambda module: module[0].register_buffer("extra", torch.zeros(1)),
+        lambda module: module[0].bias.requires_grad_(True),
+        lambda module: module.pop(2),
+        replace_parameter,
+        replace_submodule,
+    ],
+)
+def test_what_is_added_removed_replaced_or_unfrozen_is_noticed(
+    change: Callable[[nn.Sequential], object],
+) -> None:
+    module = net()
+    inventory = Inventory(module)
+    assert not inventory.has_changed()
+    change(module)
+    assert inventory.has_changed()
+
+
+def test_values_and_replaced_buffers_are_no_change() -> None:
+    module = net()
+    inventory = Inventory(module)
+    module[1].running_mean = torch.ones(3)
+    with torch.no_grad():
+        module[0].weight.fill_(1.0)
+    module(torch.ones(2, 2)).sum().backward()
+    module.eval()
+    assert not inventory.has_changed()
