@@ -52,6 +52,7 @@ class GradientSync:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: what the buckets travel by.
         options: how.
+        has_own_connection: whether nothing else ever travels by `transport`, not even what a communication hook starts.
 
     It stays active until `remove_hooks`. Not safe for two backwards of the same parameters at once.
     """
@@ -61,6 +62,8 @@ class GradientSync:
         named_parameters: Sequence[tuple[str, Tensor]],
         transport: Transport,
         options: GradientOptions,
+        *,
+        has_own_connection: bool = False,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -74,6 +77,7 @@ class GradientSync:
         self.guard = StepGuard()
         self.step = 0
         self.comm_hook: CommHook | None = None
+        self._has_own_connection = has_own_connection
         self.num_contributing: int | None = None
         """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
         self.num_ranks_using: Sequence[int] = ()
@@ -415,11 +419,13 @@ class GradientSync:
     def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
         """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
 
-        Before, so that all is under way at once; but a hook may start collectives of its own whenever one of its
+        Before, so that all is under way at once; but where it travels by the connection that a communication hook
+        uses, it has to come after: a hook may start collectives of its own whenever one of its
         futures completes, and ours would get in between.
         """
         control = self.layout.control
-        if control is not None and are_reduced == (self.comm_hook is not None):
+        must_be_last = self.comm_hook is not None and not self._has_own_connection
+        if control is not None and are_reduced == must_be_last:
             control.launch(tail())
 
     def shadow(self) -> None:
