@@ -224,7 +224,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     def _wire(self, chosen: Selection) -> None:
         """Put the hooks on. Not a collective."""
         self._selection = chosen
-        self._gradients = GradientSync([*chosen.trained, *chosen.delayed], self._gradient_lane, self._options)
+        self._gradients = GradientSync(
+            [*chosen.trained, *chosen.delayed],
+            self._gradient_lane,
+            self._options,
+            has_own_connection=self._gradient_lane is not self._transport,
+        )
         self._gradients.before_first = _weakly(self._agree_before_the_first_step)
         self._buffers_sync = BufferSync(
             self.module,

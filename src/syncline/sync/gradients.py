@@ -420,8 +420,8 @@ class GradientSync:
         """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
 
         Before, so that all is under way at once; but where it travels by the connection that a communication hook
-        uses, it has to come after: a hook may start collectives of its own whenever one of its
-        futures completes, and ours would get in between.
+        uses, it has to come after: a hook may start collectives of its own whenever one of its futures completes,
+        and ours would get in between.
         """
         control = self.layout.control
         must_be_last = self.comm_hook is not None and not self._has_own_connection
