@@ -366,6 +366,39 @@ def test_static_graph_with_reentrant_checkpoints_of_shared_layers_is_torchs() ->
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize("cap_mb", [0.0001, None])
+@pytest.mark.parametrize(("learnt", "later"), [(1, 3), (3, 1)])
+def test_a_static_graph_that_changes_on_one_rank_is_the_same_error_on_both(
+    learnt: int, later: int, cap_mb: float | None, with_hook: bool
+) -> None:
+    class Repeated(Net):
+        num_uses = learnt
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            for _ in range(self.num_uses):
+                x = checkpoint(self.middle, x, use_reentrant=True)
+            return self.last(x)
+
+    ddp = DDP(Repeated(), static_graph=True, bucket_cap_mb=cap_mb)
+    if with_hook:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    ddp(batch(0)).square().mean().backward()
+    before = [p.grad.clone() for p in ddp.parameters()]
+    ddp.zero_grad()
+    ddp.module.num_uses = learnt if dist.get_rank() == 0 else later
+    with pytest.raises(sl.ContractMismatch, match="static_graph=True") as caught:
+        ddp(batch(0)).square().mean().backward()
+    assert f"rank 1: middle.weight ({learnt} before, {later} now)" in str(caught.value)
+    assert "rank 0:" not in str(caught.value)
+    ddp.zero_grad()  # the ranks are in step, and may go on
+    ddp.module.num_uses = learnt
+    ddp(batch(0)).square().mean().backward()
+    assert_equal([p.grad for p in ddp.parameters()], before)
+
+
+@pytest.mark.ranks(2)
 def test_a_gan_runs_its_discriminator_twice_before_a_backward() -> None:
     def run(wrap: Wrap) -> list[Tensor]:
         torch.manual_seed(8)

@@ -10,6 +10,7 @@ from syncline.sync.control import MAX_ITEMS, RankControl, decode, encode, tail_n
 controls = st.builds(
     RankControl,
     gradients_missing=st.booleans(),
+    graph_changed=st.booleans(),
     num_items=st.none() | st.integers(0, MAX_ITEMS),
 )
 

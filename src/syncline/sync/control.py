@@ -32,6 +32,7 @@ MAX_FINGERPRINT: int = 256**_NUM_FINGERPRINT_DIGITS - 1
 _FLAG_MISSING = 1
 _FLAG_COUNTED = 2
 _FLAG_JOINED = 4
+_FLAG_CHANGED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,8 @@ class RankControl:
 
     gradients_missing: bool = False
     """Some parameter received no gradient in this backward."""
+    graph_changed: bool = False
+    """With `static_graph`: some parameter received another number of gradients than was learnt."""
     num_items: int | None = None
     """Items behind these gradients under `normalize_by`; None outside of it."""
     joined: bool = False
@@ -66,6 +69,8 @@ def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[in
     flags = _FLAG_MISSING if control.gradients_missing else 0
     if control.joined:
         flags |= _FLAG_JOINED
+    if control.graph_changed:
+        flags |= _FLAG_CHANGED
     if control.num_items is not None:
         flags |= _FLAG_COUNTED
         tail[at + 1 : at + _FINGERPRINT_AT] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
@@ -84,6 +89,7 @@ def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl,
         ranks.append(
             RankControl(
                 gradients_missing=bool(flags & _FLAG_MISSING),
+                graph_changed=bool(flags & _FLAG_CHANGED),
                 num_items=_number(digits[:_NUM_ITEM_DIGITS]) if flags & _FLAG_COUNTED else None,
                 joined=bool(flags & _FLAG_JOINED),
                 fingerprint=_number(digits[_NUM_ITEM_DIGITS:]),

@@ -308,8 +308,8 @@ class GradientSync:
         buckets = self.layout.buckets
         while self._next_to_launch < len(buckets):
             bucket = buckets[self._next_to_launch]
-            if bucket.num_pending:
-                return
+            if bucket.num_pending or (self._static is not None and bucket.plan.tail_numel):
+                return  # whether a static graph has changed is known at its end, and told with the last bucket
             missing = self._absent.intersection(bucket.plan.parameters) if self._absent else _NONE
             self._launch_next(trigger=self._ready[-1], missing=missing)
 
@@ -330,10 +330,12 @@ class GradientSync:
             seen = self._used_since_reduction.union(self._ready)
             used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
         fingerprint = self.guard.fingerprint()
+        graph_changed = self._static is not None and self._static.has_changed()
         if not (used or missing or fingerprint) and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
+            graph_changed=graph_changed,
             num_items=self._num_items,
             fingerprint=fingerprint,
         )
@@ -367,7 +369,10 @@ class GradientSync:
         """A world of one rank: nothing to send, the same rules."""
         missing = self._missing()
         self.step += 1
-        told = RankControl(gradients_missing=bool(missing) and not self.options.allow_unused)
+        told = RankControl(
+            gradients_missing=bool(missing) and not self.options.allow_unused,
+            graph_changed=self._static is not None and self._static.has_changed(),
+        )
         self._check([told])
         divisor = 1
         if self._num_items is not None:
@@ -383,7 +388,6 @@ class GradientSync:
             self._static.learn()
             for index in tuple(self._ready):
                 self._mark_ready(index)
-        self._check_static()
         missing = self._missing()
         while self._next_to_launch < len(self.layout.buckets):
             self._launch_next(trigger=None, missing=missing)
@@ -454,19 +458,6 @@ class GradientSync:
         finally:
             self._forget_backward()
 
-    def _check_static(self) -> None:
-        """With static_graph: the graph is the one that was learnt, or may differ without harm."""
-        changed = [] if self._static is None else self._static.changed()
-        if changed:
-            what = ", ".join(
-                f"{self.names[i]} ({learnt} before, {got} now)" for i, learnt, got in changed[:5]
-            )
-            raise self._broken_by(
-                f"rank {self.transport.rank}, step {self._step_under_way}: static_graph=True, but the number of "
-                f"gradients of a parameter in one backward changed: {what}. Leave static_graph out, or run the same "
-                "graph in every step"
-            )
-
     def _missing(self) -> frozenset[int]:
         """The parameters without a gradient in this backward."""
         seen = set(self._ready)
@@ -534,6 +525,7 @@ class GradientSync:
             step=self.step,
             names=self.names,
             missing=self._missing,
+            changed=[].copy if self._static is None else self._static.changed,
             facts=self.guard.facts,
         )
 

@@ -51,10 +51,12 @@ class StaticUsage:
         self._counts[index] += 1
         return self._counts[index] == (self._expected[index] if self.is_learnt else 1)
 
+    def has_changed(self) -> bool:
+        """Whether any parameter got another number of gradients in this backward than was learnt. 0 is fine."""
+        return self.is_learnt and bool(self.changed())
+
     def changed(self) -> list[tuple[int, int, int]]:
-        """Parameters that got another number of gradients than was learnt: index, learnt, got. 0 is fine."""
-        if not self.is_learnt:
-            return []
+        """Those parameters: index, learnt, got."""
         return [
             (index, expected, count)
             for index, (expected, count) in enumerate(zip(self._expected, self._counts, strict=True))

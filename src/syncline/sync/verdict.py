@@ -24,6 +24,7 @@ def pass_verdict(
     step: int,
     names: Sequence[str],
     missing: Callable[[], frozenset[int]],
+    changed: Callable[[], list[tuple[int, int, int]]],
     facts: Callable[[], list[str]],
 ) -> None:
     """Raise, on every rank alike, what is wrong on any rank.
@@ -34,12 +35,13 @@ def pass_verdict(
         step: the step under way.
         names: of all parameters.
         missing: indices of this rank's parameters without a gradient.
+        changed: this rank's parameters whose number of gradients is not what was learnt, see `StaticUsage.changed`.
         facts: this rank's, see `StepGuard.facts`.
 
     Raises:
         UnreducedGradients: gradients are missing.
         UnevenInputs: a rank ran a forward whose backward never came.
-        ContractMismatch: attached optimizers differ.
+        ContractMismatch: attached optimizers differ, or a graph that was said to be static has changed.
         SynclineError: some ranks ran under `normalize_by` and others did not.
     """
     mine = ranks[transport.rank]
@@ -56,6 +58,9 @@ def pass_verdict(
             num_parameters=len(names),
             num_ranks=transport.size,
         )
+    if any(control.graph_changed for control in ranks):
+        lines = [f"{names[i]} ({learnt} before, {got} now)" for i, learnt, got in changed()]
+        raise _changed_graph(_exchange(lines if mine.graph_changed else [], transport), step)
     counted = [rank for rank in active if ranks[rank].num_items is not None]
     if counted and len(counted) != len(active):
         others = sorted(set(active) - set(counted))
@@ -68,6 +73,19 @@ def pass_verdict(
 
 def _exchange(mine: Sequence[str], transport: Transport) -> list[list[str]]:
     return [json.loads(row) for row in transport.all_gather_bytes(json.dumps(list(mine)).encode())]
+
+
+def _changed_graph(told: Sequence[Sequence[str]], step: int) -> ContractMismatch:
+    lines = [
+        f"  rank {rank}: {', '.join(row[:5])}" + (f", ... ({len(row)} parameters)" if len(row) > 5 else "")
+        for rank, row in enumerate(told)
+        if row
+    ]
+    return ContractMismatch(
+        f"step {step}, backward: static_graph=True, but the number of gradients of a parameter in one backward "
+        "changed:\n" + "\n".join(lines) + "\n"
+        "Nothing may be stepped with these gradients. Leave static_graph out, or run the same graph in every step"
+    )
 
 
 def _disagreement(facts: dict[int, list[str]], num_ranks: int, step: int) -> SynclineError:
