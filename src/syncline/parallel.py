@@ -93,9 +93,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         skip_all_reduce_unused_params: accepted; what no rank used is not touched in any case.
         bucket_cap_mb_list: caps in MiB of the first buckets, one by one.
         batched_grad_copy: accepted; gradients are copied in batches in any case.
-        lazy_bucket_allocation: torch 2.15's; accepted, buckets are allocated here.
         forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward: with
             False, buffers are still broadcast at construction. Wins over `broadcast_buffers`.
+        lazy_bucket_allocation: torch 2.15's; accepted, buckets are allocated here.
         buffers: what becomes of buffers before a forward: "broadcast" (rank 0's, as in torch), "average" (running
             statistics pooled, see `docs/buffers.md`) or "none". Not together with torch's two arguments for it.
         ignore: names or shell patterns (`"head.*"`) of parameters and buffers that are left alone: neither broadcast
@@ -105,8 +105,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
-        ValueError: `device_ids` does not fit the module, a size is not positive, or a pattern matches nothing.
-        RuntimeError: nothing requires grad, or the module has lazy parameters that were not initialised.
+        ValueError: `device_ids` does not fit the module, a size is not positive, a pattern matches nothing,
+            parameters are on several types of device, or torch's own SyncBatchNorm is used on CPU.
+        RuntimeError: nothing requires grad, or the module has tensors without a shape or without values.
         ContractMismatch: the ranks were given different modules or arguments; the same text on every rank.
 
     Example:
@@ -139,8 +140,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        *,
         lazy_bucket_allocation: bool = False,
+        *,
         buffers: BufferPolicy | None = None,
         ignore: Sequence[str] = (),
         reduce_dtype: torch.dtype | None = None,
@@ -173,6 +174,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.parameters_to_ignore = set(chosen.ignored)
         self._lowered = (
             None
@@ -298,10 +300,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             inputs, kwargs = tree_map_only(
                 Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs)
             )
-        with self._inside_ddp_forward():
-            output = (
-                self.module(*inputs, **kwargs) if self._lowered is None else self._lowered(inputs, kwargs)
-            )
+        if self._lowered is None:
+            output = self._run_ddp_forward(*inputs, **kwargs)  # torch's, which subclasses replace
+        else:
+            with self._inside_ddp_forward():
+                output = self._lowered(inputs, kwargs)
         if self._buffer_hook is not None:
             self._run_buffer_hook_after_forward()
         if self.static_graph and torch.is_grad_enabled():
@@ -719,10 +722,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._transport is not transport_of(None):
-            raise RuntimeError(
-                "a wrapper can be pickled or copied only over the default group: copy its module, and wrap the copy"
-            )
+        self._check_default_group()
         state = dict(self.__dict__)
         for name in _HELD:
             del state[name]  # they hold hooks and connections

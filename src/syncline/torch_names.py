@@ -2,13 +2,14 @@
 
 Found in use: Lightning (`reducer`, `_set_static_graph`, `_register_builtin_comm_hook`), Accelerate and Megatron
 (`bucket_bytes_cap`, `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec
-and torch's own tests (the rest). What reaches into torch's reducer beyond that raises an error that says so.
+and torch's own tests (the rest). What reaches into torch's reducer beyond that raises an error that says so (see
+`REFUSED`). Other names are harmless as torch has them; a test goes through all of them.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline.errors import SynclineError
 from syncline.sync.comm_hook import CommHook, checked_comm_hook, qualified_name
+from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.world import transport_of
@@ -28,7 +31,38 @@ if TYPE_CHECKING:
     from syncline.sync.options import GradientOptions
     from syncline.sync.selection import Selection
 
-__all__ = ["TorchNames"]
+__all__ = ["REFUSED", "TorchNames"]
+
+_FORWARD = "call the wrapper itself, whose forward does all of it"
+_JOIN = "use `with ddp.join():`, or torch's Join with the wrapper in it"
+_BUFFERS = "call ddp.equalize_buffers_()"
+_DELAYED = "give delay_all_reduce_named_params when the module is wrapped"
+_CASTS = "mixed_precision= casts in forward, by autograd"
+_IN_BACKWARD = "optimizers that step inside backward are found before the first step"
+
+REFUSED = {
+    "_check_and_sync_module_buffers": _JOIN,
+    "_check_global_requires_backward_grad_sync": _JOIN,
+    "_ddp_init_helper": "wrap the module again",
+    "_delayed_all_reduce_hook": _DELAYED,
+    "_find_common_rank": _JOIN,
+    "_fire_reducer_autograd_hook": _CASTS,
+    "_lazy_init": _IN_BACKWARD,
+    "_match_all_reduce_for_bwd_pass": _JOIN,
+    "_match_unused_params_allreduce": _JOIN,
+    "_module_wait_for_copy_hook": _CASTS,
+    "_passing_sync_batchnorm_handle": "modules are checked when they are wrapped; sl.nn.SyncBatchNorm needs no handle",
+    "_post_forward": _FORWARD,
+    "_pre_forward": _FORWARD,
+    "_register_accum_grad_hook": "hooks are put on when the module is wrapped",
+    "_register_delay_all_reduce_hook": _DELAYED,
+    "_root_copy_hook": _CASTS,
+    "_setup_in_backward_optimizers": _IN_BACKWARD,
+    "_sync_buffers": _BUFFERS,
+    "_sync_final_model": _JOIN,
+    "_sync_module_buffers": _BUFFERS,
+}
+"""Methods of torch's class that drive its reducer, and what to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,12 +132,15 @@ class TorchNames:
     _has_joined = False
     _delay_all_reduce_all_params = False
     _use_python_reducer = False
+    should_finalize_after_backward = False
 
     if TYPE_CHECKING:
 
         def _open_lanes(self, *, has_buffers: bool) -> None: ...
         def _wire_again(self) -> None: ...
         def _use_comm_hook(self, hook: CommHook) -> None: ...
+        def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
+        def will_sync_module_buffers(self) -> bool: ...
 
     # ------------------------------------------------------------------ facts
 
@@ -112,6 +149,10 @@ class TorchNames:
         """The torch.distributed group under the transport; None where there is none."""
         transport = self._transport
         return transport.group if isinstance(transport, C10dTransport) else None
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        self._update_process_group(group)
 
     @property
     def reducer(self) -> _NoReducer:
@@ -234,7 +275,7 @@ class TorchNames:
         self._plan = replace(self._plan, allow_unused=True)
         self._wire_again()
 
-    def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport) -> None:
+    def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport | None) -> None:
         """Synchronize over another group from now on; the ranks in it must be equal already."""
         self._transport = transport_of(new_process_group)
         self._plan = replace(self._plan, transport=self._transport.name, num_ranks=self._transport.size)
@@ -244,11 +285,33 @@ class TorchNames:
     def _remove_autograd_hooks(self) -> None:
         self._gradients.remove_hooks()
 
+    def _check_default_group(self) -> None:
+        if self._transport is not transport_of(None):
+            raise RuntimeError(
+                "a wrapper can be pickled or copied only over the default group: copy its module, and wrap the copy"
+            )
+
     def _check_reducer_finalized(self) -> None:
         if self._gradients.is_in_backward:
             raise RuntimeError(
                 "expected the previous backward to have ended: an exception ended it early, or it is still going on"
             )
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether torch 2.15's `finalize_backward` has to be called: no, backward waits for what it has sent."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    def finalize_backward(self) -> None:
+        """Refused."""
+        raise SynclineError(
+            "a backward ends with reduced gradients: it cannot be finalized by hand, and need not be"
+        )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to switch: outputs are never cloned."""
@@ -295,6 +358,32 @@ class TorchNames:
         self._buffer_hook = _BufferHook(state=state, hook=hook, after_forward=after)
         self._is_agreed = False
 
+    def _check_comm_hook(self, hook: object) -> None:
+        checked_comm_hook(None, hook)
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        hook = self._buffer_hook
+        return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and not self._check_sync_bufs_pre_fwd()
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Make tensors (the buffers, if none are given) those of one rank; buffer hooks call it."""
+        tensors = self.modules_buffers if bufs is None else bufs
+        self._distributed_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int | None, authoritative_rank: int = 0
+    ) -> None:
+        broadcaster = TensorBroadcaster([tensor.detach() for tensor in tensors], self._transport)
+        broadcaster.start(authoritative_rank).wait()
+
     def _run_buffer_hook(self, *, next_is_due: bool) -> None:
         """Before a forward."""
         assert self._buffer_hook is not None
@@ -314,3 +403,15 @@ class TorchNames:
         with torch.no_grad():
             futures = self._buffer_hook.hook(self._buffer_hook.state, self.named_module_buffers)
         self._gradients.pending_futures.extend(futures or ())
+
+
+def _refusal(name: str, instead: str) -> Callable[..., None]:
+    def refuse(self: object, *args: object, **kwargs: object) -> None:
+        raise SynclineError(f"{name}: Syncline has no reducer of torch's to do this with; {instead}")
+
+    refuse.__name__, refuse.__doc__ = name, f"Refused: {instead}."
+    return refuse
+
+
+for _name, _instead in REFUSED.items():
+    setattr(TorchNames, _name, _refusal(_name, _instead))

@@ -48,8 +48,9 @@ def select(
 
     Raises:
         TypeError: not a module.
-        ValueError: a pattern matches nothing.
-        RuntimeError: nothing requires grad, or a parameter has no shape yet.
+        ValueError: a pattern matches nothing, the parameters are on several types of device, or torch's own
+            SyncBatchNorm is used on CPU.
+        RuntimeError: nothing requires grad, or a tensor has no shape or no values yet.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -75,12 +76,14 @@ def select(
             f"gradient: {type(module).__name__} has no parameter that requires grad ({len(taking_part)} parameters "
             "in all). Use the module itself, and sl.broadcast_(module) to make ranks equal once"
         )
+    buffers = [(name, b) for name, b in all_buffers.items() if name not in ignored]
+    _check_devices(module, taking_part, buffers)
     return Selection(
         parameters=tuple(taking_part),
         trained=tuple(trained),
         delayed=tuple((name, p) for name, p in taking_part if id(p) in is_delayed),
         sparse=_sparse(module, trained),
-        buffers=tuple((name, b) for name, b in all_buffers.items() if name not in ignored),
+        buffers=tuple(buffers),
         ignored=tuple(sorted(ignored)),
     )
 
@@ -109,6 +112,33 @@ def _check_initialised(module: nn.Module, lazy: Sequence[str]) -> None:
             "uninitialized parameters can't be used with `DistributedDataParallel`: run one forward with a real "
             "batch, then wrap it"
         )
+
+
+def _check_devices(
+    module: nn.Module, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]
+) -> None:
+    first_on = {parameter.device.type: name for name, parameter in reversed(parameters)}
+    if len(first_on) > 1:
+        where = ", ".join(f"{name} on {kind}" for kind, name in sorted(first_on.items()))
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but the parameters of "
+            f"{type(module).__name__} are on several: {where}. Move them to one type, or leave some out by ignore="
+        )
+    empty = [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
+    if empty:
+        raise RuntimeError(
+            f"{type(module).__name__} has tensors without values, on the meta device ({', '.join(empty[:5])}): call "
+            "module.to_empty(device=...) and initialize or load it, then wrap it"
+        )
+    if "cpu" not in first_on:
+        return
+    for path, submodule in module.named_modules():
+        # One of a subclass with a forward of its own, as sl.nn.SyncBatchNorm is, may know better.
+        if isinstance(submodule, nn.SyncBatchNorm) and type(submodule).forward is nn.SyncBatchNorm.forward:
+            raise ValueError(
+                f"torch's SyncBatchNorm layers only work with GPU modules, and {path or 'this one'} is on CPU: use "
+                "sl.nn.SyncBatchNorm, which runs on every device (sl.nn.SyncBatchNorm.convert_sync_batchnorm(module))"
+            )
 
 
 def _sparse(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:

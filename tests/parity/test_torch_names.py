@@ -1,0 +1,213 @@
+"""Every name of torch's class: overridden, harmless as it is inherited, or refused by one clear error."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+
+import syncline as sl
+from syncline.torch_names import REFUSED
+
+TorchDDP = torch.nn.parallel.DistributedDataParallel
+
+HARMLESS = {
+    "_active_ddp_module": "torch.compile looks here, in torch's class, for the wrapper whose forward runs",
+    "_build_debug_param_to_name_mapping": "names by index, of the parameters that it is given",
+    "_build_params_for_reducer": "lists the parameters that require grad",
+    "_get_active_ddp_module": "reads _active_ddp_module",
+    "_get_data_parallel_params": "lists parameters",
+    "_get_parameters": "lists parameters",
+    "_inside_ddp_forward": "sets _active_ddp_module",
+    "_log_and_throw": "raises what it is given; there is no logger",
+    "_run_ddp_forward": "our forward calls it to run the module",
+    "_set_params_and_buffers_to_ignore_for_model": "marks the module, which is read when it is wrapped",
+    "gather": "of outputs, which nobody calls",
+    "scatter": "of inputs, which nobody calls",
+    "to_kwargs": "moves inputs, and nobody calls it",
+}
+"""Names of torch's class that are right as they are inherited, and why."""
+
+OF_EVERY_CLASS = {"__abstractmethods__", "__annotations__", "__dict__", "__doc__", "__module__", "_abc_impl"}
+
+KNOWN_VERSION = "2.13"
+"""In later versions of torch a new name is not a failure: look at it when this is raised."""
+
+
+def overridden() -> set[str]:
+    """Names that our class or its part for torch's names defines."""
+    lookup_order = sl.DistributedDataParallel.__mro__
+    ours = lookup_order[: lookup_order.index(TorchDDP)]
+    return {name for cls in ours for name in vars(cls)} - set(REFUSED)
+
+
+def own_names() -> set[str]:
+    """Names of torch's class that are not simply those of every module and joinable."""
+    inherited = {
+        name for name in dir(TorchDDP) if any(_same(name, base) for base in (nn.Module, Joinable, object))
+    }
+    return set(dir(TorchDDP)) - inherited - OF_EVERY_CLASS
+
+
+def _same(name: str, base: type) -> bool:
+    missing = object()
+    of_base = inspect.getattr_static(base, name, missing)
+    return of_base is not missing and inspect.getattr_static(TorchDDP, name) is of_base
+
+
+def test_every_name_of_torchs_class_is_overridden_harmless_or_refused() -> None:
+    unknown = own_names() - overridden() - set(HARMLESS) - set(REFUSED)
+    if torch.__version__.startswith(KNOWN_VERSION):
+        assert not unknown
+        assert set(HARMLESS) | set(REFUSED) <= own_names(), "these are torch's no more"
+    assert not set(HARMLESS) & overridden()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_drives_torchs_reducer_names_what_to_use_instead(name: str) -> None:
+    ddp = sl.DistributedDataParallel(nn.Linear(1, 1))
+    with pytest.raises(sl.SynclineError, match="no reducer of torch's") as caught:
+        getattr(ddp, name)(1, some=2)
+    assert name in str(caught.value)
+    assert REFUSED[name] in str(caught.value)
+
+
+def test_what_is_harmless_works() -> None:
+    ddp = sl.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    parameters, is_sparse = ddp._build_params_for_reducer()
+    assert [p is q for p, q in zip(parameters, ddp.parameters(), strict=True)] == [True] * 4
+    assert not any(is_sparse)
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    assert [names[i] for i in range(4)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert len(list(ddp._get_parameters(ddp.module))) == len(list(ddp._get_data_parallel_params(ddp))) == 4
+    with pytest.raises(KeyError, match="said"):
+        ddp._log_and_throw(KeyError, "said")
+    with ddp._inside_ddp_forward():
+        assert ddp._get_active_ddp_module() is ddp
+    assert ddp._run_ddp_forward(torch.ones(2, 1)).shape == (2, 1)
+
+
+def test_a_subclass_may_replace_how_the_module_runs_as_in_torch() -> None:
+    class Doubled(sl.DistributedDataParallel):
+        def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+    module = nn.Linear(1, 1)
+    x = torch.ones(1, 1)
+    assert torch.equal(Doubled(module)(x), 2 * module(x))
+
+
+@pytest.mark.ranks(2)
+def test_whether_buffers_are_sent_before_or_after_forward_is_torchs() -> None:
+    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+    def found(wrap: Any, location: Any) -> list[bool]:
+        ddp = wrap(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
+        if location is not None:
+            ddp._register_buffer_comm_hook(None, lambda state, buffers: None, location)
+        seen = [ddp._check_sync_bufs_pre_fwd(), ddp._check_sync_bufs_post_fwd()]
+        ddp.forward_sync_buffers = False
+        return [*seen, ddp._check_sync_bufs_pre_fwd(), ddp._check_sync_bufs_post_fwd()]
+
+    for location in (None, Location.PRE_FORWARD, Location.POST_FORWARD):
+        assert found(sl.DistributedDataParallel, location) == found(TorchDDP, location)
+
+
+def test_backwards_are_not_finalized_by_hand() -> None:
+    ddp = sl.DistributedDataParallel(nn.Linear(1, 1))
+    ddp.require_manual_backward_finalization = False
+    assert not ddp.require_manual_backward_finalization
+    assert not ddp.should_finalize_after_backward
+    with pytest.raises(sl.SynclineError, match="cannot be finalized by hand"):
+        ddp.require_manual_backward_finalization = True
+    with pytest.raises(sl.SynclineError, match="cannot be finalized by hand"):
+        ddp.finalize_backward()
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def test_arguments_stand_in_torchs_order() -> None:
+    ours = inspect.signature(sl.DistributedDataParallel).parameters
+    theirs = inspect.signature(TorchDDP).parameters
+    positional = [name for name, p in ours.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional[: len(theirs)] == list(theirs)
+    assert positional[len(theirs) :] in ([], ["lazy_bucket_allocation"]), "torch 2.15's"
+    assert {name: ours[name].default for name in theirs} == {name: p.default for name, p in theirs.items()}
+
+
+def test_arguments_that_change_nothing_are_kept_as_torch_keeps_them() -> None:
+    ddp = sl.DistributedDataParallel(nn.Linear(1, 1), batched_grad_copy=True, lazy_bucket_allocation=True)
+    assert ddp.batched_grad_copy
+    assert ddp.lazy_bucket_allocation
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrap", [sl.DistributedDataParallel, TorchDDP])
+def test_modules_that_torch_refuses_with_a_value_error(wrap: Any) -> None:
+    on_two = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ValueError, match=r"(?s)must be on the same type of devices.*meta"):
+        wrap(on_two)
+    normed = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+        wrap(normed)
+
+
+def test_the_errors_about_devices_name_tensors_and_the_remedy() -> None:
+    normed = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    with pytest.raises(ValueError, match=r"1 is on CPU: use sl\.nn\.SyncBatchNorm"):
+        sl.DistributedDataParallel(normed)
+    sl.DistributedDataParallel(sl.nn.SyncBatchNorm.convert_sync_batchnorm(normed))
+    partly = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ValueError, match=r"0\.weight on cpu, 1\.weight on meta"):
+        sl.DistributedDataParallel(partly)
+    sl.DistributedDataParallel(partly, ignore=["1.*"])
+    with pytest.raises(RuntimeError, match=r"meta device \(weight, bias\): call module\.to_empty"):
+        sl.DistributedDataParallel(nn.Linear(1, 1, device="meta"))
+
+
+# ---------------------------------------------------------------------- attributes that may be set, and broadcasts
+
+
+@pytest.mark.ranks(2)
+def test_buffers_can_be_broadcast_by_torchs_name_for_it() -> None:
+    ddp = sl.DistributedDataParallel(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)))
+    mean = ddp.module[1].running_mean
+    mean.fill_(dist.get_rank())
+    ddp._default_broadcast_coalesced(authoritative_rank=1)
+    assert mean.tolist() == [1.0, 1.0]
+    mine = torch.tensor([dist.get_rank()])
+    ddp._distributed_broadcast_coalesced([mine], 1)
+    assert mine.item() == 0
+
+
+@pytest.mark.ranks(2)
+def test_setting_the_process_group_synchronizes_over_it() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.scale * x).sum()
+
+    ddp = sl.DistributedDataParallel(Scaled())
+    x = torch.tensor([dist.get_rank() + 1.0])
+    ddp(x).backward()
+    assert ddp.module.scale.grad.item() == 1.5
+    alone, _ = dist.new_subgroups(group_size=1)
+    ddp.process_group = alone
+    assert ddp.process_group is alone
+    ddp.zero_grad()
+    ddp(x).backward()
+    assert ddp.module.scale.grad.item() == x.item()
+    ddp.process_group = dist.group.WORLD
+    ddp.zero_grad()
+    ddp(x).backward()
+    assert ddp.module.scale.grad.item() == 1.5
+    assert "2 ranks" in ddp.contract.title
