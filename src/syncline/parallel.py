@@ -45,6 +45,7 @@ from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
 from syncline.wrapping import (
     agree_on_module,
+    are_of_the_bare_module,
     broadcast_new_values,
     broadcast_values,
     gather_hosts,
@@ -715,10 +716,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Keys come with `module.` before them, as torch's class writes them, or without."""
-        wanted = f"{prefix}module."
-        if not any(key.startswith(wanted) for key in state_dict):
-            for key in [key for key in state_dict if key.startswith(prefix)]:
-                state_dict[wanted + key.removeprefix(prefix)] = state_dict.pop(key)
+        keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        if are_of_the_bare_module(keys, self.module):
+            values = {key: state_dict.pop(prefix + key) for key in keys}
+            state_dict.update({f"{prefix}module.{key}": value for key, value in values.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from syncline.world import world
 __all__ = [
     "TITLE",
     "agree_on_module",
+    "are_of_the_bare_module",
     "broadcast_new_values",
     "broadcast_values",
     "gather_hosts",
@@ -132,6 +133,24 @@ def broadcast_new_values(chosen: Selection, before: Selection, transport: Transp
     known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
     new = [t.detach() for _, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
     TensorBroadcaster(new, transport).start(src).wait()
+
+
+def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
+    """Whether keys of a state_dict are the module's own, without the wrapper's `module.` before them.
+
+    Example:
+        >>> net = nn.Sequential()
+        >>> net.module = nn.Linear(1, 1)  # its own keys look like a wrapper's
+        >>> are_of_the_bare_module(["module.weight"], net), are_of_the_bare_module(["module.module.weight"], net)
+        (True, False)
+    """
+    if not any(key.startswith("module.") for key in keys):
+        return True
+    if "module" not in module._modules:
+        return False
+    own = set(module.state_dict(keep_vars=True))
+    num_bare = sum(key in own for key in keys)
+    return num_bare > sum(key.removeprefix("module.") in own for key in keys if key.startswith("module."))
 
 
 def _sizes(chosen: Selection) -> Sizes:

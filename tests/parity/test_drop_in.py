@@ -533,6 +533,52 @@ def test_a_state_dict_loads_with_and_without_the_prefix() -> None:
         other.load_state_dict({"module.first.weight": ddp.module.first.weight})
 
 
+class Inner(nn.Module):
+    """What it holds is named as what a wrapper holds, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.module = nn.BatchNorm1d(2)
+        self.module.module = nn.Linear(2, 2)
+
+
+class Outer(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.module = wrap(Inner())
+        self.other = wrap(Inner())
+        self.head = nn.Linear(1, 1)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    return module
+
+
+def wrapped_inner(wrap: Wrap) -> nn.Module:
+    return wrap(Inner())
+
+
+def wrapped_outer(wrap: Wrap) -> nn.Module:
+    return wrap(Outer(bare))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("write", [DDP, TorchDDP, bare])
+@pytest.mark.parametrize("make", [wrapped_inner, wrapped_outer, Outer])
+def test_a_child_named_module_loads_with_and_without_the_prefix(
+    write: Wrap, make: Callable[[Wrap], nn.Module]
+) -> None:
+    written, read = make(write), make(DDP)
+    saved = written.state_dict()
+    before = set(saved)
+    read.load_state_dict(saved, strict=True)
+    assert set(saved) == before
+    assert_equal([*read.parameters(), *read.buffers()], [*written.parameters(), *written.buffers()])
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        read.load_state_dict({**saved, "module.unknown": torch.zeros(1)})
+
+
 @pytest.mark.ranks(2)
 def test_a_copy_synchronizes_on_its_own() -> None:
     ddp = DDP(Net())
