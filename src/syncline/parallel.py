@@ -216,13 +216,15 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
         else that a rank does at the same time. A collective call.
         """
-        base, name = self._transport, type(self.module).__name__
         self._has_lanes = True
-        self._gradient_lane = base.lane(f"gradients of {name}")
-        self._buffer_lane = base.lane(f"buffers of {name}") if has_buffers else base
-        for lane in (self._gradient_lane, self._buffer_lane):
-            if lane is not base:
-                weakref.finalize(self, lane.close)
+        self._gradient_lane = self._open_lane("gradients")
+        self._buffer_lane = self._open_lane("buffers") if has_buffers else self._transport
+
+    def _open_lane(self, purpose: str) -> Transport:
+        lane = self._transport.lane(f"{purpose} of {type(self.module).__name__}")
+        if lane is not self._transport:
+            weakref.finalize(self, lane.close)
+        return lane
 
     def _wire(self, chosen: Selection) -> None:
         """Put the hooks on. Not a collective."""
@@ -249,6 +251,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Take the place of the present hooks, over the lanes and by `_options` as they are now."""
         former, former_buffers = self._gradients, self._buffers_sync
+        self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again())
         self._gradients.continues(former)
         self._buffers_sync.continues(former_buffers)
@@ -275,6 +278,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             remedy="Change a wrapped module in the same way on every rank, between the same two steps.",
         )
         self.parameters_to_ignore = set(chosen.ignored)
+        if chosen.buffers and not before.buffers:
+            self._buffer_lane = self._open_lane("buffers")
         if self._plan.init_sync:
             broadcast_new_values(chosen, before, self._transport)
         self._wire_again(chosen)

@@ -28,6 +28,7 @@ from syncline.errors import SynclineError
 from syncline.sync.bucket import Bucket, copy_scaled
 from syncline.sync.comm_hook import CommHook
 from syncline.sync.control import RankControl, decode, encode
+from syncline.sync.distributed_autograd import AutogradContexts
 from syncline.sync.guard import StepGuard
 from syncline.sync.layout import BucketLayout
 from syncline.sync.ledger import Ledger
@@ -93,6 +94,8 @@ class GradientSync:
         )
         self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
         self._turns = Turns()
+        self._context_id: int | None = None
+        """Of the distributed autograd that the backward under way belongs to; None for an ordinary one."""
         # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
         self._ready: list[int] = []
         self._used_since_reduction: set[int] = set()
@@ -113,6 +116,9 @@ class GradientSync:
             parameter.register_post_accumulate_grad_hook(make_hook(index))
             for index, parameter in enumerate(self.parameters)
         ]
+        self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
+        if self._contexts is not None:
+            self.handles += self._contexts.handles
 
     def continues(self, former: GradientSync) -> None:
         """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
@@ -207,6 +213,15 @@ class GradientSync:
 
         return gradient_is_ready
 
+    def _context_gradient_is_ready(self, index: int, context_id: int) -> None:
+        """A gradient may be one of distributed autograd; that of an ordinary backward has just been here."""
+        if self._turns.is_running and self._context_id is None:
+            return
+        if torch._C._current_graph_task_id() != self._turns.current:
+            self._context_id = context_id
+            self._begin()
+        self._ready.append(index)
+
     def _mark_ready(self, index: int) -> None:
         if index in self._absent:
             raise self._broken_by(
@@ -224,6 +239,8 @@ class GradientSync:
     def forward_begins(self) -> None:
         """So whatever backward comes next is not the rest of the last one."""
         self._turns.forward_begins()
+        if self._contexts is not None:
+            self._contexts.forward_begins()
 
     def outermost_begins(self) -> None:
         """The graph task that runs now is not inside of another one; told by a hook on a forward's output."""
@@ -269,7 +286,7 @@ class GradientSync:
             else:
                 self._scale = 1.0 / (self.num_contributing or self.transport.size)
             self._start_step()
-            if self._usage is not None and not is_inside_another_backward():
+            if self._usage is not None and self._context_id is None and not is_inside_another_backward():
                 self._mark_absent(self._usage.absent())
         self._join_task(task)
 
@@ -349,7 +366,9 @@ class GradientSync:
         if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
             return
         try:
-            if self._synchronizing:
+            if self._context_id is not None and self._synchronizing:
+                self._finish_in_context(self._context_id)
+            elif self._synchronizing:
                 self._finish_synchronized()
             elif self.enabled:
                 self._finish_alone()
@@ -382,6 +401,14 @@ class GradientSync:
             self._static.learn()
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
+
+    def _finish_in_context(self, context_id: int) -> None:
+        """The gradients are those of a distributed autograd; none of them is in a bucket yet."""
+        assert self._contexts is not None
+        with self._contexts.as_grad(context_id):
+            for index in tuple(self._ready):
+                self._mark_ready(index)
+            self._finish_synchronized()
 
     def _finish_synchronized(self) -> None:
         if self._static is not None and not self._static.is_learnt:
@@ -537,6 +564,7 @@ class GradientSync:
             board = self.transport.board
             board.phase, board.bucket = "after backward", None
         self._turns.forget()
+        self._context_id = None
         self._ready.clear()
         self._absent = _NONE
         self.num_contributing = None

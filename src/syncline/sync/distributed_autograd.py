@@ -1,0 +1,92 @@
+"""Backwards of torch's distributed autograd (over RPC), whose gradients are in a context of their own, not in `.grad`.
+
+Its engine does not run the hooks that ordinary backwards run, only those on the node that would accumulate into
+`.grad`. So a wrapper that is made while RPC is in use puts hooks there, too. When all gradients of such a backward are
+there, they take the place of `.grad` until they are reduced; nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+
+__all__ = ["AutogradContexts"]
+
+
+class AutogradContexts:
+    """Watches the gradients that some parameters get in contexts of distributed autograd.
+
+    Args:
+        parameters: which.
+        gradient_is_ready: called with a parameter's index and the context's id.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], gradient_is_ready: Callable[[int, int], None]) -> None:
+        self._parameters = parameters
+        self._gradient_is_ready = gradient_is_ready
+        self._ids: set[int] = set()
+        # The nodes are held, for the engine knows them by identity and a parameter holds its own weakly.
+        self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
+        self.handles = [node.register_hook(self._make_hook(index)) for index, node in enumerate(self._nodes)]
+
+    @staticmethod
+    def of_this_process(
+        parameters: Sequence[Tensor], gradient_is_ready: Callable[[int, int], None]
+    ) -> AutogradContexts | None:
+        """None where this process has not joined torch's RPC."""
+        if not torch.distributed.rpc.is_available():
+            return None
+        from torch._C._distributed_rpc import _is_current_rpc_agent_set
+
+        return AutogradContexts(parameters, gradient_is_ready) if _is_current_rpc_agent_set() else None
+
+    def forward_begins(self) -> None:
+        """Remember the context of this thread: a backward runs in other threads, which cannot tell theirs."""
+        from torch._C._distributed_autograd import _current_context
+
+        self._ids = {context_id for context_id in self._ids if _gradients_in(context_id) is not None}
+        try:
+            self._ids.add(_current_context()._context_id())
+        except RuntimeError:  # an ordinary forward
+            return
+
+    def _make_hook(self, index: int) -> Callable[..., None]:
+        parameter = self._parameters[index]
+
+        def gradient_is_ready(*_: object) -> None:
+            for context_id in self._ids:
+                if parameter in (_gradients_in(context_id) or ()):
+                    self._gradient_is_ready(index, context_id)
+                    return
+
+        return gradient_is_ready
+
+    @contextmanager
+    def as_grad(self, context_id: int) -> Iterator[None]:
+        """Let `.grad` be what the context holds; in the end it holds what became of that, and `.grad` is as before."""
+        in_context = _gradients_in(context_id) or {}
+        before = [parameter.grad for parameter in self._parameters]
+        theirs = [in_context.get(parameter) for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, theirs, strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter, gradient, former in zip(self._parameters, theirs, before, strict=True):
+                reduced, parameter.grad = parameter.grad, former
+                if gradient is not None and reduced is not None and reduced is not gradient:
+                    gradient.copy_(reduced)
+
+
+def _gradients_in(context_id: int) -> dict[Tensor, Tensor] | None:
+    """None for a context that has ended."""
+    from torch._C._distributed_autograd import get_gradients
+
+    try:
+        return get_gradients(context_id)
+    except RuntimeError:
+        return None
