@@ -7,9 +7,10 @@ that travels as text. Errors about a rank that is missing are made of places.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["MAIN_LANE", "Board", "Place", "Wait"]
+__all__ = ["MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
 
 MAIN_LANE = "main"
 """The lane that every transport begins with; see `Transport.lane`."""
@@ -44,6 +45,8 @@ class Wait:
     """What was called."""
     number: int = 0
     """How many long waits the rank had before: two sightings with one number are of one wait."""
+    blocks_rank: bool = True
+    """Whether the rank does nothing else meanwhile: no other thread of it has ever started a collective."""
 
     def __str__(self) -> str:
         nth = "a message" if self.call is None else f"call {self.call}"
@@ -68,12 +71,10 @@ class Place:
     """The call that it waits in; None while it does not, or has only just begun to."""
     num_started: dict[str, int] = field(default_factory=dict)
     """How many collectives it has started, by lane."""
-    num_threads: int = 1
-    """How many threads of the rank have started collectives: a rank with several may go on while one waits."""
     code: str | None = None
     """Where in the user's code it is."""
-    left: str | None = None
-    """How it ended, if it ended in good order."""
+    has_left: bool = False
+    """Whether it has ended in good order, by shutdown() or at the end of its program."""
     seen: float = 0.0
     """When, in seconds since the epoch."""
 
@@ -83,9 +84,8 @@ class Place:
         *,
         wait: Wait | None = None,
         num_started: dict[str, int] | None = None,
-        num_threads: int = 1,
         code: str | None = None,
-        left: str | None = None,
+        has_left: bool = False,
         seen: float = 0.0,
     ) -> Place:
         """A snapshot of `board`, with what its transport knows."""
@@ -95,9 +95,8 @@ class Place:
             bucket=board.bucket,
             wait=wait,
             num_started=num_started or {},
-            num_threads=num_threads,
             code=code,
-            left=left,
+            has_left=has_left,
             seen=seen,
         )
 
@@ -117,10 +116,44 @@ class Place:
         words = [self.phase if self.step is None else f"step {self.step}, {self.phase}"]
         if self.bucket is not None:
             words.append(f"bucket {self.bucket}")
-        if self.left is not None:
-            words.append(self.left)
-        elif self.wait is not None:
+        if self.has_left:
+            words.append("has left in good order")
+            return ", ".join(words)
+        if self.wait is not None:
             words.append(f"waiting in {self.wait}")
-        if self.code is not None and self.left is None:
+        if self.code is not None:
             words.append(f"at {self.code}")
         return ", ".join(words)
+
+
+_MAX_LINES = 32
+
+
+def who_is_where(
+    places: Mapping[int, Place], *, size: int, here: int | None = None, now: float | None = None
+) -> str:
+    """A line a rank.
+
+    Args:
+        places: where ranks were seen.
+        size: number of ranks.
+        here: the rank that says so; None if all say the same.
+        now: seconds since the epoch, to tell how old what was seen of others is; None leaves that out.
+
+    Example:
+        >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}
+        >>> print(who_is_where(seen, size=3, here=2, now=12.5))
+          rank 0: nothing was heard of it
+          rank 1: step 2, forward (last heard of 2.5 s ago)
+          rank 2: step 3, backward
+    """
+    lines = []
+    for rank in range(min(size, _MAX_LINES)):
+        place = places.get(rank)
+        words = "nothing was heard of it" if place is None else str(place)
+        if place is not None and now is not None and rank != here:
+            words += f" (last heard of {max(0.0, now - place.seen):.1f} s ago)"
+        lines.append(f"  rank {rank}: {words}")
+    if size > _MAX_LINES:
+        lines.append(f"  and {size - _MAX_LINES} more ranks")
+    return "\n".join(lines)

@@ -120,7 +120,7 @@ _session: _Session | None = None
 _num_inits = 0
 # Stores outlive `shutdown`, so that a second `init` of the same ranks cannot meet a store that is closing.
 _stores: dict[tuple[str | None, int | None, int, int], Store] = {}
-_transports: dict[int, tuple[dist.ProcessGroup, Transport]] = {}
+_transports: dict[int, tuple[dist.ProcessGroup, C10dTransport]] = {}
 _alone: Transport | None = None
 _tells_peers = False
 
@@ -188,6 +188,9 @@ def shutdown() -> None:
             return
         atexit.unregister(_at_exit)
         group_is_live = session.is_current()
+        error = sys.exc_info()[1]
+        if error is not None and process.exit_code_of(error):  # in a `finally` or `with`, on the way out
+            _tell_peers(error, error.__traceback__)
         for _, transport in _transports.values():
             transport.close()
         _transports.clear()
@@ -310,6 +313,14 @@ def _tell_peers_without_session() -> None:
     if not _tells_peers and _session is None:
         _tells_peers = True
         sys.excepthook = _telling_hook(None, sys.excepthook)
+        atexit.register(_leave_at_exit)
+
+
+def _leave_at_exit() -> None:
+    """Peers that still wait for this rank, or come to, raise `UnevenInputs`, not a lost connection."""
+    if _session is None and getattr(sys, "last_type", None) is None:
+        for _, transport in list(_transports.values()):
+            transport.leave()
 
 
 def _at_exit() -> None:

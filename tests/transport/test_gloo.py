@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.board import Board
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.transport import c10d
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_work import C10dWork, Health, Lane
+from syncline.transport.c10d_work import C10dWork
 from syncline.transport.calls import Failure
+from syncline.transport.health import Health, Lane
 from syncline.transport.notices import Notices
 
 
@@ -54,35 +57,52 @@ def test_a_message_from_a_killed_rank_is_a_lost_peer() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_timeout_says_who_was_seen_where() -> None:
+def test_a_timeout_names_who_is_absent_and_where_everybody_was_seen() -> None:
     t = C10dTransport(timeout_seconds=30)
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if t.rank == 1:
+        t.board.step, t.board.phase = 3, "forward"
         store.wait(["rank 0 gave up"])
         with pytest.raises(SynclineError):
             t.barrier().wait()
         return
+    t.board.step, t.board.phase, t.board.bucket = 3, "backward", 0
     with pytest.raises(CollectiveTimeout) as caught:
-        t.all_reduce(torch.zeros(4), "max").wait(1.0)
+        t.all_reduce(torch.zeros(4), "max").wait(1.5)
     if t.rank == 0:
         store.set("rank 0 gave up", "")
-    text = str(caught.value)
-    assert "not every rank came before the deadline, 1." in text
-    assert "rank 1: not seen waiting so far" in text
-    assert (
-        f"rank {2 - t.rank}: last seen waiting in all_reduce(max) of 4 elements, torch.float32 (call 1"
-        in text
+    first, *lines = str(caught.value).splitlines()
+    call = "all_reduce(max) of 4 elements, torch.float32 (call 1 on the main lane)"
+    assert f"{call} on rank {t.rank} of 3 over gloo: rank 1 did not come before the deadline, 1." in first
+    assert re.fullmatch(
+        r"  rank 1: step 3, forward, at test_gloo.py:\d+ in .* \(last heard of .* s ago\)", lines[1]
     )
+    for rank in (0, 2):
+        expected = f"  rank {rank}: step 3, backward, bucket 0, waiting in {call}, at test_gloo.py:"
+        assert lines[rank].startswith(expected)
 
 
 @pytest.mark.ranks(2)
-def test_two_different_calls_show_in_the_timeout() -> None:
+def test_different_calls_of_one_number_are_a_mismatch_long_before_the_deadline() -> None:
     t = C10dTransport()
+    start = time.monotonic()
     work = t.all_reduce(torch.zeros(4)) if t.rank == 0 else t.barrier()
-    with pytest.raises(CollectiveTimeout) as caught:
-        work.wait(1.5 if t.rank == 0 else 1000)
-    assert "rank 0: last seen waiting in all_reduce(sum)" in str(caught.value)
-    assert "rank 1: last seen waiting in barrier (call 1" in str(caught.value)
+    with pytest.raises(CollectiveMismatch) as caught:
+        work.wait()
+    assert time.monotonic() - start < 10
+    texts = texts_of_all_ranks(str(caught.value))
+    assert texts[0] == texts[1]
+    lines = texts[0].splitlines()
+    assert lines[0] == "the ranks met in different calls:"
+    assert "rank 0: before the first step, waiting in all_reduce(sum) of 4 elements" in lines[1]
+    assert "rank 1: before the first step, waiting in barrier (call 1 on the main lane)" in lines[2]
+
+
+def texts_of_all_ranks(text: str) -> list[str]:
+    """What each rank says, told by the store: the transport is broken."""
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"text {dist.get_rank()}", text)
+    return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
 
 
 @pytest.mark.ranks(2, timeout=20)
@@ -166,7 +186,7 @@ def test_the_timeout_that_a_peer_gave_up_for_is_told_rather_than_its_lost_connec
         store.set("told", "")
         os.kill(os.getpid(), signal.SIGKILL)
     store.wait(["told"])
-    with pytest.raises(CollectiveTimeout, match=r"rank 1 aborted the group: .*not every rank came"):
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 aborted the group: .*rank 0 did not come"):
         t.all_reduce(torch.zeros(3)).wait()
 
 
@@ -182,8 +202,17 @@ def test_of_two_ranks_that_tell_at_once_the_first_is_believed(monkeypatch: pytes
 
 
 def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
-    health = Health(None, None, rank=0, size=2, backend="nccl", timeout_seconds=0, barrier_device="cuda")
-    work = C10dWork(health, Lane("main"), 1.0, "barrier", "", None, None)
+    health = Health(
+        Lane("main", None),
+        Board(),
+        None,
+        rank=0,
+        size=2,
+        backend="nccl",
+        timeout_seconds=0,
+        barrier_device="cuda",
+    )
+    work = C10dWork(health, Lane("main", None), 1.0, "barrier", "", None, None)
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     error = health.broken_by(
         RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y"), work
@@ -296,7 +325,7 @@ def test_the_callers_context_stays_out_of_an_operation_started_in_a_backward() -
     seen: list[tuple[bool, bool]] = []
 
     def hook(_: torch.Tensor) -> None:
-        work = C10dWork(SimpleNamespace(), Lane("main"), 1.0, "barrier", "", None, None)  # type: ignore[arg-type]
+        work = C10dWork(SimpleNamespace(), Lane("main", None), 1.0, "barrier", "", None, None)  # type: ignore[arg-type]
         before = torch._C._is_key_in_tls(key)
         work.start(lambda: seen.append((before, torch._C._is_key_in_tls(key))))
         assert torch._C._is_key_in_tls(key) == before

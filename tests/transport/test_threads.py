@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
 
@@ -117,15 +117,48 @@ def test_a_mismatch_ends_the_group() -> None:
     assert [type(error) for error in errors_of(3, program)] == [CollectiveMismatch] * 3
 
 
+def test_ranks_that_wait_on_different_lanes_are_told_at_once_who_is_where() -> None:
+    def program(t: Transport) -> None:
+        lane = t.lane("gradients")
+        t.board.step, t.board.phase = 4 + t.rank, "backward"
+        (t.barrier() if t.rank == 0 else lane.all_reduce(torch.zeros(3))).wait()
+
+    for error in errors_of(2, program):
+        assert type(error) is CollectiveMismatch
+        assert "rank 0: step 4, backward, waiting in barrier (call 2 on the main lane)" in str(error)
+        assert "rank 1: step 5, backward, waiting in all_reduce(sum) of 3 elements" in str(error)
+
+
+def test_lanes_waited_for_in_different_orders_are_no_deadlock() -> None:
+    def program(t: Transport) -> None:
+        works = [t.barrier(), t.lane("gradients").barrier()]
+        for work in works if t.rank else reversed(works):
+            work.wait()
+
+    run_ranks(2, program)
+
+
+def test_a_lane_is_closed_without_a_lock_for_a_garbage_collector_may_hold_it() -> None:
+    def program(t: ThreadsTransport) -> None:
+        lane = t.lane("gradients")
+        with t._room._lock:
+            lane.close()
+
+    run_ranks(2, program)
+
+
 # ---------------------------------------------------------------------- ranks that do not come
 
 
 def test_a_timeout_names_the_absent_ranks_on_all_ranks() -> None:
-    given_up = threading.Event()
+    given_up, ready = threading.Event(), threading.Event()
 
     def program(t: Transport) -> None:
         if t.rank == 1:
+            t.board.step, t.board.phase = 7, "forward"
+            ready.set()
             given_up.wait(10)
+        ready.wait(10)
         try:
             t.all_reduce(torch.zeros(4)).wait(0.05)
         finally:
@@ -134,6 +167,7 @@ def test_a_timeout_names_the_absent_ranks_on_all_ranks() -> None:
     for error in errors_of(3, program):
         assert type(error) is CollectiveTimeout
         assert "rank 1: has not called yet" in str(error)
+        assert "rank 1: step 7, forward" in str(error)
         assert "did not come within 0.05 s" in str(error)
 
 
@@ -141,7 +175,7 @@ def test_a_rank_that_has_returned_is_lost_at_once() -> None:
     def program(t: Transport) -> str:
         if t.rank == 2:
             return "early"
-        with pytest.raises(PeerLost, match="needs rank 2, which is gone: its function has returned"):
+        with pytest.raises(UnevenInputs, match="needs rank 2, which is gone: its function has returned"):
             t.barrier().wait()
         return "late"
 
@@ -154,7 +188,7 @@ def test_a_rank_that_has_returned_is_lost_in_its_parts_too() -> None:
         assert part is not None
         if t.rank == 1:
             return "early"
-        with pytest.raises(PeerLost):
+        with pytest.raises(UnevenInputs):
             part.barrier().wait()
         return "late"
 
@@ -170,7 +204,7 @@ def test_a_closed_transport_is_lost_for_its_peers() -> None:
 
     own, peer = errors_of(2, program)
     assert "its transport was closed" in str(own)
-    assert type(peer) is PeerLost
+    assert type(peer) is UnevenInputs
 
 
 # ---------------------------------------------------------------------- ranks that fail

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.board import Board, Place, Wait
+from syncline.board import Board, Place, Wait, who_is_where
 
 
 def test_a_board_begins_before_the_first_step() -> None:
@@ -38,11 +38,10 @@ def test_a_place_travels_as_text() -> None:
         step=3,
         phase="forward",
         bucket=1,
-        wait=Wait(lane="main", call=2, words="barrier", number=5),
+        wait=Wait(lane="main", call=2, words="barrier", number=5, blocks_rank=False),
         num_started={"main": 2, "gradients": 0},
-        num_threads=2,
         code="train.py:1",
-        left="ended",
+        has_left=True,
         seen=12.5,
     )
     assert Place.from_json(place.to_json()) == place
@@ -51,5 +50,14 @@ def test_a_place_travels_as_text() -> None:
 
 def test_who_has_left_waits_nowhere() -> None:
     wait = Wait(lane="main", call=2, words="barrier")
-    place = Place(step=3, phase="after backward", wait=wait, code="a.py:1", left="has ended")
-    assert str(place) == "step 3, after backward, has ended"
+    place = Place(step=3, phase="after backward", wait=wait, code="a.py:1", has_left=True)
+    assert str(place) == "step 3, after backward, has left in good order"
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    lines = who_is_where({}, size=1000).splitlines()
+    assert lines[31:] == ["  rank 31: nothing was heard of it", "  and 968 more ranks"]
+
+
+def test_a_clock_that_goes_behind_gives_no_negative_age() -> None:
+    assert who_is_where({0: Place(seen=11.0)}, size=1, now=10.0).endswith("(last heard of 0.0 s ago)")

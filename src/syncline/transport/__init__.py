@@ -1,9 +1,20 @@
 """Engines that move flat tensors between ranks.
 
-base.py      the contract: `Transport`, `Work`, `Statistics`
-c10d.py      any torch.distributed process group (Gloo, NCCL, MPI, UCC)
-threads.py   ranks as threads of one process, deterministic; also a process that is alone
-meeting.py   where those threads meet
-opening.py   how a transaction on the main lane is opened, whatever it is about
-faulty.py    another engine, failing on purpose
+base.py        the contract: `Transport`, `Work`, `Statistics`
+opening.py     how a transaction on the main lane is opened, whatever it is about
+calls.py       the words of errors: what was called, why a group is broken
+deadlock.py    can the ranks still go on? (pure)
+user_code.py   where in the user's code a thread is
+faulty.py      another engine, failing on purpose
+
+c10d.py        any torch.distributed process group (Gloo, NCCL, MPI, UCC)
+c10d_work.py   one of its operations, and how it is waited for
+long_wait.py   a wait that lasts: told to the peers, who are looked at
+health.py      whether the group can still be used, and the errors if not
+notices.py     what ranks tell each other through the group's store
+publisher.py   the thread that tells where this rank is while it does not wait
+store_line.py  is the store still there?
+
+threads.py     ranks as threads of one process, deterministic; also a process that is alone
+meeting.py     where those threads meet
 """

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from torch.distributed import distributed_c10d
 from syncline.board import MAIN_LANE, Board
 from syncline.errors import PeerFailed
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
-from syncline.transport.c10d_work import C10dWork, Health, Lane, MessageWork
+from syncline.transport.c10d_work import MESSAGES, C10dWork, MessageWork
 from syncline.transport.calls import Failure, lane_name
+from syncline.transport.health import CLOSED, Health, Lane
 from syncline.transport.notices import Notices
 from syncline.transport.opening import exchange
+from syncline.transport.publisher import publisher
 from syncline.transport.threads import ThreadGroup
 
 __all__ = ["C10dTransport"]
@@ -101,7 +104,7 @@ class C10dTransport(Transport):
             timeout_seconds = _group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
         self._group: Any = group  # Any: None once closed, when nothing is started any more
-        self._lane = Lane(MAIN_LANE)
+        self._lane = Lane(MAIN_LANE, group)
         self._lanes: list[C10dTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
         self._backends = _backends(group)
@@ -110,7 +113,8 @@ class C10dTransport(Transport):
         self._make_options()
         notices = Notices(group.get_group_store(), rank=rank, size=self.size) if self.size > 1 else None
         self._health = Health(
-            group,
+            self._lane,
+            self.board,
             notices,
             rank=rank,
             size=self.size,
@@ -118,6 +122,8 @@ class C10dTransport(Transport):
             timeout_seconds=max(self.timeout_seconds, _group_timeout_seconds(group)),
             barrier_device=self.control_device.type,
         )
+        if notices is not None:
+            publisher().add(self._health)
 
     def _make_options(self) -> None:
         """Prebuilt, for the hot path; Gloo's own deadline for an operation follows the transport's."""
@@ -239,9 +245,13 @@ class C10dTransport(Transport):
         if health.failure is not None:
             raise health.failure.on_rank(self.rank)
         if self._group is None:
-            raise health.closed().on_rank(self.rank)
+            raise CLOSED.on_rank(self.rank)
+        thread = get_ident()
+        if thread != health.calling_thread:
+            health.called_from(thread)
         lane = self._lane
-        lane.num_started += 1
+        if operation not in MESSAGES:
+            lane.num_started += 1
         work = C10dWork(health, lane, self.timeout_seconds, operation, detail, tensor, finish)
         try:
             work.start(start)
@@ -265,8 +275,8 @@ class C10dTransport(Transport):
         self._num_lanes_for[purpose] += 1
         lane = copy(self)
         lane._group, lane._owns_group = group, True
-        lane._lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]))
-        self._health.keep(group)
+        lane._lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
+        self._health.lanes.append(lane._lane)
         self._lanes.append(lane)
         return lane
 
@@ -303,6 +313,8 @@ class C10dTransport(Transport):
         """
         global_ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
         backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
+        if set(self._backends.values()) == {"gloo"}:
+            backend = "gloo"  # a group with a default backend: one without is warned about when it is destroyed
         group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
@@ -321,15 +333,20 @@ class C10dTransport(Transport):
     def abort(self, reason: str) -> None:
         self._health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
+    def leave(self) -> None:
+        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+        self._health.leave()
+
     def close(self) -> None:
         group, self._group = self._group, None  # a Gloo group that is held on to keeps its threads to the end
         if self._lane.name == MAIN_LANE:
+            self._health.close()
             for lane in list(self._lanes):
                 lane.close()
-            self._health.close()
         elif group is not None:
             self._lanes.remove(self)
-            self._health.let_go(group)
+            if self._lane in self._health.lanes:
+                self._health.lanes.remove(self._lane)
         if self._owns_group and group in distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 

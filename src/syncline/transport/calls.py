@@ -9,13 +9,19 @@ import torch
 
 from syncline.errors import SynclineError
 
-__all__ = ["SAME_CALLS", "Call", "Failure", "lane_name", "named_ranks"]
+__all__ = ["SAME_CALLS", "UNEVEN", "Call", "Failure", "lane_name", "named_ranks"]
 
 SAME_CALLS = (
     "every rank must make the same calls in the same order, with equal sizes and dtypes: "
     "look for a branch that depends on the rank, or for unequal numbers of batches"
 )
 """What to do about ranks that called different things."""
+
+UNEVEN = (
+    "it made fewer steps than this rank: give every rank the same number of batches (DistributedSampler fills up, "
+    "drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times"
+)
+"""What to do about a rank that has ended too early."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Failure:
     kind: type[SynclineError]
     text: str
     aborted_by: int | None = None
+    is_common: bool = False
+    """The text speaks of all ranks, and is the same whoever raises it."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
         """What `rank` raises; None for somebody outside the group."""

@@ -7,7 +7,6 @@ whole room, so every rank is told the same text.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
 import weakref
@@ -15,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from syncline.board import MAIN_LANE
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.transport.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks
+from syncline.board import MAIN_LANE, Board, Place, Wait, who_is_where
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
+from syncline.transport.calls import SAME_CALLS, UNEVEN, Call, Failure, lane_name, named_ranks
+from syncline.transport.deadlock import stuck_among
 
 __all__ = ["Meeting", "MeetingRoom", "State"]
 
@@ -46,9 +46,12 @@ _MOVES = {
 class Meeting:
     """One collective (or one message) under way; all fields are guarded by the group's lock."""
 
-    def __init__(self, lock: threading.Lock, members: tuple[int, ...], title: str) -> None:
+    def __init__(
+        self, lock: threading.Lock, members: tuple[int, ...], title: str, call_number: int | None
+    ) -> None:
         self.members = members
         self.title = title
+        self.call_number = call_number
         self.state = State.GATHERING
         self.calls: dict[int, Call] = {}
         self.parts: dict[int, Any] = {}
@@ -80,12 +83,16 @@ class Meeting:
 
 
 class _Family:
-    """What the lanes of one group share: the lock, and the first failure, which breaks them all."""
+    """What the lanes of one group share: the lock, who has gone, and the first failure, which breaks them all."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.failure: Failure | None = None
-        self.rooms: list[MeetingRoom] = []
+        self.gone: dict[int, str] = {}
+        self.boards: dict[int, Board] = {}
+        self.waiting: dict[int, tuple[MeetingRoom, Meeting]] = {}
+        self.rooms: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
+        self.children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.num_lanes_for: Counter[str] = Counter()
 
 
@@ -102,12 +109,10 @@ class MeetingRoom:
         self.size = size
         self.name = lane
         self._family = _Family() if family is None else family
-        self._family.rooms.append(self)
+        self._family.rooms.add(self)
         self._lock = self._family.lock
         self._meetings: dict[tuple[object, int], Meeting] = {}
         self._num_joined: Counter[tuple[int, object]] = Counter()
-        self._gone: dict[int, str] = {}
-        self._children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self._ranks_in_parent: tuple[int, ...] = ()
 
     def child(self, ranks: tuple[int, ...]) -> MeetingRoom:
@@ -115,7 +120,7 @@ class MeetingRoom:
         room = MeetingRoom(len(ranks))
         room._ranks_in_parent = ranks
         with self._lock:
-            self._children.add(room)
+            self._family.children.add(room)
             room._family.failure = self.failure
         return room
 
@@ -125,6 +130,10 @@ class MeetingRoom:
         with self._lock:
             family.num_lanes_for[purpose] += 1
             return MeetingRoom(self.size, lane_name(purpose, family.num_lanes_for[purpose]), family)
+
+    def seat(self, rank: int, board: Board) -> None:
+        """Rank `rank` lets the others know where it is."""
+        self._family.boards[rank] = board
 
     @property
     def failure(self) -> Failure | None:
@@ -151,7 +160,7 @@ class MeetingRoom:
         with self._lock:
             if self.failure is not None:
                 raise self.failure.on_rank(rank)
-            if rank in self._gone:
+            if rank in self._family.gone:
                 raise SynclineError(f"{call}: rank {rank} cannot call this, its transport was closed")
             nth = self._num_joined[rank, channel]
             self._num_joined[rank, channel] += 1
@@ -159,7 +168,10 @@ class MeetingRoom:
             if meeting is None:
                 members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
                 what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
-                meeting = Meeting(self._lock, members, f"{what} number {nth}")
+                where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"
+                meeting = Meeting(
+                    self._lock, members, f"{what} number {nth}{where}", nth + 1 if channel is None else None
+                )
                 self._meetings[channel, nth] = meeting
             meeting.calls[rank] = call
             meeting.parts[rank] = part
@@ -178,18 +190,18 @@ class MeetingRoom:
         if not all(first.agrees_with(other) for other in others):
             text = (
                 f"the ranks met in different calls ({meeting.title} of this group of {self.size}):\n"
-                f"{meeting.who_called_what()}\n{SAME_CALLS}"
+                f"{meeting.who_called_what()}\n{self._who_is_where()}\n{SAME_CALLS}"
             )
             self._break_locked(Failure(CollectiveMismatch, text))
             return
         for rank in meeting.absent():
-            if rank in self._gone:
+            if rank in self._family.gone:
                 text = (
                     f"{first} ({meeting.title} of this group of {self.size}) needs rank {rank}, "
-                    f"which is gone: {self._gone[rank]}\n{meeting.who_called_what()}\n"
-                    f"rank {rank} made fewer calls than its peers: look for unequal numbers of batches"
+                    f"which is gone: {self._family.gone[rank]}\n{meeting.who_called_what()}\n"
+                    f"{self._who_is_where()}\n{UNEVEN}"
                 )
-                self._break_locked(Failure(PeerLost, text))
+                self._break_locked(Failure(UnevenInputs, text))
                 return
 
     def _compute(self, meeting: Meeting, compute: Callable[[list[Any]], Any], parts: list[Any]) -> None:
@@ -208,28 +220,61 @@ class MeetingRoom:
 
     def wait(self, rank: int, meeting: Meeting, timeout_seconds: float) -> Any:
         """The meeting's result, or its failure raised."""
+        waiting = self._family.waiting
         with self._lock:
-            came = meeting.changed.wait_for(lambda: meeting.state is not State.GATHERING, timeout_seconds)
-            if not came:
-                call = meeting.calls[rank]
-                text = (
-                    f"{call} ({meeting.title} of this group of {self.size}): "
-                    f"{named_ranks(meeting.absent())} did not come within {timeout_seconds:g} s\n"
-                    f"{meeting.who_called_what()}\n"
-                    "look at what the absent ranks do instead (an endless loop, fewer batches); "
-                    "if they are only slow, raise the timeout"
-                )
-                self._break_locked(Failure(CollectiveTimeout, text))
-            meeting.changed.wait_for(lambda: meeting.state in (State.DONE, State.FAILED))
+            waiting[rank] = self, meeting
+            try:
+                self._check_that_ranks_can_go_on()
+                came = meeting.changed.wait_for(lambda: meeting.state is not State.GATHERING, timeout_seconds)
+                if not came:
+                    self._time_out(rank, meeting, timeout_seconds)
+                meeting.changed.wait_for(lambda: meeting.state in (State.DONE, State.FAILED))
+            finally:
+                waiting.pop(rank, None)
             if meeting.failure is not None:
                 raise meeting.failure.on_rank(rank)
             return meeting.result
+
+    def _check_that_ranks_can_go_on(self) -> None:
+        """Break the group if ranks wait for each other in different meetings. Lock held."""
+        waits_for = {
+            rank: meeting.absent()
+            for rank, (_, meeting) in self._family.waiting.items()
+            if meeting.state is State.GATHERING
+        }
+        if stuck_among(waits_for):
+            text = (
+                "the ranks wait for each other in different calls, and none of them can ever go on:\n"
+                f"{self._who_is_where()}\n{SAME_CALLS}"
+            )
+            self._break_locked(Failure(CollectiveMismatch, text))
+
+    def _time_out(self, rank: int, meeting: Meeting, timeout_seconds: float) -> None:
+        text = (
+            f"{meeting.calls[rank]} ({meeting.title} of this group of {self.size}): "
+            f"{named_ranks(meeting.absent())} did not come within {timeout_seconds:g} s\n"
+            f"{meeting.who_called_what()}\n{self._who_is_where()}\n"
+            "look at what the absent ranks do instead (an endless loop, fewer batches); "
+            "if they are only slow, raise the timeout"
+        )
+        self._break_locked(Failure(CollectiveTimeout, text))
+
+    def _who_is_where(self) -> str:
+        family = self._family
+        places = {}
+        for rank, board in family.boards.items():
+            room, meeting = family.waiting.get(rank, (None, None))
+            wait = None
+            if room is not None and meeting is not None:
+                wait = Wait(lane=room.name, call=meeting.call_number, words=str(meeting.calls[rank]))
+            places[rank] = Place.of(board, wait=wait, has_left=rank in family.gone)
+        return who_is_where(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
         """Fail everything under way and everything to come, here and in the children."""
         with self._lock:
             self._break_locked(failure)
-            children = [child for room in self._family.rooms for child in room._children]
+            children = list(self._family.children)
         for child in children:
             child.break_(Failure(failure.kind, str(failure.on_rank(None))))
 
@@ -243,24 +288,15 @@ class MeetingRoom:
             room._meetings = {}
 
     def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
-        """Rank `rank` makes no more calls here: peers that need it raise `PeerLost` at once.
-
-        Who leaves the main lane leaves all of them.
-        """
+        """Rank `rank` makes no more calls on any lane: peers that need it raise `UnevenInputs` at once."""
+        family = self._family
         with self._lock:
-            rooms = list(self._family.rooms) if self.name == MAIN_LANE else [self]
-            for room in rooms:
-                room._leave_locked(rank, why)
-            children = [child for room in rooms for child in room._children] if with_children else []
+            family.gone.setdefault(rank, why)
+            for room in family.rooms:
+                for meeting in list(room._meetings.values()):
+                    if meeting.state is State.GATHERING and rank in meeting.absent():
+                        room._check(meeting)
+            children = list(family.children) if with_children else []
         for child in children:
             if rank in child._ranks_in_parent:
                 child.leave(child._ranks_in_parent.index(rank), why, with_children=True)
-
-    def _leave_locked(self, rank: int, why: str) -> None:
-        self._gone.setdefault(rank, why)
-        for meeting in list(self._meetings.values()):
-            if meeting.state is State.GATHERING and rank in meeting.absent():
-                self._check(meeting)
-        if len(self._gone) == self.size and self.name != MAIN_LANE:
-            with contextlib.suppress(ValueError):  # left before
-                self._family.rooms.remove(self)

@@ -1,39 +1,48 @@
 """What ranks tell each other beside the data, through their process group's store.
 
-Two things: why the group is broken (the first to know tells the others, who look while they wait), and in
-which call a rank has been waiting for long (so that a timeout can name who is elsewhere). Nothing is sent
-while all goes well. Telling is best effort: when the store is gone, ranks still have their own errors.
+Two things: why the group is broken (the first to know tells the others, who look while they wait), and where each
+rank is (so that whoever waits can say who is elsewhere). Telling is best effort: when the store is gone, ranks still
+have their own errors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from syncline.board import Place
 from syncline.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     PeerFailed,
     PeerLost,
     SynclineError,
+    UnevenInputs,
 )
 from syncline.transport.calls import Failure
+from syncline.transport.store_line import StoreLine, line_to
 
 __all__ = ["Notices"]
 
+T = TypeVar("T")
+
 _KINDS: dict[str, type[SynclineError]] = {
-    kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost)
+    kind.__name__: kind
+    for kind in (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs)
 }
 _STORE_TIMEOUT = timedelta(seconds=1)
 _MAX_TEXT_CHARS = 64 * 1024
 
 
 class Notices:
-    """One rank's view of its group's notices.
+    """One rank's view of its group's notices; any thread of the process that made it may use it.
 
     Args:
         store: the group's store; a connection of its own is opened, so that nobody's use of it is disturbed.
@@ -44,6 +53,10 @@ class Notices:
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
+        self._pid = os.getpid()
+        self._has_left = False
+        # Two threads that wait for answers on one connection of a TCPStore would take each other's.
+        self._lock = threading.Lock()
         own = store  # Any: torch's stub of Store knows neither `clone` nor `timeout`
         timeout = store.timeout
         with contextlib.suppress(RuntimeError):  # a store that cannot be cloned is shared
@@ -51,65 +64,86 @@ class Notices:
             own.set_timeout(_STORE_TIMEOUT)
             if store.timeout != timeout:
                 own.set_timeout(timeout)  # it is the same store after all
+        self._line: StoreLine | None = line_to(own)
         self._store: Store | None = PrefixStore("syncline", own)
         # Old notices stay in the store, and a group that is made again under the same name must not see them.
         # Each rank counts for itself how often that was: to ask another rank would be to wait for it.
-        self._epoch = self._count(f"epoch/{rank}")
+        self._epoch = self._ask(lambda store: store.add(f"epoch/{rank}", 1))
 
-    def publish(self, failure: Failure) -> None:
-        """Tell why the group is broken; the first notice stays."""
-        text = failure.text[-_MAX_TEXT_CHARS:]
-        record = {"kind": failure.kind.__name__, "text": text, "rank": self._rank}
-        if self._store is not None:
-            try:
-                self._store.compare_set(self._key("failure"), "", json.dumps(record))
-            except RuntimeError:
-                self._store = None
+    def publish(self, failure: Failure) -> Failure:
+        """Tell why the group is broken; the first notice stays, and is what all ranks go by."""
+        record = {
+            "kind": failure.kind.__name__,
+            "text": failure.text[-_MAX_TEXT_CHARS:],
+            "rank": None if failure.is_common else self._rank,
+        }
+        mine = json.dumps(record)
+        told = self._ask(lambda store: store.compare_set(self._key("failure"), "", mine))
+        return failure if told is None or told.decode() == mine else _failure(told)
 
     def failure(self) -> Failure | None:
         """Why the group is broken, in the words of the rank that knew first; None if nobody said."""
-        text = self._read(self._key("failure"))
-        if text is None:
-            return None
-        record = json.loads(text)
-        return Failure(_KINDS.get(record["kind"], PeerFailed), record["text"], aborted_by=record["rank"])
+        key = self._key("failure")
+        told = self._ask(lambda store: store.get(key) if store.check([key]) else None)
+        return None if told is None else _failure(told)
 
-    def waits_in(self, place: str) -> None:
-        """Tell in which call this rank waits."""
-        self._write(self._key(f"place/{self._rank}"), place)
+    def post(self, place: Callable[[], Place]) -> None:
+        """Tell where this rank is.
 
-    def places(self) -> str:
-        """Where each rank was last seen waiting; a line each."""
-        seen = [self._read(self._key(f"place/{rank}")) for rank in range(self._size)]
-        return "\n".join(
-            f"  rank {rank}: {'not seen waiting so far' if place is None else f'last seen waiting in {place}'}"
-            for rank, place in enumerate(seen)
-        )
+        Args:
+            place: says where, when it is this call's turn: of two threads that tell, the later knows better.
+        """
+        key = self._key(f"place/{self._rank}")
+        self._ask(lambda store: None if self._has_left else store.set(key, place().to_json()))
+
+    def leave(self, place: Place) -> None:
+        """Tell where this rank was last, for good, and see that the store has it."""
+
+        def tell(store: Any) -> None:
+            self._has_left = True
+            store.set(key, place.to_json())
+            store.check([key])
+
+        key = self._key(f"place/{self._rank}")
+        self._ask(tell)
+
+    def places(self) -> dict[int, Place]:
+        """Where each rank was last seen; without those that have told nothing."""
+        return self._ask(self._read_places) or {}
+
+    def is_reachable(self) -> bool:
+        """Whether there is still a store to tell things to."""
+        return self._store is not None and (self._line is None or self._line.is_open())
+
+    def _read_places(self, store: Any) -> dict[int, Place]:
+        ranks = list(range(self._size))
+        keys = [self._key(f"place/{rank}") for rank in ranks]
+        if not store.check(keys):  # `multi_get` would wait for what is not there
+            present = [rank for rank in ranks if store.check([keys[rank]])]
+            ranks, keys = present, [keys[rank] for rank in present]
+        texts = store.multi_get(keys) if keys else []
+        return {rank: Place.from_json(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
 
     def _key(self, name: str) -> str:
         return f"{self._epoch}/{name}"
 
-    def _count(self, key: str) -> int:
-        assert self._store is not None
-        try:
-            return self._store.add(key, 1)
-        except RuntimeError:
-            self._store = None
-            return 0
-
-    def _write(self, key: str, value: str) -> None:
-        if self._store is not None:
-            try:
-                self._store.set(key, value)
-            except RuntimeError:
-                self._store = None
-
-    def _read(self, key: str) -> str | None:
-        store = self._store
-        if store is None:
+    def _ask(self, question: Callable[[Any], T]) -> T | None:
+        """The store's answer; None once it is gone, and in a fork, to which its connection does not belong."""
+        if os.getpid() != self._pid:
             return None
-        try:
-            return store.get(key).decode() if store.check([key]) else None
-        except RuntimeError:
+        with self._lock:
+            if self._store is not None and self.is_reachable():
+                try:
+                    return question(self._store)
+                except RuntimeError:
+                    pass
             self._store = None
-            return None
+        return None
+
+
+def _failure(told: bytes) -> Failure:
+    record = json.loads(told)
+    rank = record["rank"]
+    return Failure(
+        _KINDS.get(record["kind"], PeerFailed), record["text"], aborted_by=rank, is_common=rank is None
+    )

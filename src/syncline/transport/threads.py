@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from syncline.board import Board
-from syncline.errors import PeerFailed
+from syncline.board import MAIN_LANE, Board
+from syncline.errors import PeerFailed, SynclineError
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.calls import Call, Failure
 from syncline.transport.meeting import Meeting, MeetingRoom, State
@@ -102,6 +102,8 @@ class ThreadsTransport(Transport):
     ) -> None:
         super().__init__(rank=rank, size=room.size, timeout_seconds=timeout_seconds, board=board)
         self._room = room
+        room.seat(rank, self.board)
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -137,7 +139,12 @@ class ThreadsTransport(Transport):
         self._room.break_(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def close(self) -> None:
-        self._room.leave(self.rank, "it closed its transport")
+        if self._room.name == MAIN_LANE:
+            self._room.leave(self.rank, "it closed its transport")
+        else:
+            self._is_closed = (
+                True  # no more than that: a garbage collector may close a lane and hold the room's lock
+            )
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         if self.size == 1:
@@ -192,6 +199,8 @@ class ThreadsTransport(Transport):
         target: Tensor | None,
         channel: tuple[int, int] | None = None,
     ) -> Work:
+        if self._is_closed and self._room.failure is None:
+            raise SynclineError(f"{call}: rank {self.rank} cannot call this, its transport was closed")
         return _ThreadsWork(self, self._room.join(self.rank, call, part, compute, channel), target)
 
     def _done_alone(self) -> Work:
@@ -254,7 +263,7 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
 
     When a rank raises, its peers are told (`PeerFailed` with the traceback, in whatever they wait for), and
     the exception is raised here. A rank that returns while a peer still needs it makes that peer raise
-    `PeerLost`.
+    `UnevenInputs`.
 
     Args:
         size: number of ranks.

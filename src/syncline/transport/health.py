@@ -1,0 +1,267 @@
+"""Whether a torch.distributed group can still be used on this rank, why not, and what the peers know of it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from torch.distributed import distributed_c10d
+
+from syncline.board import Board, Place, Wait, who_is_where
+from syncline.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerFailed,
+    PeerLost,
+    SynclineError,
+    UnevenInputs,
+)
+from syncline.transport.calls import SAME_CALLS, UNEVEN, Failure, named_ranks
+from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
+from syncline.transport.notices import Notices
+from syncline.transport.user_code import user_code
+
+if TYPE_CHECKING:
+    from syncline.transport.c10d_work import C10dWork
+
+__all__ = ["CLOSED", "Health", "Lane"]
+
+
+class Lane:
+    """One kind of talk of a transport; its collectives are numbered, the same on every rank.
+
+    Args:
+        name: for messages.
+        group: the process group that carries it.
+    """
+
+    __slots__ = ("group", "name", "num_started")
+
+    def __init__(self, name: str, group: object) -> None:
+        self.name = name
+        self.group = group
+        self.num_started = 0
+
+
+class Health:
+    """What all lanes of a group share on this rank.
+
+    Args:
+        main: the first lane.
+        board: where this rank is.
+        notices: where ranks tell each other; None for a rank that is alone.
+        rank: this rank in the group.
+        size: number of ranks in the group.
+        backend: the backend's name, for messages.
+        timeout_seconds: how long an operation of the group can be under way.
+        barrier_device: the type of device on which a barrier runs.
+    """
+
+    def __init__(
+        self,
+        main: Lane,
+        board: Board,
+        notices: Notices | None,
+        *,
+        rank: int,
+        size: int,
+        backend: str,
+        timeout_seconds: float,
+        barrier_device: str,
+    ) -> None:
+        self.failure: Failure | None = None
+        self.lanes = [main]
+        self.rank = rank
+        self.size = size
+        self.barrier_device = barrier_device
+        self.notices = notices
+        self.calling_thread = 0
+        """The thread that has started collectives; one that nobody is, once there were several."""
+        self.wait: Wait | None = None
+        """The call that this rank has been waiting in for a while."""
+        self.num_waits = 0
+        self._board = board
+        self._backend = backend
+        self._timeout_seconds = timeout_seconds
+
+    # ------------------------------------------------------------------ the end of the group
+
+    def fail(self, failure: Failure) -> Failure:
+        """The end of the transport; the peers are told. Of what all ranks say in the same words, the first counts."""
+        if self.failure is None:
+            told = failure if self.notices is None else self.notices.publish(failure)
+            self.failure = told if told.is_common else failure
+            self._keep_groups()
+        return self.failure
+
+    def leave(self) -> None:
+        """Tell the peers that this rank makes no more calls, and that nothing is wrong with that."""
+        if self.failure is None and self.notices is not None:
+            self.notices.leave(self.place(has_left=True))
+
+    def close(self) -> None:
+        """Nothing more is started, and the groups are let go."""
+        self.leave()
+        if self.failure is None:
+            self.failure = CLOSED
+        self.lanes = []
+
+    def raise_if_told(self) -> None:
+        """Raise if a peer has told of the end of the transport."""
+        told = None if self.notices is None else self.notices.failure()
+        if told is not None:
+            raise self._told(told)
+
+    def _told(self, failure: Failure) -> SynclineError:
+        if self.failure is None:
+            self.failure = failure
+            self._keep_groups()
+        return self.failure.on_rank(self.rank)
+
+    def _keep_groups(self) -> None:
+        """Keep the process groups until no operation can be under way any more.
+
+        When its last user goes, a Gloo group waits for its operations: a process that has given up would not
+        end before they time out.
+        """
+        groups = [lane.group for lane in self.lanes]
+        keeper = threading.Timer(self._timeout_seconds + 1, id, args=(groups,))
+        keeper.daemon = True
+        keeper.start()
+
+    # ------------------------------------------------------------------ who is where
+
+    def called_from(self, thread: int) -> None:
+        """Another thread starts collectives than the last: from now on, one may go on while the other waits."""
+        self.calling_thread = thread if self.calling_thread == 0 else -1
+
+    def is_live(self) -> bool:
+        """Whether there is still something to tell the peers; once not, never again."""
+        return self.failure is None and self.lanes[0].group in distributed_c10d._world.pg_map
+
+    def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
+        """Where this rank is."""
+        return Place.of(
+            self._board,
+            wait=self.wait,
+            num_started={lane.name: lane.num_started for lane in list(self.lanes)},
+            code=code,
+            has_left=has_left,
+            seen=time.time(),
+        )
+
+    def places(self) -> dict[int, Place]:
+        """Where each rank was last seen, this one now."""
+        told = {} if self.notices is None else self.notices.places()
+        return {**told, self.rank: self.place(code=user_code(sys._getframe()))}
+
+    # ------------------------------------------------------------------ errors
+
+    def timed_out(self, work: C10dWork) -> SynclineError:
+        """Nobody failed, but not every rank came."""
+        places = self.places()
+        return self._ended(work, CollectiveTimeout, self._late(work, places), _LATE, places, None)
+
+    def broken_by(self, error: RuntimeError, work: C10dWork) -> SynclineError:
+        """The backend's error in our words."""
+        kind, what, remedy = _meaning(str(error))
+        told = None if self.notices is None else self.notices.failure()
+        if told is not None and (told.kind is PeerFailed or (kind is PeerLost and told.kind is not PeerLost)):
+            # A lost connection is only the consequence of what the peer itself has told.
+            return self._told(told)
+        places = self.places() if kind in (CollectiveTimeout, PeerLost) else None
+        if kind is CollectiveTimeout and places is not None:
+            what = self._late(work, places)
+        elif kind is PeerLost and places is not None:
+            left = [rank for rank, place in sorted(places.items()) if place.has_left]
+            if left:
+                kind, what, remedy = UnevenInputs, _left(left), UNEVEN
+            elif self.size == 2:
+                what = f"the connection to rank {1 - self.rank} is lost"
+        return self._ended(work, kind, what, remedy, places, error)
+
+    def raise_if_hopeless(self, work: C10dWork, places: dict[int, Place], steady: dict[int, Place]) -> None:
+        """Raise if this wait can never end.
+
+        Args:
+            work: what is waited for.
+            places: where the ranks were seen.
+            steady: the same, with only those waits that last.
+        """
+        if self.wait is None:
+            return
+        left = left_ranks(self.wait, places)
+        if left:
+            raise self._ended(work, UnevenInputs, _left(left), UNEVEN, places, None)
+        what = ""
+        if different_calls(places):
+            what = "the ranks met in different calls:"
+        elif stuck_ranks(steady):
+            what = "the ranks wait for each other in different calls, and none of them can ever go on:"
+        if what:
+            text = "\n".join([what, who_is_where(places, size=self.size), SAME_CALLS])
+            raise self.fail(Failure(CollectiveMismatch, text, is_common=True)).on_rank(self.rank)
+
+    def _late(self, work: C10dWork, places: dict[int, Place]) -> str:
+        unheard = [rank for rank in range(self.size) if rank not in places]
+        late = sorted([*absent_ranks(work.as_wait(), places), *unheard])
+        return f"{named_ranks(late)} did not come before the deadline" if late else _NOT_ALL_CAME
+
+    def _ended(
+        self,
+        work: C10dWork,
+        kind: type[SynclineError],
+        what: str,
+        remedy: str,
+        places: dict[int, Place] | None,
+        error: Exception | None,
+    ) -> SynclineError:
+        where = f"rank {self.rank} of {self.size} over {self._backend}"
+        lines = [f"{work} on {where}: {what}, {work.elapsed_seconds():.1f} s after the call"]
+        if places is not None:
+            lines.append(who_is_where(places, size=self.size, here=self.rank, now=time.time()))
+        lines.append(remedy)
+        if error is not None:
+            lines.append(f"{self._backend} said: {_without_cpp_frames(str(error))}")
+        return self.fail(Failure(kind, "\n".join(lines))).on_rank(self.rank)
+
+
+CLOSED = Failure(
+    SynclineError,
+    "this transport was closed, by shutdown(), by its own close(), or because its process group was destroyed: "
+    "nothing can be sent any more. Wrap the module again after the next init(), or shut down later",
+)
+_NOT_ALL_CAME = "not every rank came before the deadline"
+_LATE = (
+    "look at what the ranks do that do not wait here (an endless loop, fewer batches, another call); "
+    "if they are only slow, raise the timeout"
+)
+_LOST = (
+    "a peer's process has ended, or its network failed: look at the log of the rank that ended first, "
+    "its last lines say why"
+)
+_SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
+
+
+def _left(ranks: list[int]) -> str:
+    has = "has" if len(ranks) == 1 else "have"
+    return f"{named_ranks(ranks)} {has} left in good order, and will not come"
+
+
+def _without_cpp_frames(message: str) -> str:
+    """A backend's words (NCCL's reason is on the second line), without torch's own C++ stack below them."""
+    return message.partition("\nException raised from ")[0].rstrip()
+
+
+def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
+    """What a backend's error message stands for: our error, what happened, what to do."""
+    words = message.lower()
+    if "enforce fail" in words or "mismatch" in words:
+        return CollectiveMismatch, "the ranks called different operations, or sizes differ", SAME_CALLS
+    if "timed out" in words or "timeout" in words:
+        return CollectiveTimeout, _NOT_ALL_CAME, _LATE
+    if any(sign in words for sign in _SIGNS_OF_LOSS):
+        return PeerLost, "the connection to a peer is lost", _LOST
+    return SynclineError, "the backend failed", "its own words, below, are all that is known"

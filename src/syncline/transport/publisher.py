@@ -1,0 +1,120 @@
+"""The thread that lets the peers know where this rank is while it does not wait for them.
+
+One a process. It holds nothing alive, and ends before the interpreter does: a thread that is in C++ when Python shuts
+down aborts the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from dataclasses import replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from syncline.board import Place
+from syncline.transport.notices import Notices
+from syncline.transport.user_code import user_code_of_main_thread
+
+__all__ = ["Published", "Publisher", "publisher"]
+
+_PERIOD_SECONDS = 0.5
+_SIGN_OF_LIFE_SECONDS = 5.0
+"""A place that does not change is told again so often: who is silent for longer does not run."""
+_JOIN_SECONDS = 5.0
+
+
+class Published(Protocol):
+    """What has a place to tell."""
+
+    notices: Notices | None
+
+    def is_live(self) -> bool:
+        """Whether there is still something to tell; once not, never again."""
+
+    def place(self, *, code: str | None = None) -> Place:
+        """Where this rank is."""
+
+
+class Publisher:
+    """Tells the places of what was added, each while it lives."""
+
+    def __init__(self) -> None:
+        self._told: WeakKeyDictionary[Published, Place] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, what: Published) -> None:
+        """Begin to tell where this rank is; once the process ends, do nothing."""
+        with self._lock:
+            if self._ended:
+                return
+            self._told[what] = Place()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="syncline board", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter is ending already
+                    self._thread.start()
+        self._wake.set()
+
+    def end(self) -> None:
+        """End the thread."""
+        with self._lock:
+            self._ended = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self._wake.wait(_PERIOD_SECONDS if len(self._told) else None)
+            self._wake.clear()
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        with self._lock:
+            current = list(self._told)
+        for what in current:
+            if self._ended:
+                return
+            with contextlib.suppress(Exception):  # a thread that only informs has nobody to raise to
+                self._tell(what)
+
+    def _tell(self, what: Published) -> None:
+        notices = what.notices
+        if notices is None or not what.is_live() or not notices.is_reachable():
+            with self._lock:
+                self._told.pop(what, None)
+            return
+        code, before = user_code_of_main_thread(), self._told[what]
+        place = what.place(code=code)
+        if replace(place, seen=before.seen) != before or place.seen - before.seen > _SIGN_OF_LIFE_SECONDS:
+            self._told[what] = place
+            notices.post(lambda: what.place(code=code))
+
+
+_publisher: Publisher | None = None
+
+
+def publisher() -> Publisher:
+    """The one of this process."""
+    global _publisher
+    if _publisher is None:
+        _publisher = Publisher()
+        atexit.register(_publisher.end)
+    return _publisher
+
+
+def _forget_the_parents() -> None:
+    """A fork has no thread but its own."""
+    global _publisher
+    if _publisher is not None:
+        atexit.unregister(_publisher.end)
+    _publisher = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_the_parents)

@@ -1,0 +1,171 @@
+"""Over Gloo in processes: ranks that wait for each other, that are late, and that have left."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import syncline as sl
+from syncline.errors import CollectiveMismatch, CollectiveTimeout, SynclineError, UnevenInputs
+from syncline.transport.c10d import C10dTransport
+from syncline.world import transport_of
+
+
+def texts_of_all_ranks(text: str) -> list[str]:
+    """What each rank says, told by the store: the transport is broken."""
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"text {dist.get_rank()}", text)
+    return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
+
+
+def wait_for(key: str) -> None:
+    dist.group.WORLD.get_group_store().wait([key])  # type: ignore[union-attr]
+
+
+def tell(key: str) -> None:
+    dist.group.WORLD.get_group_store().set(key, "")  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_wait_on_different_lanes_are_told_who_is_where() -> None:
+    t = transport_of(None)
+    lane = t.lane("gradients")
+    t.board.step, t.board.phase = 3, "backward" if t.rank else "after backward"
+    start = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        if t.rank == 0:
+            sl.mean(1.0)
+        else:
+            lane.all_reduce(torch.zeros(1000)).wait()
+    assert time.monotonic() - start < 3
+    texts = texts_of_all_ranks(str(caught.value))
+    assert texts[0] == texts[1]
+    lines = texts[0].splitlines()
+    assert lines[0] == "the ranks wait for each other in different calls, and none of them can ever go on:"
+    assert lines[1].startswith(
+        "  rank 0: step 3, after backward, waiting in all_gather of 105 elements, torch.uint8"
+    )
+    assert "on the main lane), at test_board_processes.py:" in lines[1]
+    assert lines[2].startswith(
+        "  rank 1: step 3, backward, waiting in all_reduce(sum) of 1000 elements, torch.float32"
+    )
+    assert "on the gradients lane), at test_board_processes.py:" in lines[2]
+    with pytest.raises(CollectiveMismatch):
+        t.barrier()
+
+
+@pytest.mark.ranks(3)
+def test_a_third_rank_that_waits_for_those_who_are_stuck_is_told_as_well() -> None:
+    t = C10dTransport()
+    lane = t.lane("gradients")
+    with pytest.raises(CollectiveMismatch, match="rank 2: before the first step, waiting in all_reduce"):
+        (t.barrier() if t.rank == 0 else lane.all_reduce(torch.zeros(2))).wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_slow_rank_on_another_lane_is_waited_for() -> None:
+    t = C10dTransport()
+    lane = t.lane("gradients")
+    for _ in range(2):
+        work = lane.all_reduce(torch.zeros(2))
+        if t.rank == 1:
+            deadline = time.monotonic() + 1.6  # three times as long as it takes to look
+            while time.monotonic() < deadline:
+                pass
+        t.barrier().wait()
+        work.wait()
+
+
+@pytest.mark.ranks(2)
+def test_lanes_that_are_waited_for_in_different_orders_are_no_deadlock() -> None:
+    t = C10dTransport()
+    lane = t.lane("gradients")
+    wait_for_both = [t.barrier(), lane.barrier()]
+    if t.rank == 1:
+        wait_for_both.reverse()
+    for work in wait_for_both:
+        work.wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> None:
+    t = C10dTransport(timeout_seconds=1.5)
+    if t.rank == 1:
+        t.board.step, t.board.phase = 12, "forward"
+        wait_for("rank 0 gave up")
+        with pytest.raises(CollectiveTimeout, match="rank 0 aborted the group"):
+            t.barrier().wait()
+        return
+    with pytest.raises(CollectiveTimeout) as caught:
+        t.barrier().wait()
+    tell("rank 0 gave up")
+    first, _, about_rank_1, *_ = str(caught.value).splitlines()
+    assert "barrier (call 1 on the main lane) on rank 0 of 2 over gloo: rank 1 did not come" in first
+    assert about_rank_1.startswith("  rank 1: step 12, forward, at test_board_processes.py:")
+    assert "in wait_for (last heard of " in about_rank_1
+
+
+@pytest.mark.ranks(2)
+def test_who_waits_for_a_rank_that_has_left_in_good_order_is_told_so() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    if t.rank == 1:
+        t.board.step, t.board.phase = 7, "after backward"
+        t.leave()
+        wait_for("told")  # its connections stay open meanwhile
+        return
+    start = time.monotonic()
+    with pytest.raises(UnevenInputs) as caught:
+        t.barrier().wait()
+    assert time.monotonic() - start < 10
+    tell("told")
+    text = str(caught.value)
+    assert "rank 1 has left in good order, and will not come" in text
+    assert "rank 1: step 7, after backward, has left in good order" in text
+    for remedy in ("DistributedSampler", "drop_last=True", "ddp.join()"):
+        assert remedy in text
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_leaves_after_its_last_call_harms_nobody() -> None:
+    t = C10dTransport()
+    work = t.barrier()
+    if t.rank == 1:
+        work.wait()
+        t.leave()
+        tell("left")
+    else:
+        wait_for("left")
+        work.wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_connection_that_closes_after_its_rank_has_left_is_uneven_inputs() -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    if t.rank == 1:
+        t.leave()
+        dist.destroy_process_group()
+        return
+    with pytest.raises(UnevenInputs, match="rank 1 has left in good order"):
+        t.all_reduce(torch.zeros(10)).wait()
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_under_way_in_shutdown_is_no_good_order() -> None:
+    sl.init(timeout=30)
+    t = transport_of(None)
+    t.barrier().wait()
+    if t.rank == 1:
+        try:
+            raise KeyError("the data of step 3")
+        except KeyError:
+            sl.shutdown()
+        wait_for("told")
+        return
+    with pytest.raises(SynclineError, match="KeyError: 'the data of step 3'"):
+        t.barrier().wait()
+    tell("told")

@@ -1,0 +1,97 @@
+"""Which ranks cannot go on, by arithmetic: no processes, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from syncline.board import Place, Wait
+from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, steady, stuck_ranks
+
+
+def waiting(
+    lane: str, call: int | None, *, words: str = "x", blocks_rank: bool = True, **started: int
+) -> Place:
+    wait = Wait(lane=lane, call=call, words=words, blocks_rank=blocks_rank)
+    return Place(wait=wait, num_started=started)
+
+
+def running(**started: int) -> Place:
+    return Place(num_started=started)
+
+
+def test_two_ranks_on_two_lanes_wait_for_each_other() -> None:
+    places = {
+        0: waiting("main", 4, main=4, gradients=6),
+        1: waiting("gradients", 7, main=3, gradients=7),
+    }
+    assert stuck_ranks(places) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        running(main=3, gradients=7),  # slow, but going on
+        waiting("gradients", 6, main=3, gradients=6),  # rank 0 has started that call
+        waiting("gradients", 7, main=4, gradients=7),  # it has started rank 0's call
+        waiting("main", 3, main=3, gradients=6),  # an earlier call of the same lane
+        waiting("gradients", None, main=3, gradients=7),  # a message: who has it to send is not known
+        waiting("gradients", 7, main=3, gradients=7, blocks_rank=False),  # another thread may go on
+        waiting("gradients", 7, gradients=7),  # rank 0's lane is not known there
+    ],
+    ids=["running", "started here", "started there", "earlier", "message", "threads", "closed lane"],
+)
+def test_what_may_still_end_is_no_deadlock(other: Place) -> None:
+    assert stuck_ranks({0: waiting("main", 4, main=4, gradients=6), 1: other}) == []
+
+
+def test_a_ring_of_three_is_found_and_who_waits_for_it_belongs_to_it() -> None:
+    places = {
+        0: waiting("a", 1, a=1, b=0, c=1),
+        1: waiting("b", 1, a=0, b=1, c=1),
+        2: waiting("a", 1, a=1, b=1, c=0),
+        3: running(a=0, b=0, c=0),
+    }
+    assert stuck_ranks(places) == [0, 1, 2]
+    del places[1]
+    assert stuck_ranks(places) == []
+
+
+def test_a_rank_that_nobody_saw_proves_nothing() -> None:
+    assert stuck_ranks({0: waiting("main", 1, main=1)}) == []
+
+
+def test_one_call_in_different_words_is_a_mismatch_of_those_ranks() -> None:
+    places = {
+        0: waiting("main", 2, words="barrier"),
+        1: waiting("main", 2, words="all_reduce"),
+        2: waiting("main", 1, words="split"),
+        3: running(),
+        4: waiting("main", None, words="recv"),
+        5: waiting("gradients", 2, words="all_reduce"),
+    }
+    assert different_calls(places) == [0, 1]
+    del places[1]
+    assert different_calls(places) == []
+
+
+def test_absent_is_who_has_not_started_the_call_and_left_who_never_will() -> None:
+    wait = Wait(lane="main", call=3, words="barrier")
+    places = {
+        0: waiting("main", 3, main=3),
+        1: running(main=2),
+        2: Place(num_started={"main": 2}, has_left=True),
+        3: Place(num_started={"main": 3}, has_left=True),
+    }
+    assert absent_ranks(wait, places) == [1, 2]
+    assert left_ranks(wait, places) == [2]
+
+
+def test_of_an_old_sighting_and_a_new_one_only_the_same_wait_counts() -> None:
+    first = Place(wait=Wait(lane="main", call=1, words="x", number=1))
+    again = Place(step=1, wait=Wait(lane="main", call=1, words="x", number=1))
+    other = Place(wait=Wait(lane="main", call=1, words="x", number=2))
+    assert steady({0: first, 1: first}, {0: again, 1: other, 2: first}) == {
+        0: again,
+        1: Place(),
+        2: Place(),
+    }
