@@ -226,13 +226,58 @@ def test_sparse_gradients_are_torchs(view: bool) -> None:
     assert_equal(*found, rtol=1e-6, atol=1e-8)
 
 
+def looked_at(state, bucket):
+    state.append((bucket.index(), bucket.is_last(), bucket.buffer().is_sparse, len(bucket.gradients())))
+    return default_hooks.allreduce_hook(None, bucket)
+
+
 @pytest.mark.ranks(2)
-def test_a_sparse_parameter_that_one_rank_did_not_use() -> None:
+@pytest.mark.parametrize("hook", [looked_at, debugging_hooks.noop_hook])
+def test_a_communication_hook_gets_sparse_gradients_as_torchs_does(hook: Any) -> None:
+    found = []
+    for wrap in (DDP, TorchDDP):
+        ddp = wrap(Sparse())
+        calls: list[Any] = []
+        ddp.register_comm_hook(calls, hook)
+        seen = []
+        for step in range(3):
+            ddp.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            indices = torch.randint(0, 40, (3 + 2 * dist.get_rank(), 4), generator=generator)
+            ddp(indices).square().mean().backward()
+            assert ddp.module.rows.weight.grad.is_sparse
+            seen += [p.grad.to_dense().clone() for p in ddp.parameters()]
+        found.append((seen, sorted(is_sparse for _, _, is_sparse, _ in calls)))
+        assert all(num_gradients == (0 if is_sparse else 2) for _, _, is_sparse, num_gradients in calls)
+        assert sum(is_last for _, is_last, _, _ in calls) == len(calls) // 2
+    (ours, our_kinds), (theirs, their_kinds) = found
+    assert our_kinds == their_kinds
+    assert_equal(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_that_returns_something_else_for_a_sparse_gradient_is_an_error() -> None:
+    def values(state: object, bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer()._values() if bucket.buffer().is_sparse else bucket.buffer())
+        return future
+
+    ddp = DDP(Sparse())
+    ddp.register_comm_hook(None, values)
+    with pytest.raises(sl.SynclineError, match=r"expected its future to hold a tensor of shape \(40, 8\)"):
+        ddp(torch.tensor([[1, 2]])).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_a_sparse_parameter_that_one_rank_did_not_use(with_hook: bool) -> None:
     class Maybe(Sparse):
         def forward(self, indices: Tensor) -> Tensor:
             return super().forward(indices) if dist.get_rank() else self.out(torch.ones(2, 8))
 
     ddp = DDP(Maybe(), find_unused_parameters=True)
+    if with_hook:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     ddp(torch.tensor([[1, 2]])).sum().backward()
     gradient = ddp.module.rows.weight.grad
     assert gradient is not None

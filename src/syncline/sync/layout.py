@@ -117,7 +117,13 @@ class BucketLayout:
         self.control = ControlMessage(self._transport, numel) if is_apart else None
         plans = plan_buckets(self._specs, order, caps=self._options.caps, tail_numel=0 if is_apart else numel)
         self.buckets = [
-            SparseBucket(plan, self._parameters, self._transport)
+            SparseBucket(
+                plan,
+                self._parameters,
+                self._transport,
+                comm_hook=self._comm_hook,
+                is_last=plan is plans[-1],
+            )
             if plan.sparse
             else Bucket(
                 plan,

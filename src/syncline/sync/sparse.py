@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
 from syncline.sync.bucket import BucketState, Lifecycle
+from syncline.sync.comm_hook import CommHook, GradBucket
 from syncline.transport.base import Transport, Work
 
 __all__ = ["SparseBucket"]
@@ -26,17 +29,30 @@ class SparseBucket(Lifecycle):
         plan: of one parameter.
         parameters: all parameters of the module, by index.
         transport: what the rows travel by.
+        comm_hook: what reduces the gradient in their place; as in torch it gets a sparse tensor.
+        is_last: whether the hook is told that this is the last bucket.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], transport: Transport) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[Tensor],
+        transport: Transport,
+        *,
+        comm_hook: CommHook | None = None,
+        is_last: bool = False,
+    ) -> None:
         super().__init__(plan, [parameters[plan.parameters[0]]])
         self._parameter = self.members[0]
         self._transport = transport
+        self._comm_hook = comm_hook
+        self._is_last = is_last
         self._scale = 1.0
         self._mine: Tensor | None = None
         self._sum: Tensor | None = None
         self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
         self._work: Work | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     def view_of(self, position: int) -> None:
         """Nothing is copied before the launch."""
@@ -61,20 +77,49 @@ class SparseBucket(Lifecycle):
         self.trigger = trigger
         self._transition(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
+        if self._comm_hook is not None:
+            buffer = _no_rows(self._parameter) if self._mine is None else self._mine
+            bucket = GradBucket(
+                index=self.plan.index,
+                buffer=buffer,
+                parameters=self.members,
+                gradients=(),  # torch's are none, too
+                is_last=self._is_last,
+            )
+            self._future = self._comm_hook(bucket)
+            return
         num_rows = 0 if self._mine is None else self._mine._nnz()
         self._work = self._transport.all_gather(
             self._num_rows, torch.tensor([num_rows], device=self._num_rows.device)
         )
 
     def wait(self) -> None:
-        """Gather the rows of all ranks and add them up."""
-        assert self._work is not None
+        """Gather the rows of all ranks and add them up, or take the hook's result."""
         start = time.perf_counter()
-        self._work.wait()
-        self._work = None
-        self._sum = self._gathered([int(n) for n in self._num_rows.tolist()])
+        if self._future is not None:
+            self._sum = self._checked(self._future.wait())
+        else:
+            assert self._work is not None
+            self._work.wait()
+            self._sum = self._gathered([int(n) for n in self._num_rows.tolist()])
+        self._work = self._future = None
         self.waited_seconds = time.perf_counter() - start
         self._transition(BucketState.REDUCED)
+
+    def _checked(self, result: object) -> Tensor:
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        assert self._comm_hook is not None
+        expected = tuple(self._parameter.shape)
+        if not isinstance(result, Tensor) or result.shape != expected:
+            got = (
+                f"one of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            )
+            raise SynclineError(
+                f"communication hook {self._comm_hook.name}, bucket {self.plan.index} of a sparse gradient: expected "
+                f"its future to hold a tensor of shape {expected}, got {got}: return the bucket's buffer, reduced"
+            )
+        return result
 
     def _gathered(self, num_rows: Sequence[int]) -> Tensor:
         parameter, size = self._parameter, self._transport.size
@@ -108,6 +153,16 @@ class SparseBucket(Lifecycle):
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
         self._mine = self._sum = None
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
+        parameter.new_zeros(0, *parameter.shape[1:]),
+        parameter.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
 
 def _as_sparse(gradient: Tensor) -> Tensor:
