@@ -674,7 +674,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._sync_buffers_of(iteration)
 
     def _sync_buffers_of(self, iteration: Iteration) -> None:
-        self._buffers_sync.before_forward(next_is_due=iteration.synchronizes, src=iteration.buffers_from)
+        self._buffers_sync.before_forward(
+            next_is_due=iteration.synchronizes,
+            src=iteration.buffers_from,
+            counts=iteration.has_inputs,
+            num_counting=iteration.num_with_inputs,
+        )
 
     def _make_all_equal_to(self, src: int) -> None:
         self._authoritative_rank = src

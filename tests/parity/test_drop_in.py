@@ -477,6 +477,33 @@ def test_uneven_inputs_end_with_torchs_parameters(num_fewer: int, by_initial: bo
 
 
 @pytest.mark.ranks(2)
+def test_averaged_buffers_are_of_the_ranks_that_still_have_inputs() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1, momentum=1.0)
+            self.register_buffer("largest", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.norm.running_mean.item(), self.norm.running_var.item(), self.largest.item()))
+            self.largest.copy_(x.max())
+            return self.norm(x)
+
+    seen: list[tuple[float, ...]] = []
+    ddp = DDP(Norm(), buffers="average")
+    x = torch.tensor([[10.0], [12.0]]) + 10 * dist.get_rank()
+    with ddp.join():
+        for _ in range(3 - dist.get_rank()):
+            ddp(x).square().sum().backward()
+    expected = [
+        (0.0, 1.0, 0),
+        (16.0, 2.0 + 25.0, 22),  # both have inputs: means 11 and 21
+        (11.0, 2.0, 12),  # rank 1 has none left
+    ]
+    assert seen == expected[: len(seen)]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_join_beside_another_joinable() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns

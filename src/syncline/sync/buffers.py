@@ -89,12 +89,16 @@ class BufferSync:
         self._last = (False, "a buffer hook is registered")
         return due and self.enabled and bool(self._slots)
 
-    def before_forward(self, *, next_is_due: bool, src: int = 0) -> None:
+    def before_forward(
+        self, *, next_is_due: bool, src: int = 0, counts: bool = True, num_counting: int | None = None
+    ) -> None:
         """Synchronize if it is due.
 
         Args:
             next_is_due: whether this forward counts as one after which buffers are to be synchronized.
             src: the rank whose buffers the policy "broadcast" takes; the same on all ranks.
+            counts: whether this rank's take part in the policy "average".
+            num_counting: on how many ranks they do; None stands for all.
         """
         due, self.due = self.due, next_is_due
         was_equalized, self._was_equalized = self._was_equalized, False
@@ -109,7 +113,7 @@ class BufferSync:
         elif not due:
             self._last = (False, "the previous forward ran under no_sync or no_grad")
         else:
-            self._synchronize(src)
+            self._synchronize(src, counts=counts, num_counting=num_counting)
             self._last = (True, "")
 
     def equalize(self) -> int:
@@ -126,7 +130,7 @@ class BufferSync:
         self.due, self._was_equalized = False, True
         return self._synchronize(0)
 
-    def _synchronize(self, src: int) -> int:
+    def _synchronize(self, src: int, *, counts: bool = True, num_counting: int | None = None) -> int:
         tensors = self._current()
         if len(tensors) != len(self._tensors) or any(
             a is not b for a, b in zip(tensors, self._tensors, strict=True)
@@ -136,7 +140,13 @@ class BufferSync:
             self._agree_on_changes()
         if self.policy == "average":
             distinct = list({id(tensor): tensor for tensor in tensors}.values())
-            return average_buffers(distinct, self._running_statistics(), self._transport)
+            return average_buffers(
+                distinct,
+                self._running_statistics(),
+                self._transport,
+                counts=counts,
+                num_counting=num_counting,
+            )
         if self._broadcaster is None:
             self._broadcaster = TensorBroadcaster(tensors, self._transport, preserve_version=True)
         self._broadcaster.start(src).wait()

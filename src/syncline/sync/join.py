@@ -1,8 +1,8 @@
 """Uneven inputs: a rank without inputs left takes part in what the others do, with zeros (torch's `Join`).
 
 Before each forward the ranks agree in one small collective whether this iteration synchronizes and whose buffers
-count: those of the highest rank that still has inputs. When all are done, the model of the rank that was last
-becomes everybody's.
+count: those of the highest rank that still has inputs, or the mean over all that have. When all are done, the model
+of the rank that was last becomes everybody's.
 """
 
 from __future__ import annotations
@@ -27,16 +27,24 @@ class Iteration:
     """Whether its backward reduces gradients on some rank."""
     buffers_from: int
     """The rank whose buffers count."""
+    num_with_inputs: int
+    """How many ranks they are."""
+    has_inputs: bool
+    """Whether this rank is one of them."""
 
 
 def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> Iteration:
-    """One all_reduce of two numbers; a collective call, also on ranks without inputs."""
-    mine = torch.tensor(
-        [transport.rank if has_inputs else -1, int(synchronizes)], device=transport.control_device
+    """One all_reduce of a number for each rank and one more; a collective call, also on ranks without inputs."""
+    mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
+    mine[transport.rank], mine[-1] = has_inputs, synchronizes
+    transport.all_reduce(mine, "sum").wait()
+    *with_inputs, any_synchronizes = mine.tolist()
+    return Iteration(
+        synchronizes=bool(any_synchronizes),
+        buffers_from=max((rank for rank, has in enumerate(with_inputs) if has), default=-1),
+        num_with_inputs=sum(with_inputs),
+        has_inputs=has_inputs,
     )
-    transport.all_reduce(mine, "max").wait()
-    buffers_from, any_synchronizes = mine.tolist()
-    return Iteration(synchronizes=bool(any_synchronizes), buffers_from=buffers_from)
 
 
 class ShadowHook(JoinHook):

@@ -80,7 +80,14 @@ def join_halves(halves: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- over ranks
 
 
-def average_buffers(tensors: Sequence[Tensor], pairs: Sequence[_Pair], transport: Transport) -> int:
+def average_buffers(
+    tensors: Sequence[Tensor],
+    pairs: Sequence[_Pair],
+    transport: Transport,
+    *,
+    counts: bool = True,
+    num_counting: int | None = None,
+) -> int:
     """Make buffers equal on all ranks: floating ones their mean, integers their maximum, bools "true anywhere".
 
     At most two collectives for each device, all under way at once. Autograd's version counters stay as they are.
@@ -89,6 +96,8 @@ def average_buffers(tensors: Sequence[Tensor], pairs: Sequence[_Pair], transport
         tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
         pairs: running mean and running variance, to be pooled; both are among `tensors`.
         transport: between the ranks.
+        counts: whether the values of this rank do; it gets the results in any case.
+        num_counting: how many ranks' do; None stands for all.
 
     Returns:
         The number of collectives.
@@ -101,11 +110,15 @@ def average_buffers(tensors: Sequence[Tensor], pairs: Sequence[_Pair], transport
         floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
         pairs_here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
         if floats or pairs_here:
-            averages = _Averages(pairs_here, floats, transport)
+            averages = _Averages(pairs_here, floats, transport, num_counting or transport.size)
+            if not counts:
+                averages.wire.zero_()
             under_way.append((transport.all_reduce(averages.wire), averages))
         integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
         if integers:
             maxima = _Maxima(integers, transport)
+            if not counts:
+                maxima.wire.fill_(torch.iinfo(torch.int64).min)
             under_way.append((transport.all_reduce(maxima.wire, "max"), maxima))
     for work, operation in under_way:
         work.wait()
@@ -116,11 +129,13 @@ def average_buffers(tensors: Sequence[Tensor], pairs: Sequence[_Pair], transport
 class _Averages:
     """Floating buffers of one device, as one float64 vector: means, their variances, everything else."""
 
-    def __init__(self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport) -> None:
+    def __init__(
+        self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, num_counting: int
+    ) -> None:
         means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
         self._targets = [_real(tensor) for tensor in (*means, *variances, *others)]
         self._num_paired = sum(mean.numel() for mean in means)
-        self._num_ranks = transport.size
+        self._num_counting = num_counting
         self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
         flat = torch.cat([target.reshape(-1).double() for target in self._targets])
         to_raw_moments_(*self._moments(flat))
@@ -128,7 +143,7 @@ class _Averages:
         self.wire = wire.to(transport.sending_device(wire.device))
 
     def land(self) -> None:
-        flat = self.wire.div_(self._num_ranks).to(self._targets[0].device)
+        flat = self.wire.div_(self._num_counting).to(self._targets[0].device)
         flat = join_halves(flat) if self._in_halves else flat
         from_raw_moments_(*self._moments(flat))
         _scatter(flat, self._targets)
