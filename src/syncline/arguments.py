@@ -73,19 +73,20 @@ def checked_buffers(
 
 
 def checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None) -> BucketCaps | None:
-    if listed_mb is not None and (not listed_mb or any(not cap > 0 for cap in listed_mb)):
+    """As in torch, where a list is given, nothing else counts; None where nothing is given."""
+    if listed_mb and any(not cap > 0 for cap in listed_mb):
         raise ValueError(f"expected bucket_cap_mb_list to hold sizes above 0 (MiB), got {list(listed_mb)}")
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
         raise ValueError(f"expected bucket_cap_mb above 0 (MiB), got {bucket_cap_mb}")
-    listed_bytes = tuple(int(cap * MIB) for cap in listed_mb or ())
-    if bucket_cap_mb is None:
-        if not listed_bytes:
-            return None
+    if listed_mb:
+        listed_bytes = tuple(int(cap * MIB) for cap in listed_mb)
         return BucketCaps(
             cap_bytes=listed_bytes[-1], first_cap_bytes=listed_bytes[0], listed_bytes=listed_bytes
         )
+    if bucket_cap_mb is None:
+        return None
     cap_bytes = int(bucket_cap_mb * MIB)
-    return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes, listed_bytes=listed_bytes)
+    return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes)
 
 
 def group_of_mesh(

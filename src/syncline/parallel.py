@@ -92,7 +92,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         mixed_precision: torch's `_MixedPrecision`: forward on low-precision copies of the parameters.
         device_mesh: a mesh of one dimension instead of `process_group`.
         skip_all_reduce_unused_params: accepted; what no rank used is not touched in any case.
-        bucket_cap_mb_list: caps in MiB of the first buckets, one by one.
+        bucket_cap_mb_list: caps in MiB of the first buckets, one by one; the last goes on. `bucket_cap_mb` then
+            counts no more.
         batched_grad_copy: accepted; gradients are copied in batches in any case.
         forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward: with
             False, buffers are still broadcast at construction. Wins over `broadcast_buffers`.

@@ -176,8 +176,8 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The largest bucket, in bytes; torch.compile splits graphs by it."""
-        return self._options.caps.cap_bytes
+        """The largest cap, in bytes; torch.compile splits graphs by it."""
+        return self._options.caps.largest_bytes
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
@@ -186,8 +186,8 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
-        """Whether the first bucket is smaller than those that follow."""
-        return self._options.caps.first_cap_bytes < self._options.caps.cap_bytes
+        """Whether no caps were given."""
+        return self._options.caps.is_default
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -228,7 +228,7 @@ class TorchNames:
             "backend_name": self._transport.name,
             "module_name": type(self.module).__name__,
             "iteration": self._gradients.step,
-            "bucket_cap_bytes": self._options.caps.cap_bytes,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": bucket_sizes,
             "initial_bucket_sizes": bucket_sizes,
             "broadcast_buffers": int(self._buffers_sync.enabled),

@@ -141,6 +141,39 @@ def test_arguments_stand_in_torchs_order() -> None:
     assert {name: ours[name].default for name in theirs} == {name: p.default for name, p in theirs.items()}
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"bucket_cap_mb": 3},
+        {"bucket_cap_mb": 0.5},
+        {"bucket_cap_mb_list": [2, 5, 1]},
+        {"bucket_cap_mb": 7, "bucket_cap_mb_list": [2, 5, 1]},
+        {"bucket_cap_mb": 7, "bucket_cap_mb_list": []},
+        {"bucket_cap_mb_list": []},
+    ],
+)
+def test_bucket_caps_are_reported_as_in_torch(arguments: dict[str, Any]) -> None:
+    def told(wrap: Any) -> list[Any]:
+        ddp = wrap(nn.Linear(1, 1), **arguments)
+        is_chosen_here = ddp.bucket_bytes_cap_default
+        cap = None if is_chosen_here else ddp.bucket_bytes_cap
+        logged = None if is_chosen_here else ddp._get_ddp_logging_data()["bucket_cap_bytes"]
+        return [is_chosen_here, cap, logged, ddp.bucket_bytes_cap_list]
+
+    assert told(sl.DistributedDataParallel) == told(TorchDDP)
+
+
+def test_the_last_cap_of_a_list_goes_on() -> None:
+    caps = sl.DistributedDataParallel(
+        nn.Linear(1, 1), bucket_cap_mb=7, bucket_cap_mb_list=[2, 5, 1]
+    )._options.caps
+    assert [caps.of(position) / 2**20 for position in range(5)] == [2, 5, 1, 1, 1]
+    with pytest.raises(ValueError, match="above 0"):
+        sl.DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb_list=[1, 0])
+
+
 def test_arguments_that_change_nothing_are_kept_as_torch_keeps_them() -> None:
     ddp = sl.DistributedDataParallel(nn.Linear(1, 1), batched_grad_copy=True, lazy_bucket_allocation=True)
     assert ddp.batched_grad_copy

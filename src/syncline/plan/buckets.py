@@ -50,6 +50,13 @@ class BucketCaps:
     """A smaller first bucket starts the overlap of sending and computing earlier."""
     listed_bytes: tuple[int, ...] = ()
     """Caps of the first buckets of each kind, one by one; those that follow get `cap_bytes`."""
+    is_default: bool = False
+    """The user gave none."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest of them."""
+        return max((self.cap_bytes, *self.listed_bytes))
 
     def of(self, position: int) -> int:
         """The cap of the bucket at `position` among those of its kind."""
@@ -109,13 +116,13 @@ def automatic_caps(hosts: Sequence[HostLoad], *, device_type: str) -> BucketCaps
         >>> automatic_caps([crowded, crowded], device_type="cpu").cap_bytes // MIB
         25
     """
-    overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB)
+    overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB, is_default=True)
     if device_type != "cpu" or len(hosts) > 1:
         return overlapping
     host = hosts[0]
     if host.num_ranks * (host.num_threads_per_rank + 1) <= host.num_cores:
         return overlapping
-    return BucketCaps(cap_bytes=32 * MIB, first_cap_bytes=32 * MIB)
+    return BucketCaps(cap_bytes=32 * MIB, first_cap_bytes=32 * MIB, is_default=True)
 
 
 def plan_buckets(
