@@ -1,0 +1,180 @@
+"""Training over Gloo in processes that goes wrong on one rank: a named error on every rank that is left.
+
+The same failures on ranks as threads, where nothing can be lost, are in `tests/parity/test_silent_failures.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ContractMismatch,
+    PeerLost,
+    SynclineError,
+    UnevenInputs,
+)
+
+
+class Net(nn.Module):
+    def __init__(self, *, normed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4) if normed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def step(ddp: nn.Module) -> None:
+    ddp(torch.randn(5, 3)).square().mean().backward()
+
+
+def everybody_says(error: BaseException) -> list[str]:
+    """What each rank says, exchanged by the store, for no collective works any more."""
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"text {dist.get_rank()}", str(error))
+    return [store.get(f"text {rank}").decode() for rank in range(dist.get_world_size())]
+
+
+@pytest.mark.ranks(2, killed=[1])
+def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters() -> None:
+    ddp = sl.DistributedDataParallel(Net())
+    for _ in range(2):
+        step(ddp)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        step(ddp)
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert text.startswith("rank 0, step 3, backward, bucket 0 (last.bias, last.weight, first.bias, ...")
+    assert "the connection to rank 1 is lost" in text
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs() -> None:
+    sl.init(timeout=60)
+    ddp = sl.DistributedDataParallel(Net())
+    for _ in range(2):
+        step(ddp)
+    if dist.get_rank() == 1:
+        sl.shutdown()
+        return
+    start = time.monotonic()
+    with pytest.raises(UnevenInputs) as caught:
+        step(ddp)
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert "rank 0, step 3, backward, bucket 0" in text
+    assert "rank 1 has left in good order" in text
+    assert "step 2, after backward" in text
+    assert "join()" in text
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_has_fewer_batches_and_waits_in_another_call_is_a_mismatch_on_both() -> None:
+    ddp = sl.DistributedDataParallel(Net())
+    for _ in range(2):
+        step(ddp)
+    start = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        sl.mean(1.0) if dist.get_rank() == 1 else step(ddp)
+    assert time.monotonic() - start < 5
+    for text in everybody_says(caught.value):
+        assert "rank 0: step 3, backward, bucket 0, waiting in all_reduce(sum)" in text
+        assert "rank 1: step 2, after backward, waiting in all_gather" in text
+        assert text.count("at test_loud_failures.py:") == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_skipped_on_one_rank_of_a_net_with_buffers_is_a_mismatch_on_both() -> None:
+    ddp = sl.DistributedDataParallel(Net(normed=True))
+    step(ddp)
+    with pytest.raises(CollectiveMismatch) as caught:
+        for _ in range(2):
+            loss = ddp(torch.randn(5, 3)).sum()
+            if dist.get_rank() == 0:
+                loss.backward()
+    for text in everybody_says(caught.value):
+        assert "rank 0: step 2, backward, bucket 0, waiting in all_reduce(sum)" in text
+        assert "rank 1: step 1, forward, waiting in broadcast(from rank 0)" in text
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_changed_on_one_rank_is_a_mismatch_on_both() -> None:
+    net = Net()
+    net.first.requires_grad_(False)
+    ddp = sl.DistributedDataParallel(net)
+    step(ddp)
+    if dist.get_rank() == 1:
+        net.first.requires_grad_(True)
+    with pytest.raises(CollectiveMismatch) as caught:
+        step(ddp)
+    for text in everybody_says(caught.value):
+        assert "rank 0: step 2, backward, bucket 0" in text
+        assert "rank 1: step 1, forward, where Net has changed since it was wrapped" in text
+
+
+@pytest.mark.ranks(2)
+def test_two_wrappers_called_in_different_orders_are_a_mismatch_on_both() -> None:
+    """A GAN whose ranks disagree about whose turn it is: buckets of different sizes never meet."""
+    generator, judge = sl.DistributedDataParallel(Net()), sl.DistributedDataParallel(nn.Linear(3, 7))
+    for ddp in (generator, judge):
+        step(ddp)
+    with pytest.raises(CollectiveMismatch, match="gradients of Net lane"):
+        for ddp in (generator, judge) if dist.get_rank() == 0 else (judge, generator):
+            step(ddp)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_in_somebody_elses_collective_is_named_with_its_line_at_the_deadline() -> None:
+    """torch.distributed's own calls are not ours to interrupt, but it is known where they were made."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    ddp = sl.DistributedDataParallel(Net(), process_group=group)
+    step(ddp)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError):
+            dist.barrier(group)
+        with pytest.raises(SynclineError, match="rank 0 aborted the group"):
+            step(ddp)
+        return
+    with pytest.raises(CollectiveTimeout) as caught:
+        step(ddp)
+    text = str(caught.value)
+    assert "rank 0, step 2, backward, bucket 0" in text
+    assert "rank 1 did not come before the deadline" in text
+    assert "rank 1: step 1, after backward, at test_loud_failures.py:" in text
+
+
+@pytest.mark.parametrize("difference", ["dtype", "shape", "order"])
+@pytest.mark.ranks(2)
+def test_modules_that_differ_are_refused_in_the_same_words_before_the_first_byte(difference: str) -> None:
+    """Over Gloo, another type or shape ends the process, or hangs."""
+    is_odd = dist.get_rank() == 1
+    if difference == "order":
+        net = nn.Sequential()
+        for name in ("b", "a") if is_odd else ("a", "b"):
+            net.add_module(name, nn.Linear(2, 2))
+    elif difference == "dtype":
+        net = nn.Sequential(nn.Linear(2, 2).double() if is_odd else nn.Linear(2, 2))
+    else:
+        net = nn.Sequential(nn.Linear(2, 3 if is_odd else 2))
+    with pytest.raises(ContractMismatch) as caught:
+        sl.DistributedDataParallel(net)
+    first, second = everybody_says(caught.value)
+    assert first == second
+    assert "weight" in first
+    assert sl.mean(float(dist.get_rank())) == 0.5, "the group is as good as before"
