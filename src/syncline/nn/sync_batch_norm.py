@@ -80,7 +80,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         transport = transport_of(self.process_group) if self.training else None
         if transport is None or transport.size == 1:
             return _BatchNorm.forward(self, input)
-        y, mean, var, num_values = _sync_batch_norm(input, self.weight, self.bias, self.eps, transport)
+        lane = transport.common_lane("batch norm")
+        y, mean, var, num_values = _sync_batch_norm(input, self.weight, self.bias, self.eps, lane)
         if self.track_running_stats:
             self._update_running_statistics(mean, var, num_values)
         return y

@@ -163,6 +163,7 @@ class Transport(ABC):
         self.board = Board() if board is None else board
         """Where this rank is, told by whoever uses the transport; one object for all its lanes and parts."""
         self._counts = _Counts()
+        self._common_lanes: dict[str, Transport] = {}
 
     # ------------------------------------------------------------------ what users of a transport call
 
@@ -258,6 +259,12 @@ class Transport(ABC):
             purpose: what is said there, a word or two for messages: "gradients".
         """
         return self
+
+    def common_lane(self, purpose: str) -> Transport:
+        """The lane that all who name `purpose` share; a collective call for the first of them."""
+        if purpose not in self._common_lanes:
+            self._common_lanes[purpose] = self.lane(purpose)
+        return self._common_lanes[purpose]
 
     # ------------------------------------------------------------------ what an engine implements
 

@@ -314,7 +314,7 @@ class C10dTransport(Transport):
         global_ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
         backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
         if set(self._backends.values()) == {"gloo"}:
-            backend = "gloo"  # a group with a default backend: one without is warned about when it is destroyed
+            backend = "gloo"  # one for all devices: a group without a default is warned about at its end
         group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
