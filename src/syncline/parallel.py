@@ -91,7 +91,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         param_to_hook_all_reduce: torch's trigger for those; given with them or not at all.
         mixed_precision: torch's `_MixedPrecision`: forward on low-precision copies of the parameters.
         device_mesh: a mesh of one dimension instead of `process_group`.
-        skip_all_reduce_unused_params: accepted; what no rank used is not touched in any case.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, a bucket that no rank used is not sent; which
+            ones these are, the ranks tell each other in one small collective at the start of backward.
         bucket_cap_mb_list: caps in MiB of the first buckets, one by one; the last goes on. `bucket_cap_mb` then
             counts no more.
         batched_grad_copy: accepted; gradients are copied in batches in any case.
@@ -192,6 +193,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             caps=caps or automatic_caps(hosts, device_type=first_type),
             as_bucket_view=gradient_as_bucket_view,
             allow_unused=find_unused_parameters or static_graph,
+            skip_unused=skip_all_reduce_unused_params and find_unused_parameters and not static_graph,
             static_graph=static_graph,
             reduce_dtype=reduce_dtype,
             sparse=chosen.sparse,

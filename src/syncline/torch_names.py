@@ -250,6 +250,7 @@ class TorchNames:
             data["error"] = self._gradients.broken_by
         if last is not None:
             data["unused_parameter_size"] = len(last.unused)
+            data["num_buckets_reduced"] = len(last.buckets)
         return data
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -271,7 +272,7 @@ class TorchNames:
                 f"{self._gradients.step}"
             )
         self.static_graph = True
-        self._options = replace(self._options, static_graph=True, allow_unused=True)
+        self._options = replace(self._options, static_graph=True, allow_unused=True, skip_unused=False)
         self._plan = replace(self._plan, allow_unused=True)
         self._wire_again()
 

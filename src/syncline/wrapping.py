@@ -110,6 +110,7 @@ def agree_on_module(
         f"buckets: up to {options.caps.cap_bytes} bytes, the first up to {options.caps.of(0)}",
         f"caps of the first buckets: {list(options.caps.listed_bytes)}",
         f"static graph: {options.static_graph}, sparse: {sorted(options.sparse)}, delayed: {sorted(options.delayed)}",
+        f"unused buckets are skipped: {options.skip_unused}",
         *(f"ignored: {name}" for name in chosen.ignored),
         *describe_tensors(chosen.parameters, kind="parameter"),
         *describe_tensors(chosen.buffers, kind="buffer"),

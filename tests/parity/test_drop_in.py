@@ -375,6 +375,109 @@ def test_unused_parameters_are_torchs(view: bool, cap_mb: float) -> None:
     assert_equal(run(DDP), run(TorchDDP))
 
 
+class Heads(nn.Module):
+    """Which heads are used is chosen from outside; each has a bucket of its own under a small cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.stem = nn.Linear(6, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 2) for _ in range(3)])
+        self.used = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.heads[i](self.stem(x)) for i in self.used)  # type: ignore[return-value]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_buckets_that_no_rank_used_are_not_sent_if_asked(with_hook: bool, view: bool) -> None:
+    def run(wrap: Wrap) -> tuple[list[Tensor], int]:
+        ddp = wrap(
+            Heads(),
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+            gradient_as_bucket_view=view,
+            bucket_cap_mb=0.00001,
+        )
+        if with_hook:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        found = gradients_of(ddp)
+        assert ddp.module.heads[2].weight.grad is None
+        return found, ddp._get_ddp_logging_data()["num_buckets_reduced"]
+
+    (ours, num_ours), (theirs, num_theirs) = run(DDP), run(TorchDDP)
+    assert_equal(ours, theirs)
+    assert num_ours == num_theirs == 4
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_where_ranks_use_different_parameters_skipping_changes_nothing(view: bool, with_hook: bool) -> None:
+    """torch asks that they do not, else its class may hang."""
+
+    def run(*, skip: bool) -> tuple[list[Tensor | None], list[int]]:
+        ddp = DDP(
+            Heads(),
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=skip,
+            gradient_as_bucket_view=view,
+            bucket_cap_mb=0.00001,
+        )
+        if with_hook:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        seen: list[Tensor | None] = []
+        num_sent = []
+        for step, used in enumerate([([0], [1]), ([0, 2], [0]), ([1], [1])]):
+            ddp.zero_grad(set_to_none=step != 1)
+            ddp.module.used = used[dist.get_rank()]
+            ddp(batch(step)).square().mean().backward()
+            seen += [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+            num_sent.append(len(ddp.last_step.buckets))
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp.module.used = [2] if dist.get_rank() else [1]
+            ddp(batch(4)).square().mean().backward()
+        ddp.module.used = [0]
+        ddp(batch(5)).square().mean().backward()
+        num_sent.append(len(ddp.last_step.buckets))
+        return [*seen, *(p.grad for p in ddp.parameters())], num_sent
+
+    (ours, num_sent), (plain, _) = run(skip=True), run(skip=False)
+    assert num_sent == [6, 6, 4, 8]
+    assert [g is None for g in ours] == [g is None for g in plain]
+    assert_equal([g for g in ours if g is not None], [g for g in plain if g is not None])
+
+
+@pytest.mark.ranks(2)
+def test_skipping_goes_together_with_uneven_inputs() -> None:
+    def run(*, skip: bool) -> list[Tensor]:
+        ddp = DDP(
+            Heads(),
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=skip,
+            bucket_cap_mb=0.00001,
+        )
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for step in range(2 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                ddp.module.used = [step % 2]
+                ddp(batch(step)).square().mean().backward()
+                optimizer.step()
+        return list(ddp.parameters())
+
+    assert_equal(run(skip=True), run(skip=False))
+
+
+@pytest.mark.ranks(2)
+def test_skipping_on_one_rank_only_is_refused() -> None:
+    with pytest.raises(sl.ContractMismatch, match="unused buckets are skipped"):
+        DDP(Heads(), find_unused_parameters=True, skip_all_reduce_unused_params=dist.get_rank() == 1)
+
+
 @dataclass
 class Output:
     logits: Tensor

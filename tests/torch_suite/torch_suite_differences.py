@@ -40,8 +40,5 @@ EXPECTED: dict[str, str] = {
     "test_detect_ddp_is_actually_static": _REDUCER,
     "test_different_graph_across_ranks": _REBUILT,
     "test_invalid_static_graph": "a parameter first used in a later step is reduced all the same, so there is no error",
-    "test_skip_all_reduce_unused_parameters": (
-        "skip_all_reduce_unused_params is accepted and changes nothing: every bucket is sent"
-    ),
     "test_static_graph_api_cpu": _LOGGING,
 }

@@ -37,7 +37,7 @@ from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.sparse import SparseBucket
 from syncline.sync.turns import Entry, Turns
-from syncline.sync.usage import GraphUsage, StaticUsage
+from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
 from syncline.sync.verdict import pass_verdict
 from syncline.transport.base import Transport
 
@@ -92,6 +92,7 @@ class GradientSync:
         self._usage = (
             GraphUsage(self.parameters) if options.allow_unused and not options.static_graph else None
         )
+        self._shared = SharedUsage(transport, len(self.parameters)) if options.skip_unused else None
         self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
         self._turns = Turns()
         self._context_id: int | None = None
@@ -104,6 +105,7 @@ class GradientSync:
         self._absent = _NONE
         self._scale = 1.0
         self._next_to_launch = 0
+        self._sent: list[Bucket | SparseBucket] = []
         self._step_under_way = 0
         self._began_at = 0.0
         self._broken: str | None = None
@@ -288,10 +290,21 @@ class GradientSync:
             self._start_step()
             if self._usage is not None and self._context_id is None and not is_inside_another_backward():
                 self._mark_absent(self._usage.absent())
+            if self._shared is not None:
+                self._shared.tell(self._uses(set(range(len(self.parameters))) - self._absent))
         self._join_task(task)
+
+    def _uses(self, now: set[int]) -> list[int]:
+        """1 for each parameter that this rank has something for: from `now`, or from backwards under no_sync."""
+        seen = self._used_since_reduction
+        return [
+            int(index in now or (index in seen and parameter.grad is not None))
+            for index, parameter in enumerate(self.parameters)
+        ]
 
     def _start_step(self) -> None:
         self._next_to_launch = 0
+        self._sent = []
         self._step_under_way = self.transport.board.step = self.step + 1
         self.transport.board.phase = "backward"
         for bucket in self.layout.buckets:
@@ -310,8 +323,9 @@ class GradientSync:
     def _abandon(self) -> None:
         """An earlier backward never came to its end: user code in it raised, or it is still going on."""
         num_launched = self._next_to_launch if self._synchronizing else 0
+        are_out_of_step = num_launched or (self._synchronizing and self._shared is not None)
         self._forget_backward()
-        if num_launched:
+        if are_out_of_step:
             raise self._broken_by(
                 f"rank {self.transport.rank}, step {self.step + 1}: a backward began before the previous one had "
                 f"ended, when {num_launched} bucket(s) of it had been sent already, so the ranks are out of step. "
@@ -336,10 +350,13 @@ class GradientSync:
         tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
         self._next_to_launch = at + 1
         try:
+            if self._shared is not None and self._shared.is_unused_by_all(bucket.plan.parameters):
+                return
             bucket.launch(self._scale, missing, tail=tail, trigger=trigger)
         except Exception as error:
             self._add_place(error, bucket)
             raise
+        self._sent.append(bucket)
 
     def _encode_tail(self, missing: frozenset[int]) -> list[int]:
         used: list[int] = []
@@ -423,24 +440,26 @@ class GradientSync:
         divisor = self.num_contributing or self.transport.size
         if self._num_items is None and not self.options.allow_unused and not missing:
             # The common case: hand out each bucket while later ones are still on their way.
-            for bucket in self.layout.buckets:
+            for bucket in self._sent:
                 self._wait(bucket)
                 bucket.hand_out(_NONE, any_missing=False)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
             self._check(self._decode())
         else:
-            for bucket in self.layout.buckets:
+            for bucket in self._sent:
                 self._wait(bucket)
+            if self._shared is not None:
+                self._shared.wait()
             self._launch_control(lambda: self._encode_tail(missing), are_reduced=True)
             ranks = self._decode()
             self._check(ranks)
             if self._num_items is not None:
                 divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
-                for bucket in self.layout.buckets:
+                for bucket in self._sent:
                     bucket.divide(divisor)
             used = self.num_ranks_using
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
-            for bucket in self.layout.buckets:
+            for bucket in self._sent:
                 bucket.hand_out(skip, any_missing=bool(missing))
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
@@ -470,11 +489,16 @@ class GradientSync:
             used=[0] * len(self.parameters) if self.options.allow_unused else (),
         )
         try:
+            if self._shared is not None:
+                self._shared.tell([0] * len(self.parameters))
             for bucket in self.layout.buckets:
+                if self._shared is not None and self._shared.is_unused_by_all(bucket.plan.parameters):
+                    continue
                 bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
+                self._sent.append(bucket)
             self.step += 1
             self._launch_control(lambda: tail, are_reduced=False)
-            for bucket in self.layout.buckets:
+            for bucket in self._sent:
                 self._wait(bucket)
             self._launch_control(lambda: tail, are_reduced=True)
             self._check(self._decode())
@@ -578,5 +602,5 @@ class GradientSync:
             began_at=self._began_at,
             divisor=divisor,
             counted_items=self._num_items is not None,
-            buckets=self.layout.buckets if self._synchronizing else (),
+            buckets=self._sent if self._synchronizing else (),
         )

@@ -112,8 +112,9 @@ class BucketLayout:
     def _build(self, order: Sequence[int]) -> None:
         num_tracked = len(self._parameters) if self._options.allow_unused else 0
         numel = tail_numel(self._transport.size, num_tracked)
-        # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early.
-        is_apart = self._comm_hook is not None or bool(self._options.sparse)
+        # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early. And
+        # where unused buckets are not sent, the last one may be such.
+        is_apart = self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused
         self.control = ControlMessage(self._transport, numel) if is_apart else None
         plans = plan_buckets(self._specs, order, caps=self._options.caps, tail_numel=0 if is_apart else numel)
         self.buckets = [

@@ -21,6 +21,8 @@ class GradientOptions:
     """After the backward `.grad` is a view of the bucket, not a tensor of its own."""
     allow_unused: bool
     """A parameter without gradient counts as zero instead of being an error."""
+    skip_unused: bool = False
+    """Buckets of parameters that no rank uses are not sent; the ranks tell each other at the start of backward."""
     static_graph: bool = False
     """Which parameters get a gradient, and how often in one backward, is learnt in the first and stays."""
     reduce_dtype: torch.dtype | None = None

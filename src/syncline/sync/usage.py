@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
-__all__ = ["GraphUsage", "StaticUsage"]
+from syncline.sync.control_message import ControlMessage
+from syncline.transport.base import Transport
+
+__all__ = ["GraphUsage", "SharedUsage", "StaticUsage"]
 
 
 class GraphUsage:
@@ -28,6 +31,41 @@ class GraphUsage:
         """Indices of the parameters that get no gradient in the graph task that runs now."""
         will_execute = torch._C._will_engine_execute_node
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
+
+
+class SharedUsage:
+    """Which parameters any rank will give a gradient to: told at the start of a backward, read where it matters.
+
+    For torch's `skip_all_reduce_unused_params`. torch's class looks at each rank alone and may hang where ranks
+    differ; one small collective makes it right whatever the ranks use.
+
+    Args:
+        transport: what it travels by.
+        num_parameters: how many there are.
+    """
+
+    def __init__(self, transport: Transport, num_parameters: int) -> None:
+        self._message = ControlMessage(transport, num_parameters)
+        self._mine: Sequence[int] = ()
+        self._all: Sequence[float] | None = None
+
+    def tell(self, used: Sequence[int]) -> None:
+        """Start to exchange: 1 for each parameter that this rank has something for, 0 for others."""
+        self._mine, self._all = used, None
+        self._message.launch(used)
+
+    def is_unused_by_all(self, parameters: Sequence[int]) -> bool:
+        """Whether no rank has anything for these; waits only where this one has not."""
+        if any(self._mine[index] for index in parameters):
+            return False
+        used = self.wait()
+        return not any(used[index] for index in parameters)
+
+    def wait(self) -> Sequence[float]:
+        """How many ranks have something for each parameter."""
+        if self._all is None:
+            self._all = self._message.read()
+        return self._all
 
 
 class StaticUsage:
