@@ -580,6 +580,30 @@ def test_uneven_inputs_end_with_torchs_parameters(num_fewer: int, by_initial: bo
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_without_inputs_learns_its_static_graph_later() -> None:
+    class Repeated(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            for _ in range(2):
+                x = checkpoint(self.middle, x, use_reentrant=True)
+            return self.last(x)
+
+    ddp = DDP(Repeated(), static_graph=True)
+    with ddp.join():
+        for step in range(2 - 2 * dist.get_rank()):
+            ddp(batch(step)).square().mean().backward()
+    for step in range(2):
+        ddp.zero_grad()
+        with ddp.join():
+            ddp(batch(step)).square().mean().backward()
+    found = [p.grad.clone() for p in ddp.parameters()]
+    fresh = DDP(copy.deepcopy(ddp.module), static_graph=True)
+    fresh.zero_grad()
+    fresh(batch(1)).square().mean().backward()
+    assert_equal(found, [p.grad for p in fresh.parameters()])
+
+
+@pytest.mark.ranks(2)
 def test_averaged_buffers_are_of_the_ranks_that_still_have_inputs() -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:

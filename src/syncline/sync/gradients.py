@@ -502,8 +502,6 @@ class GradientSync:
                 self._wait(bucket)
             self._launch_control(lambda: tail, are_reduced=True)
             self._check(self._decode())
-            if self._static is not None:
-                self._static.learn()
             if not self.layout.order_is_learnt:
                 self.layout.learn_order(())
         finally:
