@@ -87,14 +87,21 @@ class Notices:
         told = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if told is None else _failure(told)
 
-    def post(self, place: Callable[[], Place]) -> None:
+    def post(self, news: Callable[[], Place | None]) -> None:
         """Tell where this rank is.
 
         Args:
-            place: says where, when it is this call's turn: of two threads that tell, the later knows better.
+            news: says where, when it is this call's turn: of two threads that tell, the later knows better. None if
+                that is known.
         """
         key = self._key(f"place/{self._rank}")
-        self._ask(lambda store: None if self._has_left else store.set(key, place().to_json()))
+
+        def tell(store: Any) -> None:
+            place = None if self._has_left else news()
+            if place is not None:
+                store.set(key, place.to_json())
+
+        self._ask(tell)
 
     def leave(self, place: Place) -> None:
         """Tell where this rank was last, for good, and see that the store has it."""
@@ -110,10 +117,6 @@ class Notices:
     def places(self) -> dict[int, Place]:
         """Where each rank was last seen; without those that have told nothing."""
         return self._ask(self._read_places) or {}
-
-    def is_reachable(self) -> bool:
-        """Whether there is still a store to tell things to."""
-        return self._store is not None and (self._line is None or self._line.is_open())
 
     def _read_places(self, store: Any) -> dict[int, Place]:
         ranks = list(range(self._size))
@@ -132,7 +135,7 @@ class Notices:
         if os.getpid() != self._pid:
             return None
         with self._lock:
-            if self._store is not None and self.is_reachable():
+            if self._store is not None and (self._line is None or self._line.is_open()):
                 try:
                     return question(self._store)
                 except RuntimeError:

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import threading
-from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -84,16 +83,21 @@ class Publisher:
                 self._tell(what)
 
     def _tell(self, what: Published) -> None:
-        notices = what.notices
-        if notices is None or not what.is_live() or not notices.is_reachable():
+        if what.notices is None or not what.is_live():
             with self._lock:
                 self._told.pop(what, None)
             return
-        code, before = user_code_of_main_thread(), self._told[what]
-        place = what.place(code=code)
-        if replace(place, seen=before.seen) != before or place.seen - before.seen > _SIGN_OF_LIFE_SECONDS:
-            self._told[what] = place
-            notices.post(lambda: what.place(code=code))
+        what.notices.post(lambda: self._news(what))
+
+    def _news(self, what: Published) -> Place | None:
+        """Where `what` is, unless that was told. Walking the stack costs most, so only who stays gets a line."""
+        place, told = what.place(), self._told[what]
+        if place.is_as(told):
+            place = what.place(code=user_code_of_main_thread())
+            if place.code == told.code and place.seen - told.seen < _SIGN_OF_LIFE_SECONDS:
+                return None
+        self._told[what] = place
+        return place
 
 
 _publisher: Publisher | None = None

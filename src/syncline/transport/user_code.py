@@ -8,7 +8,7 @@ import sysconfig
 import threading
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 
@@ -23,7 +23,7 @@ def user_code(frame: FrameType | None) -> str | None:
         True
     """
     while frame is not None:
-        if _is_users(frame.f_code):
+        if _is_users(frame.f_code.co_filename):
             name = frame.f_code.co_name
             place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             return place if name == "<module>" else f"{place} in {name}"
@@ -37,8 +37,7 @@ def user_code_of_main_thread() -> str | None:
 
 
 @cache
-def _is_users(code: CodeType) -> bool:
-    path = code.co_filename
+def _is_users(path: str) -> bool:
     return not path.startswith(_libraries()) and not path.startswith("<frozen ")
 
 

@@ -1,0 +1,179 @@
+"""The thread that tells where a rank is, and what it stands on: the line to the store, the user's line of code."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from syncline.board import Board, Place
+from syncline.errors import PeerFailed
+from syncline.transport import publisher as publisher_module
+from syncline.transport.calls import Failure
+from syncline.transport.notices import Notices
+from syncline.transport.publisher import Publisher
+from syncline.transport.store_line import line_to
+from syncline.transport.user_code import user_code
+
+
+class Rank:
+    """Something with a place, whose notices are kept in a list."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.notices: Any = self
+        self.told: list[Place] = []
+        self.was_told = threading.Condition()
+        self.lives = True
+        self.seconds = 100.0
+
+    def is_live(self) -> bool:
+        return self.lives
+
+    def place(self, *, code: str | None = None) -> Place:
+        return Place.of(self.board, code=code, seen=self.seconds)
+
+    def post(self, news: Callable[[], Place | None]) -> None:
+        place = news()
+        with self.was_told:
+            if place is not None:
+                self.told.append(place)
+            self.was_told.notify_all()
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(publisher_module, "_PERIOD_SECONDS", 0.01)
+    made = Publisher()
+    yield made
+    made.end()
+    assert made._thread is None or not made._thread.is_alive()
+
+
+def wait_for(rank: Rank, condition: Callable[[], object]) -> None:
+    with rank.was_told:
+        assert rank.was_told.wait_for(condition, 10)
+
+
+def test_a_rank_that_moves_is_told_and_with_its_line_once_it_stays(publisher: Publisher) -> None:
+    rank = Rank()
+    publisher.add(rank)
+    wait_for(rank, lambda: bool(rank.told))
+    rank.board.step = 5
+    wait_for(rank, lambda: rank.told[-1].step == 5 and rank.told[-1].code is not None)
+    moved, stays = [place for place in rank.told if place.step == 5][:2]
+    assert moved.code is None
+    assert stays.code is not None
+    assert stays.code.startswith("test_publisher.py:")
+
+
+def test_who_stays_gives_a_sign_of_life_now_and_then(publisher: Publisher) -> None:
+    rank = Rank()
+    publisher.add(rank)
+    wait_for(rank, lambda: bool(rank.told))
+    rank.seconds += 6
+    wait_for(rank, lambda: rank.told[-1].seen == rank.seconds)
+
+
+def test_an_error_ends_nothing_and_who_is_closed_is_forgotten(publisher: Publisher) -> None:
+    broken, rank = Rank(), Rank()
+    broken.notices = object()
+    publisher.add(broken)
+    publisher.add(rank)
+    wait_for(rank, lambda: bool(rank.told))
+    rank.lives = False
+    while rank in publisher._told:
+        publisher._wake.wait(0)
+    publisher.end()
+    publisher.add(rank)
+    assert rank not in publisher._told, "after the end nothing begins"
+
+
+def test_nothing_is_kept_alive(publisher: Publisher) -> None:
+    rank = Rank()
+    publisher.add(rank)
+    wait_for(rank, rank.told.__len__)
+    seen = weakref.ref(rank)
+    del rank
+    deadline = time.monotonic() + 10
+    while seen() is not None and time.monotonic() < deadline:
+        gc.collect()
+    assert seen() is None
+
+
+def test_a_fork_says_nothing_on_its_parents_connection() -> None:
+    notices = Notices(dist.HashStore(), rank=0, size=2)
+    notices.post(lambda: Place(step=1))
+    child = os.fork()
+    if child == 0:
+        silent = notices.publish(Failure(PeerFailed, "x")).text == "x" and notices.places() == {}
+        os._exit(0 if silent else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert notices.places() == {0: Place(step=1)}
+
+
+def test_who_has_left_has_the_last_word() -> None:
+    notices = Notices(dist.HashStore(), rank=1, size=2)
+    notices.leave(Place(step=3, has_left=True))
+    notices.post(lambda: Place(step=4))
+    assert notices.places() == {1: Place(step=3, has_left=True)}
+
+
+def test_a_store_that_is_gone_is_seen_without_asking_it(capfd: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "import torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "input()\n"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    line = line_to(dist.PrefixStore("a", store))
+    assert line is line_to(store)
+    assert line is not None
+    notices = Notices(store, rank=0, size=2)
+    notices.post(lambda: Place(step=1))
+    assert notices.places() == {0: Place(step=1)}
+    assert line.is_open()
+    server.communicate("\n", timeout=60)
+    assert not line.is_open()
+    notices.post(lambda: Place(step=2))
+    assert notices.places() == {}
+    assert notices.failure() is None
+    assert capfd.readouterr().err == "", "torch prints a C++ stack trace for whoever asks"
+
+
+def test_a_store_without_a_server_has_no_line() -> None:
+    assert line_to(dist.HashStore()) is None
+
+
+def test_users_code_is_the_innermost_frame_that_is_neither_torchs_nor_ours_nor_pythons() -> None:
+    seen: list[str | None] = []
+
+    class Encoder(json.JSONEncoder):
+        def default(self, o: object) -> None:
+            frame = sys._getframe()
+            seen.extend([user_code(frame), user_code(frame.f_back)])
+
+    json.dumps([object()], cls=Encoder)
+    inner, outer = seen
+    assert inner is not None
+    assert outer is not None
+    assert re.fullmatch(r"test_publisher\.py:\d+ in default", inner)
+    assert re.fullmatch(r"test_publisher\.py:\d+ in test_users_code_is_.*", outer)
+    assert user_code(None) is None
