@@ -61,13 +61,14 @@ class AttachedOptimizer:
         )
 
     def describe(self, number: int) -> list[str]:
-        """The same in words, a line for each group."""
+        """The same in words, a line for each setting."""
         kind = type(self.optimizer).__name__
         num_steps, *groups = self.settings()
-        lines = [f"optimizer {number} ({kind})  steps so far: {num_steps}"]
+        lines = [f"steps of optimizer {number} ({kind})  {num_steps}"]
         for index, group in enumerate(groups):
-            words = ", ".join(f"{key}={value}" for key, value in group if value is not None)
-            lines.append(f"optimizer {number} ({kind}) param_groups[{index}]  {words}")
+            lines += [
+                f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}" for key, value in group
+            ]
         return lines
 
 
