@@ -296,6 +296,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         board = self._transport.board
         board.phase = "forward"
         if synchronizes:
+            board.step = self._gradients.step + 1
             self._before_synchronized_forward()
         self._gradients.forward_begins()
         if self._join_config.enable:

@@ -110,7 +110,7 @@ def test_a_batch_skipped_on_one_rank_of_a_net_with_buffers_is_a_mismatch_on_both
                 loss.backward()
     for text in everybody_says(caught.value):
         assert "rank 0: step 2, backward, bucket 0, waiting in all_reduce(sum)" in text
-        assert "rank 1: step 1, forward, waiting in broadcast(from rank 0)" in text
+        assert "rank 1: step 2, forward, waiting in broadcast(from rank 0)" in text
 
 
 @pytest.mark.ranks(2)
@@ -125,7 +125,7 @@ def test_a_module_that_changed_on_one_rank_is_a_mismatch_on_both() -> None:
         step(ddp)
     for text in everybody_says(caught.value):
         assert "rank 0: step 2, backward, bucket 0" in text
-        assert "rank 1: step 1, forward, where Net has changed since it was wrapped" in text
+        assert "rank 1: step 2, forward, where Net has changed since it was wrapped" in text
 
 
 @pytest.mark.ranks(2)
