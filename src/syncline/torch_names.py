@@ -241,13 +241,13 @@ class TorchNames:
             "num_parameter_tensors": len(parameters),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "has_error": int(self._gradients.broken_by is not None),
+            "has_error": int(self._gradients.trouble.text is not None),
         }
         hook = self._gradients.comm_hook
         if hook is not None:
             data["comm_hook"] = hook.name
-        if self._gradients.broken_by is not None:
-            data["error"] = self._gradients.broken_by
+        if self._gradients.trouble.text is not None:
+            data["error"] = self._gradients.trouble.text
         if last is not None:
             data["unused_parameter_size"] = len(last.unused)
             data["num_buckets_reduced"] = len(last.buckets)

@@ -67,7 +67,8 @@ class AttachedOptimizer:
         lines = [f"steps of optimizer {number} ({kind})  {num_steps}"]
         for index, group in enumerate(groups):
             lines += [
-                f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}" for key, value in group
+                f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
+                for key, value in group
             ]
         return lines
 

@@ -36,6 +36,7 @@ from syncline.sync.normalize import ItemNormalizer
 from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.sparse import SparseBucket
+from syncline.sync.trouble import Trouble
 from syncline.sync.turns import Entry, Turns
 from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
 from syncline.sync.verdict import pass_verdict
@@ -108,7 +109,7 @@ class GradientSync:
         self._sent: list[Bucket | SparseBucket] = []
         self._step_under_way = 0
         self._began_at = 0.0
-        self._broken: str | None = None
+        self.trouble = Trouble(transport.rank, self.names)
         if self._sends:
             self.layout.build(None)
         make_hook = (
@@ -128,7 +129,7 @@ class GradientSync:
         self.step, self.enabled = former.step, former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
-        self._broken = former._broken
+        self.trouble.text = former.trouble.text
         if former.comm_hook is not None:
             self.comm_hook = former.comm_hook
             self.layout.build(former.comm_hook)
@@ -146,11 +147,6 @@ class GradientSync:
     def has_unreduced(self) -> bool:
         """Whether `.grad` holds what no other rank knows: the last backwards ran under `no_sync`."""
         return bool(self._used_since_reduction) and self._sends
-
-    @property
-    def broken_by(self) -> str | None:
-        """The error that has put the ranks out of step; None while all is well."""
-        return self._broken
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -226,11 +222,7 @@ class GradientSync:
 
     def _mark_ready(self, index: int) -> None:
         if index in self._absent:
-            raise self._broken_by(
-                f"rank {self.transport.rank}, step {self._step_under_way}: {self.names[index]} received a gradient "
-                "from outside of the graph that this backward began with. With activation checkpointing use "
-                "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
-            )
+            raise self.trouble.from_outside(self._step_under_way, index)
         bucket, view = self.layout.places[index]
         if view is not None:
             copy_scaled(view, self.parameters[index].grad, self._scale)
@@ -251,8 +243,7 @@ class GradientSync:
 
     def _begin(self) -> None:
         """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began."""
-        if self._broken is not None:
-            raise SynclineError(self._broken)
+        self.trouble.raise_again()
         task = torch._C._current_graph_task_id()
         entry = self._turns.enter(task)
         if entry is Entry.GOES_ON:
@@ -262,11 +253,7 @@ class GradientSync:
         if entry is Entry.INTERRUPTS:
             self._abandon()
         elif entry is Entry.TOO_LATE:
-            raise self._broken_by(
-                f"rank {self.transport.rank}, step {self.step}: a gradient came after all parameters "
-                "had theirs and were reduced, from another re-entrant checkpoint of the same backward. Use "
-                "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
-            )
+            raise self.trouble.too_late(self.step)
         if torch.is_grad_enabled():
             raise SynclineError(
                 "backward(create_graph=True) through a synchronized module is not supported: the mean over ranks "
@@ -326,13 +313,7 @@ class GradientSync:
         are_out_of_step = num_launched or (self._synchronizing and self._shared is not None)
         self._forget_backward()
         if are_out_of_step:
-            raise self._broken_by(
-                f"rank {self.transport.rank}, step {self.step + 1}: a backward began before the previous one had "
-                f"ended, when {num_launched} bucket(s) of it had been sent already, so the ranks are out of step. "
-                "If an exception ended the previous backward, restart all ranks from a checkpoint; if this is "
-                "activation checkpointing, use torch.utils.checkpoint(..., use_reentrant=False), or "
-                "static_graph=True"
-            )
+            raise self.trouble.interrupted(self.step + 1, num_launched)
 
     def _launch_complete(self) -> None:
         """Launch, in index order, every bucket that is complete."""
@@ -354,7 +335,7 @@ class GradientSync:
                 return
             bucket.launch(self._scale, missing, tail=tail, trigger=trigger)
         except Exception as error:
-            self._add_place(error, bucket)
+            self.trouble.add_place(error, self._step_under_way, bucket.plan)
             raise
         self._sent.append(bucket)
 
@@ -511,12 +492,8 @@ class GradientSync:
         """The parameters without a gradient in this backward."""
         seen = set(self._ready)
         if len(seen) != len(self._ready):
-            twice = sorted({self.names[i] for i in seen if self._ready.count(i) > 1})
-            raise self._broken_by(
-                f"rank {self.transport.rank}, step {self.step + 1}: {', '.join(twice)} received a gradient more than "
-                "once in one backward, the second time after it may have been sent. With activation checkpointing "
-                "use torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
-            )
+            twice = [index for index in seen if self._ready.count(index) > 1]
+            raise self.trouble.twice(self.step + 1, twice)
         if self.options.allow_unused:  # an undefined gradient has a hook's call and no value
             seen = {index for index in seen if self.parameters[index].grad is not None}
         if len(seen) == len(self.parameters):
@@ -528,28 +505,8 @@ class GradientSync:
         try:
             bucket.wait()
         except Exception as error:
-            self._add_place(error, bucket)
+            self.trouble.add_place(error, self._step_under_way, bucket.plan)
             raise
-
-    def _add_place(self, error: Exception, bucket: Bucket | SparseBucket) -> None:
-        """Say in the error which step, phase and parameters it hit; from now on the module is broken.
-
-        The same exception goes on, so that a user sees one traceback.
-        """
-        names = [self.names[i] for i in bucket.plan.parameters]
-        shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
-        rank, step = self.transport.rank, self._step_under_way
-        place = f"rank {rank}, step {step}, backward, bucket {bucket.plan.index} ({shown})"
-        self._broken = f"{place}: {error}"
-        if isinstance(error, SynclineError):
-            error.args = (self._broken,)
-        else:  # a user's hook raised: its error is his
-            error.add_note(f"at {place}")
-
-    def _broken_by(self, text: str) -> SynclineError:
-        """From now on the module is broken; to be raised."""
-        self._broken = text
-        return SynclineError(text)
 
     def _decode(self) -> Sequence[RankControl]:
         """What each rank told; empty where none had anything to tell, as in almost every step."""
