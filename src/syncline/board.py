@@ -15,6 +15,8 @@ __all__ = ["MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
 MAIN_LANE = "main"
 """The lane that every transport begins with; see `Transport.lane`."""
 
+_BEFORE = "before the first step"
+
 
 class Board:
     """Where this rank is. Plain attributes, for they are written in the hot path of every step.
@@ -29,7 +31,7 @@ class Board:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.phase = "before the first step"
+        self.phase = _BEFORE
         self.bucket: int | None = None
 
 
@@ -65,7 +67,7 @@ class Place:
     """
 
     step: int | None = None
-    phase: str = "before the first step"
+    phase: str = _BEFORE
     bucket: int | None = None
     wait: Wait | None = None
     """The call that it waits in; None while it does not, or has only just begun to."""
@@ -123,7 +125,9 @@ class Place:
         return Place(**fields)
 
     def __str__(self) -> str:
-        words = [self.phase if self.step is None else f"step {self.step}, {self.phase}"]
+        words = [_BEFORE if self.step is None else f"step {self.step}"]
+        if self.phase != _BEFORE:
+            words.append(self.phase)
         if self.bucket is not None:
             words.append(f"bucket {self.bucket}")
         if self.has_left:

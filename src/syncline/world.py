@@ -318,13 +318,19 @@ def _tell_peers_without_session() -> None:
 
 def _leave_at_exit() -> None:
     """Peers that still wait for this rank, or come to, raise `UnevenInputs`, not a lost connection."""
-    if _session is None and getattr(sys, "last_type", None) is None:
+    if _session is None and not _has_failed():
         for _, transport in list(_transports.values()):
             transport.leave()
 
 
+def _has_failed() -> bool:
+    """Whether an exception ends this process. Python forgets a `sys.exit(1)`; the launcher's file knows of it."""
+    path = environment.error_file()
+    return getattr(sys, "last_type", None) is not None or (path is not None and os.path.exists(path))
+
+
 def _at_exit() -> None:
-    if getattr(sys, "last_type", None) is None:
+    if not _has_failed():
         shutdown()
         return
     # An exception ends this process, perhaps with collectives under way that its peers will never join. The

@@ -50,12 +50,12 @@ def test_a_call_is_counted_within_its_step_where_a_step_is_given() -> None:
     t = alone(Fault(rank=0, operation="barrier", call=1, step=0))
     t.barrier()
     t.barrier()  # call 1, but before any step
-    t.step = 0
+    t.board.step = 0
     t.barrier()
-    t.step = 1
+    t.board.step = 1
     t.barrier()
     t.barrier()
-    t.step = 0
+    t.board.step = 0
     t.barrier()
     with pytest.raises(PeerLost, match="call 1 of barrier in step 0 on rank 0"):
         t.barrier()
@@ -105,3 +105,19 @@ def test_a_fault_that_cannot_happen_is_refused() -> None:
         ValueError, match="error to be one of lost, timeout, raise or an exception; got 'gone'"
     ):
         Fault(rank=0, operation="barrier", error="gone")  # type: ignore[arg-type]
+
+
+def test_a_lane_has_the_same_faults_and_counts_its_calls_with_the_others() -> None:
+    def program(t: ThreadsTransport) -> None:
+        faulty = FaultyTransport(t, [Fault(rank=0, operation="barrier", call=2)])
+        lane = faulty.lane("gradients")
+        faulty.barrier().wait()
+        lane.barrier().wait()
+        if t.rank == 0:
+            with pytest.raises(PeerLost, match="call 2 of barrier"):
+                lane.barrier()
+        else:
+            with pytest.raises(PeerFailed):
+                lane.barrier().wait()
+
+    run_ranks(2, program)

@@ -9,6 +9,12 @@ def test_a_board_begins_before_the_first_step() -> None:
     assert str(Place.of(Board())) == "before the first step"
 
 
+def test_the_forward_of_the_first_step_is_before_it() -> None:
+    board = Board()
+    board.phase = "forward"
+    assert str(Place.of(board)) == "before the first step, forward"
+
+
 def test_a_place_says_step_phase_bucket_call_and_line() -> None:
     board = Board()
     board.step, board.phase, board.bucket = 12, "backward", 0

@@ -236,15 +236,6 @@ class Transport(ABC):
             waited_seconds=counts.waited_seconds,
         )
 
-    @property
-    def step(self) -> int | None:
-        """The training step under way, as the board says."""
-        return self.board.step
-
-    @step.setter
-    def step(self, step: int | None) -> None:
-        self.board.step = step
-
     def lane(self, purpose: str) -> Transport:
         """A sibling among the same ranks for one kind of talk; here this transport itself.
 

@@ -282,7 +282,7 @@ class C10dTransport(Transport):
 
     def split(self, color: int | None) -> Transport | None:
         if self.size == 1:
-            return None if color is None else ThreadGroup(1, self.timeout_seconds).transport(0)
+            return None if color is None else self._part_of_one()
         if "mpi" in self._backends.values():
             raise ValueError(
                 "MPI cannot make a group without the other ranks: call torch.distributed.new_group on all "
@@ -298,11 +298,16 @@ class C10dTransport(Transport):
         if color is None:
             return None
         if len(members) == 1:
-            return ThreadGroup(1, self.timeout_seconds).transport(0)
+            return self._part_of_one()
         group = self._new_group([rank for rank, _ in members], _group_name(members[0][1]))
         child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
         child._owns_group = True
         return child
+
+    def _part_of_one(self) -> Transport:
+        part = ThreadGroup(1, self.timeout_seconds).transport(0)
+        part.board = self.board
+        return part
 
     def _new_group(self, ranks: list[int], name: str) -> dist.ProcessGroup:
         """A process group of some of this group's ranks, made by its members alone.

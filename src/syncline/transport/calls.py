@@ -18,8 +18,8 @@ SAME_CALLS = (
 """What to do about ranks that called different things."""
 
 UNEVEN = (
-    "it made fewer steps than this rank: give every rank the same number of batches (DistributedSampler fills up, "
-    "drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times"
+    "who has left made fewer steps than this rank: give every rank the same number of batches (DistributedSampler "
+    "fills up, drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times"
 )
 """What to do about a rank that has ended too early."""
 

@@ -177,8 +177,8 @@ class Health:
         elif kind is PeerLost and places is not None:
             left = [rank for rank, place in sorted(places.items()) if place.has_left]
             if left:
-                kind, what, remedy = UnevenInputs, _left(left), UNEVEN
-            elif self.size == 2:
+                return self._ended(work, UnevenInputs, _left(left), UNEVEN, places, None)
+            if self.size == 2:
                 what = f"the connection to rank {1 - self.rank} is lost"
         return self._ended(work, kind, what, remedy, places, error)
 

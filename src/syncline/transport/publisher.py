@@ -92,10 +92,11 @@ class Publisher:
     def _news(self, what: Published) -> Place | None:
         """Where `what` is, unless that was told. Walking the stack costs most, so only who stays gets a line."""
         place, told = what.place(), self._told[what]
-        if place.is_as(told):
+        stays = place.is_as(told)
+        if stays or place.wait is not None:
             place = what.place(code=user_code_of_main_thread())
-            if place.code == told.code and place.seen - told.seen < _SIGN_OF_LIFE_SECONDS:
-                return None
+        if stays and place.code == told.code and place.seen - told.seen < _SIGN_OF_LIFE_SECONDS:
+            return None
         self._told[what] = place
         return place
 
