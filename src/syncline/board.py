@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
 
@@ -25,14 +25,16 @@ class Board:
         step: the training step under way, from 1; None before the first.
         phase: what is done in it, in words.
         bucket: the bucket of gradients that is waited for or sent; None where there is none.
+        opening: what is being agreed on or called, "sl.mean", say; None where nothing is (see `opening.py`).
     """
 
-    __slots__ = ("bucket", "phase", "step")
+    __slots__ = ("bucket", "opening", "phase", "step")
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.phase = _BEFORE
         self.bucket: int | None = None
+        self.opening: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class Place:
     step: int | None = None
     phase: str = _BEFORE
     bucket: int | None = None
+    opening: str | None = None
     wait: Wait | None = None
     """The call that it waits in; None while it does not, or has only just begun to."""
     num_started: dict[str, int] = field(default_factory=dict)
@@ -95,6 +98,7 @@ class Place:
             step=board.step,
             phase=board.phase,
             bucket=board.bucket,
+            opening=board.opening,
             wait=wait,
             num_started=num_started or {},
             code=code,
@@ -104,10 +108,7 @@ class Place:
 
     def is_as(self, other: Place) -> bool:
         """Whether the rank has stayed where it was, whichever line of code it is in."""
-        return (self.step, self.phase, self.bucket, self.wait, self.num_started, self.has_left) == (
-            *(other.step, other.phase, other.bucket),
-            *(other.wait, other.num_started, other.has_left),
-        )
+        return replace(self, code=other.code, seen=other.seen) == other
 
     def to_json(self) -> str:
         """As text."""
@@ -134,7 +135,10 @@ class Place:
             words.append("has left in good order")
             return ", ".join(words)
         if self.wait is not None:
-            words.append(f"waiting in {self.wait}")
+            called = self.wait if self.opening is None else replace(self.wait, words=self.opening)
+            words.append(f"waiting in {called}")
+        elif self.opening is not None:
+            words.append(f"in {self.opening}")
         if self.code is not None:
             words.append(f"at {self.code}")
         return ", ".join(words)

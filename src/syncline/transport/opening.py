@@ -61,7 +61,12 @@ def exchange(
     """
     assert len(payload) <= PAYLOAD_BYTES
     digest = hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
-    records = _gathered(transport, digest + bytes([fault is not None]) + payload.ljust(PAYLOAD_BYTES, b"\0"))
+    record = digest + bytes([fault is not None]) + payload.ljust(PAYLOAD_BYTES, b"\0")
+    transport.board.opening = title
+    try:
+        records = _gathered(transport, record)
+    finally:
+        transport.board.opening = None
     if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
         _tell(transport, title, lines, fault, remedy)
     return [record[_DIGEST_BYTES + 1 :] for record in records]
