@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from syncline.board import MAIN_LANE, Board
-from syncline.errors import PeerFailed
+from syncline.errors import PeerFailed, PeerLost
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.c10d_work import MESSAGES, C10dWork, MessageWork
-from syncline.transport.calls import Failure, lane_name
+from syncline.transport.calls import Failure, lane_name, named_ranks
 from syncline.transport.health import CLOSED, Health, Lane
 from syncline.transport.notices import Notices
 from syncline.transport.opening import exchange
@@ -278,6 +278,7 @@ class C10dTransport(Transport):
         lane._lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
         self._health.lanes.append(lane._lane)
         self._lanes.append(lane)
+        lane._start_barrier().wait()  # a rank that closed it at once would cut off others that still connect
         return lane
 
     def split(self, color: int | None) -> Transport | None:
@@ -302,6 +303,7 @@ class C10dTransport(Transport):
         group = self._new_group([rank for rank, _ in members], _group_name(members[0][1]))
         child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
         child._owns_group = True
+        child._start_barrier().wait()
         return child
 
     def _part_of_one(self) -> Transport:
@@ -321,15 +323,19 @@ class C10dTransport(Transport):
         if set(self._backends.values()) == {"gloo"}:
             backend = "gloo"  # one for all devices: a group without a default is warned about at its end
         group: dist.ProcessGroup
-        group, _ = distributed_c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(self.rank),
-            global_ranks,
-            backend,
-            distributed_c10d.PrefixStore(name, self._group.get_group_store()),
-            distributed_c10d.GroupName(name),
-            timeout=timedelta(seconds=self.timeout_seconds),
-        )
+        try:
+            group, _ = distributed_c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(self.rank),
+                global_ranks,
+                backend,
+                distributed_c10d.PrefixStore(name, self._group.get_group_store()),
+                distributed_c10d.GroupName(name),
+                timeout=timedelta(seconds=self.timeout_seconds),
+            )
+        except RuntimeError as error:
+            text = f"rank {self.rank} could not connect to {named_ranks(ranks)} again, for a lane or a part: {error}"
+            raise self._health.fail(Failure(PeerLost, text)).on_rank(self.rank) from error
         distributed_c10d._world.pg_group_ranks[group] = {
             global_rank: rank for rank, global_rank in enumerate(global_ranks)
         }

@@ -19,8 +19,9 @@ def user_code(frame: FrameType | None) -> str | None:
     """Where in the user's code `frame` was called from.
 
     Example:
-        >>> user_code(sys._getframe()) is None or "user_code" not in user_code(sys._getframe())
-        True
+        >>> exec(compile("def main(): return user_code(sys._getframe())", "train.py", "exec"))
+        >>> main()
+        'train.py:1 in main'
     """
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
