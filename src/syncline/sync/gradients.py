@@ -112,11 +112,8 @@ class GradientSync:
         self.trouble = Trouble(transport.rank, self.names)
         if self._sends:
             self.layout.build(None)
-        make_hook = (
-            self._make_hook if self._usage is None and self._static is None else self._make_careful_hook
-        )
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(make_hook(index))
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
             for index, parameter in enumerate(self.parameters)
         ]
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
@@ -175,9 +172,12 @@ class GradientSync:
     # ------------------------------------------------------------------ during backward
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        if self._static is not None:
+            return self._make_static_hook(index, self._static)
         ready, places, turns = self._ready, self.layout.places, self._turns
         current_task = torch._C._current_graph_task_id
         as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
+        has_unused = self._usage is not None
 
         def gradient_is_ready(parameter: Tensor) -> None:
             if current_task() != turns.current:
@@ -185,10 +185,12 @@ class GradientSync:
             ready.append(index)
             if not self._synchronizing:
                 return
+            if has_unused and index in self._absent:
+                raise self.trouble.from_outside(self._step_under_way, index)
             bucket, view = places[index]
             if view is not None:
                 copy_scaled(view, parameter.grad, self._scale)
-                if as_view:
+                if as_view and not has_unused:
                     parameter.grad = view  # frees the gradient while its memory is still in cache
             bucket.num_pending -= 1
             if not bucket.num_pending:
@@ -196,18 +198,27 @@ class GradientSync:
 
         return gradient_is_ready
 
-    def _make_careful_hook(self, index: int) -> Callable[[Tensor], None]:
-        """As above, for graphs whose use is looked at: slower."""
-        static = self._static
+    def _make_static_hook(self, index: int, static: StaticUsage) -> Callable[[Tensor], None]:
+        """As above, where a parameter may get several gradients in one backward."""
+        ready, places, turns = self._ready, self.layout.places, self._turns
+        counts, expected = static.counts, static.expected
+        current_task = torch._C._current_graph_task_id
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            if torch._C._current_graph_task_id() != self._turns.current:
+            if current_task() != turns.current:
                 self._begin()
-            if static is not None and not static.is_ready(index):
+            counts[index] += 1
+            if counts[index] != expected[index]:
                 return
-            self._ready.append(index)
-            if self._synchronizing and (static is None or static.is_learnt):
-                self._mark_ready(index)
+            ready.append(index)
+            if not self._synchronizing or not static.is_learnt:
+                return
+            bucket, view = places[index]
+            if view is not None:
+                copy_scaled(view, parameter.grad, self._scale)
+            bucket.num_pending -= 1
+            if not bucket.num_pending:
+                self._launch_complete()
 
         return gradient_is_ready
 
@@ -221,8 +232,7 @@ class GradientSync:
         self._ready.append(index)
 
     def _mark_ready(self, index: int) -> None:
-        if index in self._absent:
-            raise self.trouble.from_outside(self._step_under_way, index)
+        """What a hook does, for a gradient whose hook could not know yet."""
         bucket, view = self.layout.places[index]
         if view is not None:
             copy_scaled(view, self.parameters[index].grad, self._scale)
@@ -282,7 +292,7 @@ class GradientSync:
         self._join_task(task)
 
     def _uses(self, now: set[int]) -> list[int]:
-        """1 for each parameter that this rank has something for: from `now`, or from backwards under no_sync."""
+        """1 for each parameter that this rank will have something for: from `now`, or from backwards under no_sync."""
         seen = self._used_since_reduction
         return [
             int(index in now or (index in seen and parameter.grad is not None))
@@ -343,7 +353,10 @@ class GradientSync:
         used: list[int] = []
         if self.options.allow_unused:
             seen = self._used_since_reduction.union(self._ready)
-            used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
+            if len(seen) == len(self.parameters):
+                used = [int(parameter.grad is not None) for parameter in self.parameters]
+            else:
+                used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
         fingerprint = self.guard.fingerprint()
         graph_changed = self._static is not None and self._static.has_changed()
         if not (used or missing or fingerprint) and self._num_items is None:

@@ -77,27 +77,25 @@ class StaticUsage:
 
     def __init__(self, num_parameters: int) -> None:
         self.is_learnt = False
-        self._counts = [0] * num_parameters
-        self._expected = [1] * num_parameters
+        # Hooks close over these lists, which are only ever changed in place.
+        self.counts = [0] * num_parameters
+        """Gradients in this backward."""
+        self.expected = [1] * num_parameters
+        """The last of how many gradients completes a parameter; while learning, the first does."""
 
     def reset(self) -> None:
         """A backward begins."""
-        self._counts = [0] * len(self._counts)
-
-    def is_ready(self, index: int) -> bool:
-        """Note a gradient; whether it is the parameter's last in this backward (the first, while learning)."""
-        self._counts[index] += 1
-        return self._counts[index] == (self._expected[index] if self.is_learnt else 1)
+        self.counts[:] = [0] * len(self.counts)
 
     def has_changed(self) -> bool:
         """Whether any parameter got another number of gradients in this backward than was learnt. 0 is fine."""
-        return self.is_learnt and bool(self.changed())
+        return self.is_learnt and self.counts != self.expected and bool(self.changed())
 
     def changed(self) -> list[tuple[int, int, int]]:
         """Those parameters: index, learnt, got."""
         return [
             (index, expected, count)
-            for index, (expected, count) in enumerate(zip(self._expected, self._counts, strict=True))
+            for index, (expected, count) in enumerate(zip(self.expected, self.counts, strict=True))
             if count not in (0, expected)
         ]
 
@@ -105,4 +103,4 @@ class StaticUsage:
         """Take the counts of the backward that ends as those of every backward to come; once."""
         if not self.is_learnt:
             self.is_learnt = True
-            self._expected = [max(1, count) for count in self._counts]
+            self.expected[:] = [max(1, count) for count in self.counts]

@@ -104,12 +104,15 @@ class Notices:
         self._ask(tell)
 
     def leave(self, place: Place) -> None:
-        """Tell where this rank was last, for good, and see that the store has it."""
+        """Tell where this rank was last, for good.
+
+        No answer is waited for: at the end of a program the process that holds the store may be ending as well, and a
+        connection that closes while torch waits on it is a C++ stack trace on stderr.
+        """
 
         def tell(store: Any) -> None:
             self._has_left = True
             store.set(key, place.to_json())
-            store.check([key])
 
         key = self._key(f"place/{self._rank}")
         self._ask(tell)
