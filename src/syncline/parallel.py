@@ -319,9 +319,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             self._run_buffer_hook_after_forward()
         if self.static_graph and torch.is_grad_enabled():
             # A re-entrant checkpoint's backward runs inside of the one that begins at an output.
+            hook = self._gradients.outermost_hook()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    when_backward_reaches(tensor, self._outermost_begins)
+                    when_backward_reaches(tensor, hook)
         if synchronizes and self.training and self._transport.size > 1:
             self._gradients.guard.forward_ended(output)
         board.phase = "after forward"
@@ -340,9 +341,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             self._follow_changes()
         if not self._is_agreed:
             self._agree_before_the_first_step()
-
-    def _outermost_begins(self, _: object) -> None:
-        self._gradients.outermost_begins()
 
     def _agree_before_the_first_step(self) -> None:
         """What was registered after construction must be the same on all ranks."""

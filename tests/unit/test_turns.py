@@ -81,8 +81,7 @@ def test_a_backward_that_never_ended_is_interrupted_by_the_next() -> None:
 
 def test_who_is_known_to_be_outermost_ends_the_backward() -> None:
     turns = Turns(is_inside=lambda: True)
-    assert turns.outermost_is(7)
-    assert not turns.outermost_is(7)
+    turns.outermost = 7
     turns.join(7)
     turns.join(8)
     assert not turns.ends_backward(8, is_complete=True)

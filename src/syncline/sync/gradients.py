@@ -246,10 +246,16 @@ class GradientSync:
         if self._contexts is not None:
             self._contexts.forward_begins()
 
-    def outermost_begins(self) -> None:
-        """The graph task that runs now is not inside of another one; told by a hook on a forward's output."""
-        if self._turns.outermost_is(torch._C._current_graph_task_id()):
-            self._begin()
+    def outermost_hook(self) -> Callable[[object], None]:
+        """A hook for a forward's outputs: the graph task that comes to one is not inside of another one."""
+        turns, current_task = self._turns, torch._C._current_graph_task_id
+
+        def backward_begins(_: object) -> None:
+            if current_task() != turns.outermost and self.handles:  # not one whose hooks were removed
+                turns.outermost = current_task()
+                self._begin()
+
+        return backward_begins
 
     def _begin(self) -> None:
         """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began."""

@@ -46,7 +46,8 @@ class Turns:
         """The task that gradients come from; compared by each of them."""
         self._is_inside = is_inside
         self._tasks: set[int] = set()
-        self._outermost: int | None = None
+        self.outermost: int | None = None
+        """The task that is known not to be inside of another, told by who knows."""
         self._ended_inside = False
 
     @property
@@ -78,11 +79,6 @@ class Turns:
         """Whether `task` is part of this backward."""
         return task in self._tasks
 
-    def outermost_is(self, task: int) -> bool:
-        """Told by who knows that `task` is not inside of another; whether that is news."""
-        is_news, self._outermost = self._outermost != task, task
-        return is_news
-
     def ends_backward(self, task: int, *, is_complete: bool) -> bool:
         """`task` has ended: whether the backward has, too.
 
@@ -92,8 +88,8 @@ class Turns:
         """
         if task not in self._tasks:
             return False
-        if self._outermost is not None:
-            return task == self._outermost
+        if self.outermost is not None:
+            return task == self.outermost
         if task != min(self._tasks):
             return False  # it was inside of that one, whose end comes
         if self._is_inside():
@@ -106,7 +102,7 @@ class Turns:
         """The backward is over, however it ended."""
         self._tasks.clear()
         self.current = _NONE
-        self._outermost = None
+        self.outermost = None
 
     def forward_begins(self) -> None:
         """So whatever backward comes next is not the rest of the last one."""
