@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.requirements
+NATIVE := CMakeLists.txt tools/build_backend.py $(wildcard src/syncline/transport/shared_memory/native/*)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RANKS ?= 2
 
 .PHONY: help setup train test check format bench clean
@@ -12,9 +15,13 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything
 
-$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+$(STAMP): $(TOOLS) pyproject.toml $(NATIVE)
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(TOOLS): constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-dev.txt
+	$(PIP) --requirement requirements-dev.txt
 	@touch $@
 
 train: $(STAMP) ## fetch the digits and train on them with 2 processes

@@ -1,0 +1,1 @@
+"""Ranks of one host exchange bytes through memory that they share."""

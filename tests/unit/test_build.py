@@ -1,0 +1,120 @@
+"""What an installation holds: wheels built from this tree with and without a compiler, and where the core is found."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from syncline.transport.shared_memory import find_library as module
+from syncline.transport.shared_memory.find_library import find_library
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = "syncline/transport/shared_memory/libsyncline_core.so"
+
+
+def has_tool(name: str) -> bool:
+    return shutil.which(name) is not None or importlib.util.find_spec(name) is not None
+
+
+MISSING = [
+    *(name for name in ("pip", "scikit_build_core") if importlib.util.find_spec(name) is None),
+    *(name for name in ("cmake", "ninja", "cc") if not has_tool(name)),
+]
+builds = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or bool(MISSING), reason=f"needs Linux and {', '.join(MISSING)}"
+)
+
+
+def build_wheel(folder: Path, compiler: str) -> tuple[Path, str]:
+    """The wheel of this tree, and everything that was printed while it was built; nothing is downloaded."""
+    options = ("--verbose", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ROOT)],
+        env={**os.environ, "CC": compiler},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout
+    [wheel] = folder.glob("*.whl")
+    return wheel, result.stdout
+
+
+def lines_about_pure_python(output: str) -> int:
+    return sum("pure Python, without its native core" in line for line in output.splitlines())
+
+
+@builds
+def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
+    wheel, output = build_wheel(tmp_path, "cc")
+    assert lines_about_pure_python(output) == 0, output
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".c", ".h"))]
+        ctypes.CDLL(archive.extract(LIBRARY, tmp_path))
+
+
+@builds
+def test_a_wheel_built_with_a_broken_compiler_is_pure_python_and_says_so(tmp_path: Path) -> None:
+    wheel, output = build_wheel(tmp_path, "false")
+    assert lines_about_pure_python(output) == 1, output
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert LIBRARY not in archive.namelist()
+
+
+# ---------------------------------------------------------------------- where the library is found
+
+
+@pytest.fixture
+def source_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which find_library.py believes to lie."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    monkeypatch.setattr(module, "__file__", str(folder / "find_library.py"))
+    return folder
+
+
+@pytest.fixture
+def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder into which syncline is installed, with the library in its list of files."""
+    site = tmp_path / "site-packages"
+    metadata = site / "syncline-9.9.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: syncline\nVersion: 9.9\n")
+    (metadata / "RECORD").write_text(f"syncline-9.9.dist-info/METADATA,,\n{LIBRARY},,\n")
+    monkeypatch.syspath_prepend(site)
+    return site
+
+
+def test_the_library_beside_the_module_comes_first(source_folder: Path, site_packages: Path) -> None:
+    for path in (source_folder / Path(LIBRARY).name, site_packages / LIBRARY):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert find_library() == source_folder / Path(LIBRARY).name
+
+
+def test_an_editable_install_finds_the_library_in_site_packages(
+    source_folder: Path, site_packages: Path
+) -> None:
+    (site_packages / LIBRARY).parent.mkdir(parents=True)
+    (site_packages / LIBRARY).touch()
+    assert find_library() == site_packages / LIBRARY
+
+
+def test_a_library_that_is_listed_but_gone_is_not_found(source_folder: Path, site_packages: Path) -> None:
+    assert find_library() is None
+
+
+def test_a_pure_install_has_no_library(source_folder: Path, site_packages: Path) -> None:
+    (site_packages / "syncline-9.9.dist-info" / "RECORD").write_text("syncline-9.9.dist-info/METADATA,,\n")
+    assert find_library() is None
