@@ -17,6 +17,7 @@ from syncline.errors import SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.faulty import FaultyTransport
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import run_ranks
 
 REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -456,4 +457,12 @@ def test_faulty_without_faults(program: str) -> None:
 def test_gloo(program: str, size: int) -> None:
     transport = C10dTransport(timeout_seconds=30)
     assert (transport.name, transport.size) == ("gloo", size)
+    PROGRAMS[program](transport)
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 5)])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_shared_memory(program: str, size: int) -> None:
+    transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=30))
+    assert (transport.name, transport.size) == ("gloo" if size == 1 else "shared memory", size)
     PROGRAMS[program](transport)

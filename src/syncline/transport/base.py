@@ -257,6 +257,14 @@ class Transport(ABC):
             self._common_lanes[purpose] = self.lane(purpose)
         return self._common_lanes[purpose]
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of zeros that this engine reduces best: in place where it can, without copying it first.
+
+        A collective call: every rank must make it, with the same arguments. Pass the tensor itself to an operation,
+        not a view of it; it can be used by all lanes of this transport.
+        """
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     # ------------------------------------------------------------------ what an engine implements
 
     @property

@@ -30,13 +30,14 @@ from torch.distributed import distributed_c10d
 from syncline.board import MAIN_LANE, Board
 from syncline.errors import PeerFailed, PeerLost
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
-from syncline.transport.c10d_work import MESSAGES, C10dWork, MessageWork
+from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.calls import Failure, lane_name, named_ranks
 from syncline.transport.health import CLOSED, Health, Lane
 from syncline.transport.notices import Notices
 from syncline.transport.opening import exchange
 from syncline.transport.publisher import publisher
 from syncline.transport.threads import ThreadGroup
+from syncline.transport.watched_work import MESSAGES
 
 __all__ = ["C10dTransport"]
 
@@ -104,7 +105,7 @@ class C10dTransport(Transport):
             timeout_seconds = _group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
         self._group: Any = group  # Any: None once closed, when nothing is started any more
-        self._lane = Lane(MAIN_LANE, group)
+        self.own_lane = Lane(MAIN_LANE, group)
         self._lanes: list[C10dTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
         self._backends = _backends(group)
@@ -112,8 +113,8 @@ class C10dTransport(Transport):
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
         self._make_options()
         notices = Notices(group.get_group_store(), rank=rank, size=self.size) if self.size > 1 else None
-        self._health = Health(
-            self._lane,
+        self.health = Health(
+            self.own_lane,
             self.board,
             notices,
             rank=rank,
@@ -123,7 +124,7 @@ class C10dTransport(Transport):
             barrier_device=self.control_device.type,
         )
         if notices is not None:
-            publisher().add(self._health)
+            publisher().add(self.health)
 
     def _make_options(self) -> None:
         """Prebuilt, for the hot path; Gloo's own deadline for an operation follows the transport's."""
@@ -162,6 +163,13 @@ class C10dTransport(Transport):
         """The process group; None once the transport is closed."""
         group: dist.ProcessGroup | None = self._group
         return group
+
+    @property
+    def other_devices(self) -> dict[str, str]:
+        """Backend by device type, without the CPU's; empty where one backend serves all alike."""
+        if len(set(self._backends.values())) == 1 and "cpu" in self._backends:
+            return {}
+        return {device: backend for device, backend in self._backends.items() if device != "cpu"}
 
     @property
     def control_device(self) -> torch.device:
@@ -241,7 +249,7 @@ class C10dTransport(Transport):
         start: Callable[[], Any],
         finish: Callable[[], object] | None = None,
     ) -> Work:
-        health = self._health
+        health = self.health
         if health.failure is not None:
             raise health.failure.on_rank(self.rank)
         if self._group is None:
@@ -249,7 +257,7 @@ class C10dTransport(Transport):
         thread = get_ident()
         if thread != health.calling_thread:
             health.called_from(thread)
-        lane = self._lane
+        lane = self.own_lane
         if operation not in MESSAGES:
             lane.num_started += 1
         work = C10dWork(health, lane, self.timeout_seconds, operation, detail, tensor, finish)
@@ -260,8 +268,8 @@ class C10dTransport(Transport):
         return work
 
     def _done_alone(self) -> Work:
-        if self._health.failure is not None:
-            raise self._health.failure.on_rank(self.rank)
+        if self.health.failure is not None:
+            raise self.health.failure.on_rank(self.rank)
         return DONE
 
     # ------------------------------------------------------------------ lanes and groups
@@ -275,8 +283,8 @@ class C10dTransport(Transport):
         self._num_lanes_for[purpose] += 1
         lane = copy(self)
         lane._group, lane._owns_group = group, True
-        lane._lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
-        self._health.lanes.append(lane._lane)
+        lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
+        self.health.lanes.append(lane.own_lane)
         self._lanes.append(lane)
         lane._start_barrier().wait()  # a rank that closed it at once would cut off others that still connect
         return lane
@@ -335,29 +343,29 @@ class C10dTransport(Transport):
             )
         except RuntimeError as error:
             text = f"rank {self.rank} could not connect to {named_ranks(ranks)} again, for a lane or a part: {error}"
-            raise self._health.fail(Failure(PeerLost, text)).on_rank(self.rank) from error
+            raise self.health.fail(Failure(PeerLost, text)).on_rank(self.rank) from error
         distributed_c10d._world.pg_group_ranks[group] = {
             global_rank: rank for rank, global_rank in enumerate(global_ranks)
         }
         return group
 
     def abort(self, reason: str) -> None:
-        self._health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
+        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def leave(self) -> None:
         """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
-        self._health.leave()
+        self.health.leave()
 
     def close(self) -> None:
         group, self._group = self._group, None  # a Gloo group that is held on to keeps its threads to the end
-        if self._lane.name == MAIN_LANE:
-            self._health.close()
+        if self.own_lane.name == MAIN_LANE:
+            self.health.close()
             for lane in list(self._lanes):
                 lane.close()
         elif group is not None:
             self._lanes.remove(self)
-            if self._lane in self._health.lanes:
-                self._health.lanes.remove(self._lane)
+            if self.own_lane in self.health.lanes:
+                self.health.lanes.remove(self.own_lane)
         if self._owns_group and group in distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 

@@ -1,38 +1,31 @@
 """An operation of a torch.distributed process group: how it is waited for, and its errors in our words.
 
-A `wait` on the CPU looks up every `_SLICE_SECONDS` (see `long_wait`). On a GPU `wait` orders the current stream after
+A `wait` on the CPU looks up from time to time (see `watched_work`). On a GPU `wait` orders the current stream after
 the operation, as torch does, and errors come from the backend's own watchdog, unless a timeout is given.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch import _C, Tensor
 
-from syncline.board import Wait
 from syncline.errors import SynclineError
-from syncline.transport.base import Work
-from syncline.transport.calls import Call
 from syncline.transport.health import Health, Lane
-from syncline.transport.long_wait import LongWait
+from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
 
-__all__ = ["MESSAGES", "C10dWork", "MessageWork"]
+__all__ = ["C10dWork", "MessageWork"]
 
 _CONTEXT = "context"
 """Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
 _CAN_REMOVE_CONTEXT = hasattr(_C, "_remove_obj_from_tls")
-_SLICE_SECONDS = 0.25
-MESSAGES = ("send", "recv")
-"""What only two ranks call, and so has no number that all could agree on."""
-_SLICE = timedelta(seconds=_SLICE_SECONDS)
+_SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
-class C10dWork(Work):
+class C10dWork(WatchedWork):
     """One operation, under way once `start` was called.
 
     Args:
@@ -45,18 +38,7 @@ class C10dWork(Work):
         finish: what is left to do when the backend is done.
     """
 
-    __slots__ = (
-        "_detail",
-        "_finish",
-        "_health",
-        "_lane",
-        "_number",
-        "_operation",
-        "_started",
-        "_tensor",
-        "_timeout_seconds",
-        "_work",
-    )
+    __slots__ = ("_finish", "_work")
 
     def __init__(
         self,
@@ -68,15 +50,8 @@ class C10dWork(Work):
         tensor: Tensor | None,
         finish: Callable[[], object] | None,
     ) -> None:
-        self._health = health
-        self._lane = lane
-        self._timeout_seconds = timeout_seconds
-        self._operation = operation
-        self._detail = detail
-        self._tensor = tensor
+        super().__init__(health, lane, timeout_seconds, operation, detail, tensor)
         self._finish = finish
-        self._number = None if operation in MESSAGES else lane.num_started
-        self._started = time.monotonic()
         self._work: Any = None
 
     def start(self, start: Callable[[], Any]) -> None:
@@ -121,45 +96,12 @@ class C10dWork(Work):
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
-    def elapsed_seconds(self) -> float:
-        """Time since the call."""
-        return time.monotonic() - self._started
-
-    def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
-        """What the peers are told of a wait for this."""
-        tensor = self._tensor
-        numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        call = Call(self._operation, self._detail, numel, dtype)
-        return Wait(
-            lane=self._lane.name,
-            call=self._number,
-            words=str(call),
-            number=number,
-            blocks_rank=blocks_rank,
-        )
-
-    def __str__(self) -> str:
-        return str(self.as_wait())
-
-    def _wait_in_slices(self, timeout_seconds: float) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        if self._ends_within(_SLICE if timeout_seconds >= _SLICE_SECONDS else _at_most(timeout_seconds)):
-            return
-        with LongWait(self._health, self) as long_wait:
-            while True:
-                remaining_seconds = deadline - time.monotonic()
-                if remaining_seconds <= 0:
-                    raise self._health.timed_out(self)
-                long_wait.look_around()
-                if self._ends_within(_at_most(remaining_seconds)):
-                    return
-
-    def _ends_within(self, slice_: timedelta) -> bool:
+    def _ends_within(self, seconds: float) -> bool:
         health, work = self._health, self._work
         if health.failure is not None and not work.is_completed():
             raise health.failure.on_rank(health.rank)
         try:
-            work.wait(slice_)
+            work.wait(_SLICE if seconds == SLICE_SECONDS else _at_least_a_millisecond(seconds))
             return True
         except RuntimeError:
             pass
@@ -173,9 +115,9 @@ def _thread_holds_context() -> bool:
     return _CAN_REMOVE_CONTEXT and _C._is_key_in_tls(_CONTEXT)
 
 
-def _at_most(seconds: float) -> timedelta:
-    """A slice; at least a millisecond, for torch rounds down to those and takes 0 as no limit."""
-    return timedelta(seconds=min(max(seconds, 0.001), _SLICE_SECONDS))
+def _at_least_a_millisecond(seconds: float) -> timedelta:
+    """For torch rounds down to those, and takes 0 as no limit."""
+    return timedelta(seconds=max(seconds, 0.001))
 
 
 class MessageWork:

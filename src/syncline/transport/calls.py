@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from syncline.errors import SynclineError
+from syncline.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerFailed,
+    PeerLost,
+    SynclineError,
+    UnevenInputs,
+)
 
 __all__ = ["SAME_CALLS", "UNEVEN", "Call", "Failure", "lane_name", "named_ranks"]
 
@@ -22,6 +30,12 @@ UNEVEN = (
     "fills up, drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times"
 )
 """What to do about a rank that has ended too early."""
+
+_KINDS: dict[str, type[SynclineError]] = {
+    kind.__name__: kind
+    for kind in (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs)
+}
+_MAX_TEXT_CHARS = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,24 @@ class Failure:
         if rank == self.aborted_by:
             return SynclineError(f"this transport was aborted on rank {rank}: {self.text}")
         return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
+
+    def to_json(self, rank: int) -> str:
+        """As text that `rank` tells the others; of a long one only the end, where tracebacks have their point."""
+        record = {
+            "kind": self.kind.__name__,
+            "text": self.text[-_MAX_TEXT_CHARS:],
+            "rank": None if self.is_common else rank,
+        }
+        return json.dumps(record)
+
+    @staticmethod
+    def from_json(told: str | bytes) -> Failure:
+        """What another rank has told."""
+        record = json.loads(told)
+        rank = record["rank"]
+        return Failure(
+            _KINDS.get(record["kind"], PeerFailed), record["text"], aborted_by=rank, is_common=rank is None
+        )
 
 
 def named_ranks(ranks: Iterable[int]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch.distributed import distributed_c10d
@@ -18,13 +20,13 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
-from syncline.transport.calls import SAME_CALLS, UNEVEN, Failure, named_ranks
+from syncline.transport.calls import SAME_CALLS, UNEVEN, Call, Failure, named_ranks
 from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
 from syncline.transport.notices import Notices
 from syncline.transport.user_code import user_code
 
 if TYPE_CHECKING:
-    from syncline.transport.c10d_work import C10dWork
+    from syncline.transport.watched_work import WatchedWork
 
 __all__ = ["CLOSED", "Health", "Lane"]
 
@@ -34,7 +36,7 @@ class Lane:
 
     Args:
         name: for messages.
-        group: the process group that carries it.
+        group: the process group that carries it; None where it is none of torch's.
     """
 
     __slots__ = ("group", "name", "num_started")
@@ -82,6 +84,8 @@ class Health:
         self.wait: Wait | None = None
         """The call that this rank has been waiting in for a while."""
         self.num_waits = 0
+        self.on_failure: list[Callable[[Failure], None]] = []
+        """Called with what this rank knows first, to tell the peers in another way than by notices."""
         self._board = board
         self._backend = backend
         self._timeout_seconds = timeout_seconds
@@ -93,6 +97,8 @@ class Health:
         if self.failure is None:
             told = failure if self.notices is None else self.notices.publish(failure)
             self.failure = told if told.is_common else failure
+            for tell in self.on_failure:
+                tell(self.failure)
             self._keep_groups()
         return self.failure
 
@@ -112,9 +118,10 @@ class Health:
         """Raise if a peer has told of the end of the transport."""
         told = None if self.notices is None else self.notices.failure()
         if told is not None:
-            raise self._told(told)
+            raise self.told(told)
 
-    def _told(self, failure: Failure) -> SynclineError:
+    def told(self, failure: Failure) -> SynclineError:
+        """A peer has told of the end of the transport; what this rank raises."""
         if self.failure is None:
             self.failure = failure
             self._keep_groups()
@@ -126,7 +133,9 @@ class Health:
         When its last user goes, a Gloo group waits for its operations: a process that has given up would not
         end before they time out.
         """
-        groups = [lane.group for lane in self.lanes]
+        groups = [lane.group for lane in self.lanes if lane.group is not None]
+        if not groups:
+            return
         keeper = threading.Timer(self._timeout_seconds + 1, id, args=(groups,))
         keeper.daemon = True
         keeper.start()
@@ -139,7 +148,10 @@ class Health:
 
     def is_live(self) -> bool:
         """Whether there is still something to tell the peers; once not, never again."""
-        return self.failure is None and self.lanes[0].group in distributed_c10d._world.pg_map
+        if self.failure is not None:
+            return False
+        group = self.lanes[0].group
+        return group is None or group in distributed_c10d._world.pg_map
 
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
         """Where this rank is."""
@@ -159,18 +171,18 @@ class Health:
 
     # ------------------------------------------------------------------ errors
 
-    def timed_out(self, work: C10dWork) -> SynclineError:
+    def timed_out(self, work: WatchedWork) -> SynclineError:
         """Nobody failed, but not every rank came."""
         places = self.places()
         return self._ended(work, CollectiveTimeout, self._late(work, places), _LATE, places, None)
 
-    def broken_by(self, error: RuntimeError, work: C10dWork) -> SynclineError:
+    def broken_by(self, error: RuntimeError, work: WatchedWork) -> SynclineError:
         """The backend's error in our words."""
         kind, what, remedy = _meaning(str(error))
         told = None if self.notices is None else self.notices.failure()
         if told is not None and (told.kind is PeerFailed or (kind is PeerLost and told.kind is not PeerLost)):
             # A lost connection is only the consequence of what the peer itself has told.
-            return self._told(told)
+            return self.told(told)
         places = self.places() if kind in (CollectiveTimeout, PeerLost) else None
         if kind is CollectiveTimeout and places is not None:
             what = self._late(work, places)
@@ -182,7 +194,34 @@ class Health:
                 what = f"the connection to rank {1 - self.rank} is lost"
         return self._ended(work, kind, what, remedy, places, error)
 
-    def raise_if_hopeless(self, work: C10dWork, places: dict[int, Place], steady: dict[int, Place]) -> None:
+    def lost(self, work: WatchedWork, ranks: Sequence[int]) -> SynclineError:
+        """The processes of some ranks have ended."""
+        told = None if self.notices is None else self.notices.failure()
+        if told is not None:
+            return self.told(told)
+        places = self.places()
+        left = [rank for rank in ranks if rank in places and places[rank].has_left]
+        if left:
+            return self._ended(work, UnevenInputs, _left(left), UNEVEN, places, None)
+        has = "its process has" if len(ranks) == 1 else "their processes have"
+        return self._ended(work, PeerLost, f"{named_ranks(ranks)}: {has} ended", _LOST, places, None)
+
+    def mismatched(self, work: WatchedWork, calls: dict[int, Call]) -> SynclineError:
+        """The ranks met in different calls.
+
+        Args:
+            work: this rank's.
+            calls: by rank.
+        """
+        own = work.as_wait()
+        places = {rank: replace(place, wait=None) for rank, place in self.places().items()}
+        for rank, call in calls.items():
+            place = places.get(rank, Place.of(Board()))
+            places[rank] = replace(place, wait=replace(own, words=str(call)), has_left=False)
+        text = "\n".join(["the ranks met in different calls:", who_is_where(places, size=self.size), SAME_CALLS])
+        return self.fail(Failure(CollectiveMismatch, text, is_common=True)).on_rank(self.rank)
+
+    def raise_if_hopeless(self, work: WatchedWork, places: dict[int, Place], steady: dict[int, Place]) -> None:
         """Raise if this wait can never end.
 
         Args:
@@ -204,14 +243,14 @@ class Health:
             text = "\n".join([what, who_is_where(places, size=self.size), SAME_CALLS])
             raise self.fail(Failure(CollectiveMismatch, text, is_common=True)).on_rank(self.rank)
 
-    def _late(self, work: C10dWork, places: dict[int, Place]) -> str:
+    def _late(self, work: WatchedWork, places: dict[int, Place]) -> str:
         unheard = [rank for rank in range(self.size) if rank not in places]
         late = sorted([*absent_ranks(work.as_wait(), places), *unheard])
         return f"{named_ranks(late)} did not come before the deadline" if late else _NOT_ALL_CAME
 
     def _ended(
         self,
-        work: C10dWork,
+        work: WatchedWork,
         kind: type[SynclineError],
         what: str,
         remedy: str,

@@ -17,7 +17,7 @@ from syncline.transport.health import Health
 from syncline.transport.user_code import user_code
 
 if TYPE_CHECKING:
-    from syncline.transport.c10d_work import C10dWork
+    from syncline.transport.watched_work import WatchedWork
 
 __all__ = ["LongWait"]
 
@@ -34,7 +34,7 @@ class LongWait:
         work: what is waited for.
     """
 
-    def __init__(self, health: Health, work: C10dWork) -> None:
+    def __init__(self, health: Health, work: WatchedWork) -> None:
         self._health = health
         self._work = work
         self._period_seconds = _LOOK_SECONDS if health.size <= _MANY_RANKS else _LOOK_SECONDS_OF_MANY

@@ -8,7 +8,6 @@ have their own errors.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -18,14 +17,6 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from syncline.board import Place
-from syncline.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerFailed,
-    PeerLost,
-    SynclineError,
-    UnevenInputs,
-)
 from syncline.transport.calls import Failure
 from syncline.transport.store_line import StoreLine, line_to
 
@@ -33,12 +24,7 @@ __all__ = ["Notices"]
 
 T = TypeVar("T")
 
-_KINDS: dict[str, type[SynclineError]] = {
-    kind.__name__: kind
-    for kind in (CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs)
-}
 _STORE_TIMEOUT = timedelta(seconds=1)
-_MAX_TEXT_CHARS = 64 * 1024
 
 
 class Notices:
@@ -72,20 +58,15 @@ class Notices:
 
     def publish(self, failure: Failure) -> Failure:
         """Tell why the group is broken; the first notice stays, and is what all ranks go by."""
-        record = {
-            "kind": failure.kind.__name__,
-            "text": failure.text[-_MAX_TEXT_CHARS:],
-            "rank": None if failure.is_common else self._rank,
-        }
-        mine = json.dumps(record)
+        mine = failure.to_json(self._rank)
         told = self._ask(lambda store: store.compare_set(self._key("failure"), "", mine))
-        return failure if told is None or told.decode() == mine else _failure(told)
+        return failure if told is None or told.decode() == mine else Failure.from_json(told)
 
     def failure(self) -> Failure | None:
         """Why the group is broken, in the words of the rank that knew first; None if nobody said."""
         key = self._key("failure")
         told = self._ask(lambda store: store.get(key) if store.check([key]) else None)
-        return None if told is None else _failure(told)
+        return None if told is None else Failure.from_json(told)
 
     def post(self, news: Callable[[], Place | None]) -> None:
         """Tell where this rank is.
@@ -146,10 +127,3 @@ class Notices:
             self._store = None
         return None
 
-
-def _failure(told: bytes) -> Failure:
-    record = json.loads(told)
-    rank = record["rank"]
-    return Failure(
-        _KINDS.get(record["kind"], PeerFailed), record["text"], aborted_by=rank, is_common=rank is None
-    )

@@ -1,0 +1,306 @@
+"""How the ranks of one host meet: over a Unix socket, by which memory is handed from one to the others.
+
+Rank 0 listens at an abstract address, which vanishes with its process: no file is left behind, whoever is killed. Who
+connects must be one of the processes that the ranks have named to each other, of the same user (the kernel tells),
+and know the random token. That two ranks share a host is not inferred from names: each must map what rank 0 has
+made, and read in it what the others wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from syncline.errors import SynclineError
+from syncline.transport.calls import named_ranks
+from syncline.transport.shared_memory.library import MAX_RANKS, SharedMemoryUnavailable, library
+from syncline.transport.shared_memory.memory import SharedMemory
+from syncline.transport.shared_memory.peers import Peers
+
+__all__ = ["Exchange", "Hub"]
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Gathers every rank's bytes, in rank order; a collective call."""
+
+_CREDENTIALS = struct.Struct("3i")
+_LENGTH = struct.Struct("<I")
+_HELLO = struct.Struct("<I32s")
+_MAX_BYTES = 1 << 20
+_CONNECT_SECONDS = 20.0
+_PROOF_BYTES = 32
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Presence:
+    """What a rank says of itself."""
+
+    pid: int
+    uid: int
+    host: str
+    """The kernel's random number of this boot, and the namespaces within which process numbers and sockets count."""
+    unable: str = ""
+    """Why this rank cannot share memory at all."""
+    address: str = ""
+    """Where rank 0 listens."""
+    token: str = ""
+
+
+class Hub:
+    """The connections between rank 0 and the others of one host.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        exchange: how the ranks talk before they are connected; used three times.
+
+    Raises:
+        SharedMemoryUnavailable: on all ranks alike, with the reasons.
+    """
+
+    def __init__(self, *, rank: int, size: int, exchange: Exchange) -> None:
+        self.rank = rank
+        self.size = size
+        self._connections: dict[int, socket.socket] = {}
+        """Rank 0: one to each of the others; another rank: one to rank 0."""
+        weakref.finalize(self, _close, self._connections)
+        token = secrets.token_bytes(32)
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(_listener(size)) if rank == 0 else None
+            everyone = self._present(listener, token, exchange)
+            trouble = _attempt(lambda: self._connect(listener, everyone))
+            _agree(exchange, trouble)
+        try:
+            _agree(exchange, _attempt(lambda: self._follow(everyone)))
+        except SharedMemoryUnavailable:
+            self.close()
+            raise
+
+    def _present(self, listener: socket.socket | None, token: bytes, exchange: Exchange) -> list[_Presence]:
+        mine = _Presence(
+            pid=os.getpid(),
+            uid=os.getuid(),
+            host=_host(),
+            unable=_attempt(library),
+            address="" if listener is None else listener.getsockname()[1:].decode(),
+            token="" if listener is None else token.hex(),
+        )
+        everyone = [_Presence(**json.loads(row)) for row in exchange(json.dumps(asdict(mine)).encode())]
+        _check_that_they_can(everyone)
+        return everyone
+
+    def _connect(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
+        token = bytes.fromhex(everyone[0].token)
+        if listener is None:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._connections[0] = connection
+            connection.settimeout(_CONNECT_SECONDS)
+            connection.connect(b"\0" + everyone[0].address.encode())
+            _check_credentials(connection, everyone[0], 0)
+            connection.sendall(_HELLO.pack(self.rank, token))
+            return
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while len(self._connections) < self.size - 1:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, self.size)) - set(self._connections))
+                raise SynclineError(f"{named_ranks(missing)} did not connect") from None
+            try:
+                connection.settimeout(_CONNECT_SECONDS)
+                rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
+                if not secrets.compare_digest(its_token, token) or not 0 < rank < self.size:
+                    raise SynclineError("a stranger")
+                _check_credentials(connection, everyone[rank], rank)
+            except (OSError, SynclineError):
+                connection.close()  # whoever it was is not one of us; the rank that is may still come
+                continue
+            self._connections[rank] = connection
+
+    def _follow(self, everyone: list[_Presence]) -> None:
+        self.peers = Peers([presence.pid for presence in everyone], self.rank)
+        proof = self.share(self.size * _PROOF_BYTES, "the proof that memory is shared")
+        mine = secrets.token_bytes(_PROOF_BYTES)
+        proof.map[self.rank * _PROOF_BYTES : (self.rank + 1) * _PROOF_BYTES] = mine
+        for rank, written in enumerate(self.gather(mine)):
+            if proof.map[rank * _PROOF_BYTES : (rank + 1) * _PROOF_BYTES] != written:
+                raise SynclineError(f"what rank {rank} wrote into the memory cannot be read here")
+        self.gather(b"")  # all have read
+
+    # ------------------------------------------------------------------ what is said over the hub
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order; a collective call, blocking.
+
+        Raises:
+            OSError: a rank has gone, or did not come in time.
+        """
+        if self.rank:
+            _send(self._connections[0], payload)
+            return [_receive_message(self._connections[0]) for _ in range(self.size)]
+        rows = [payload] + [_receive_message(self._connections[rank]) for rank in range(1, self.size)]
+        for rank in range(1, self.size):
+            for row in rows:
+                _send(self._connections[rank], row)
+        return rows
+
+    def share(self, num_bytes: int, purpose: str) -> SharedMemory:
+        """New memory that every rank has mapped, all zeros; a collective call.
+
+        Args:
+            num_bytes: how much, the same on all ranks.
+            purpose: what it is for, for messages.
+
+        Raises:
+            SynclineError: on all ranks alike: there is not enough memory, or a rank has gone.
+        """
+        num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        memory: SharedMemory | None = None
+        trouble = ""
+        try:
+            if self.rank == 0:
+                try:
+                    memory = SharedMemory.create(num_bytes)
+                except SynclineError as error:
+                    trouble = str(error)
+                for rank in range(1, self.size):
+                    _send_file(self._connections[rank], None if memory is None else memory.file_descriptor)
+            else:
+                descriptor = _receive_file(self._connections[0])
+                if descriptor is not None:
+                    memory = SharedMemory(descriptor, num_bytes)
+            if memory is not None:
+                each = num_bytes // self.size
+                last = self.rank == self.size - 1
+                memory.populate(self.rank * each, num_bytes if last else (self.rank + 1) * each)
+        except SynclineError as error:
+            trouble = str(error)
+        except OSError as error:
+            raise SynclineError(f"shared memory for {purpose}: a rank of this host has gone ({error})") from error
+        try:
+            troubles = [row.decode() for row in self.gather(trouble.encode())]
+        except OSError as error:
+            raise SynclineError(f"shared memory for {purpose}: a rank of this host has gone ({error})") from error
+        if any(troubles) or memory is None:
+            lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
+            raise SynclineError("\n".join([f"shared memory for {purpose} cannot be had:", *lines]))
+        memory.release_file()
+        return memory
+
+    def close(self) -> None:
+        """Close the connections."""
+        _close(self._connections)
+
+
+def _close(connections: dict[int, socket.socket]) -> None:
+    for connection in connections.values():
+        connection.close()
+    connections.clear()
+
+
+# ---------------------------------------------------------------------- who may take part
+
+
+def _host() -> str:
+    """What has to be equal where processes can share memory in our way; that they do is proved later."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
+    return " ".join([boot, *spaces])
+
+
+def _check_that_they_can(everyone: list[_Presence]) -> None:
+    reasons = [f"rank {rank}: {presence.unable}" for rank, presence in enumerate(everyone) if presence.unable]
+    if len(everyone) > MAX_RANKS:
+        reasons.append(f"{len(everyone)} ranks, and at most {MAX_RANKS} can share memory")
+    others = [rank for rank, presence in enumerate(everyone) if presence.host != everyone[0].host]
+    if others:
+        reasons.append(f"{named_ranks(others)} run on another host (or in another container) than rank 0")
+    users = [rank for rank, presence in enumerate(everyone) if presence.uid != everyone[0].uid]
+    if users:
+        reasons.append(f"{named_ranks(users)} run as another user than rank 0")
+    pids = [presence.pid for presence in everyone]
+    if len(set(pids)) < len(pids) and not others:
+        reasons.append("two ranks are in one process")
+    if reasons:
+        raise SharedMemoryUnavailable("the ranks cannot share memory:\n" + "\n".join(reasons))
+
+
+def _check_credentials(connection: socket.socket, expected: _Presence, rank: int) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    if (pid, uid) != (expected.pid, expected.uid):
+        raise SynclineError(
+            f"process {pid} of user {uid} is not rank {rank}, which is process {expected.pid} of user {expected.uid}"
+        )
+
+
+def _listener(size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(b"\0syncline-" + secrets.token_hex(16).encode())
+    listener.listen(size)
+    return listener
+
+
+def _attempt(action: Callable[[], object]) -> str:
+    """What went wrong in `action`; empty if nothing did."""
+    try:
+        action()
+    except (SynclineError, OSError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _agree(exchange: Exchange, trouble: str) -> None:
+    """All ranks go on, or none does."""
+    troubles = [row.decode() for row in exchange(trouble.encode())]
+    if any(troubles):
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
+        raise SharedMemoryUnavailable("\n".join(["the ranks cannot share memory:", *lines]))
+
+
+# ---------------------------------------------------------------------- bytes and files on a socket
+
+
+def _send(connection: socket.socket, payload: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data))
+        if not more:
+            raise ConnectionResetError("the connection was closed")
+        data += more
+    return bytes(data)
+
+
+def _receive_message(connection: socket.socket) -> bytes:
+    (num_bytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    if num_bytes > _MAX_BYTES:
+        raise ConnectionResetError(f"a message of {num_bytes} bytes")
+    return _receive(connection, num_bytes)
+
+
+def _send_file(connection: socket.socket, descriptor: int | None) -> None:
+    if descriptor is None:
+        connection.sendall(b"-")
+    else:
+        socket.send_fds(connection, [b"+"], [descriptor])
+
+
+def _receive_file(connection: socket.socket) -> int | None:
+    word, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not word:
+        raise ConnectionResetError("the connection was closed")
+    return descriptors[0] if descriptors else None

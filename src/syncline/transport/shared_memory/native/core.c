@@ -1,0 +1,931 @@
+/* Collectives between processes that share memory.
+ *
+ * Plain C symbols, loaded with ctypes; knows nothing of torch or Python. Whoever calls maps the memory, zeroed, and
+ * hands in addresses.
+ *
+ * A group is N processes. Its memory holds an abort word and, for each rank, a doorbell: a futex that is rung when
+ * something happens that the rank may be asleep for. A lane is one kind of talk of a group; all its collectives are
+ * sequences of chunks, and every chunk passes through one slot of a ring that all ranks step through in the same
+ * order:
+ *
+ *     fill      a rank puts its chunk into its cell of the slot          slot.arrived += 1
+ *     reduce    all have arrived: what a rank reduces for the others     slot.reduced += 1   (some operations)
+ *     consume   a rank takes what it wants from the others' cells        slot.consumed += 1
+ *
+ * The slot is filled again when all have consumed it. The counters only grow, so that nothing is ever reset that
+ * somebody may still look at: the n-th use of a slot is complete when its counter has reached n * N. What is written
+ * before a counter is published by the increment (release) and may be read by who has seen the counter (acquire); the
+ * algorithm relies on nothing else, whatever the processor.
+ *
+ * Tensors that lie in memory that all ranks have mapped are reduced in place: the chunk is empty, and the work is
+ * taken in pieces by whoever has time (slot.claimed), so that a rank that waits also does the work of one that is
+ * still computing. Sums are taken in rank order whoever takes them: the same bits everywhere, in every run.
+ *
+ * Nothing blocks but syncline_wait, and that not longer than it is told to.
+ */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define ABI 1
+
+enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 2 };
+enum { PIECE_BYTES = 256 * 1024, STRIP_BYTES = 16 * 1024, BLOCK_NUMEL = 1024, SPLIT_RANKS = 4, SPLIT_BYTES = 16384 };
+
+enum { OP_SUM, OP_MEAN, OP_MAX, OP_MIN, OP_PRODUCT };
+enum { DTYPE_F32, DTYPE_F64, DTYPE_F16, DTYPE_BF16, DTYPE_I8, DTYPE_U8, DTYPE_I16, DTYPE_I32, DTYPE_I64, NUM_DTYPES };
+enum kind {
+    BARRIER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    BROADCAST,
+    SEND,
+    RECV,
+    ALL_REDUCE_IN_PLACE,
+    REDUCE_SCATTER_IN_PLACE
+};
+enum outcome { DONE = 0, PENDING = 1, ABORTED = 2, MISMATCH = 3 };
+
+/* ------------------------------------------------------------------ kernels */
+
+typedef void (*reduce_fn)(void *target, const void *const *sources, int num_sources, size_t numel, int op);
+
+#if defined(__clang__)
+#define IVDEP _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define IVDEP _Pragma("GCC ivdep")
+#else
+#define IVDEP
+#endif
+
+#define ISA baseline
+#define ISA_TARGET
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#define ISA avx2
+#define ISA_TARGET __attribute__((target("avx2")))
+#include "kernels.h"
+#define ISA avx512
+#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
+#include "kernels.h"
+#endif
+
+static const struct {
+    const char *name;
+    const reduce_fn *table;
+} instruction_sets[] = {
+    {"baseline", reduce_table_baseline},
+#if defined(__x86_64__)
+    {"avx2", reduce_table_avx2},
+    {"avx512", reduce_table_avx512},
+#endif
+};
+
+static bool is_supported(int isa) {
+    if (isa < 0 || isa >= (int)(sizeof instruction_sets / sizeof *instruction_sets)) return false;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (isa == 1) return __builtin_cpu_supports("avx2");
+    if (isa == 2)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+    return true;
+}
+
+static const reduce_fn *best_kernels;
+static pthread_once_t kernels_once = PTHREAD_ONCE_INIT;
+
+static void choose_kernels(void) {
+    int isa = (int)(sizeof instruction_sets / sizeof *instruction_sets) - 1;
+    while (!is_supported(isa)) isa--;
+    best_kernels = instruction_sets[isa].table;
+}
+
+static const size_t itemsizes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
+
+static bool is_aligned(const void *pointer, size_t itemsize) { return ((uintptr_t)pointer & (itemsize - 1)) == 0; }
+
+/* Sources are aligned to their items; the target need not be. */
+static void reduce(void *target, const void *const *sources, int num_sources, size_t numel, int dtype, int op) {
+    size_t itemsize = itemsizes[dtype];
+    reduce_fn kernel = best_kernels[dtype];
+    if (is_aligned(target, itemsize)) {
+        kernel(target, sources, num_sources, numel, op);
+        return;
+    }
+    _Alignas(64) char aligned[BLOCK_NUMEL * 8];
+    const void *shifted[MAX_RANKS];
+    for (size_t from = 0; from < numel; from += BLOCK_NUMEL) {
+        size_t n = numel - from < BLOCK_NUMEL ? numel - from : BLOCK_NUMEL;
+        for (int s = 0; s < num_sources; s++) shifted[s] = (const char *)sources[s] + from * itemsize;
+        kernel(aligned, shifted, num_sources, n, op);
+        memcpy((char *)target + from * itemsize, aligned, n * itemsize);
+    }
+}
+
+/* ------------------------------------------------------------------ what is shared */
+
+typedef _Atomic uint64_t counter; /* grows, and is never reset unless it says so */
+
+struct doorbell {
+    _Alignas(LINE_BYTES) _Atomic uint32_t num_rings; /* a futex */
+};
+
+struct group_memory {
+    _Alignas(LINE_BYTES) _Atomic uint32_t abort_state; /* 0; 1 while the text is being written; 2 for good */
+    uint32_t abort_bytes;
+    _Alignas(LINE_BYTES) counter sleeping[MAX_RANKS / 64]; /* a bit for each rank that wants its doorbell rung */
+    _Alignas(LINE_BYTES) char abort_text[ABORT_BYTES];
+    struct doorbell doorbells[]; /* by rank */
+};
+
+struct slot {
+    _Alignas(LINE_BYTES) counter arrived;
+    _Alignas(LINE_BYTES) counter reduced;
+    _Alignas(LINE_BYTES) counter consumed;
+    _Alignas(LINE_BYTES) counter claimed; /* pieces of an operation in place: set to 0 by the last to consume, */
+    _Alignas(LINE_BYTES) counter done;    /* before it fills the slot again, and so before anybody looks */
+};
+
+struct header { /* of a cell: what its rank called */
+    _Alignas(LINE_BYTES) uint64_t code;
+    uint64_t numel;
+    uint64_t chunk;
+    uint64_t buffer;
+    uint64_t offset;
+};
+
+struct place { /* how far a rank is in a lane; for whoever asks, nothing relies on it */
+    _Alignas(LINE_BYTES) counter num_filled;
+    counter num_consumed;
+};
+
+struct channel { /* messages from one rank to another */
+    _Alignas(LINE_BYTES) counter sent;
+    _Alignas(LINE_BYTES) counter received;
+};
+
+/* A lane's memory: places, slots, cells by (slot, rank), channels by (src, dst) with their cells. */
+
+/* ------------------------------------------------------------------ what is private */
+
+struct operation {
+    uint64_t code;
+    enum kind kind;
+    int dtype, op, peer; /* peer: src of a broadcast, the other side of a message */
+    bool is_split;       /* each rank reduces its part of a chunk, then all copy all parts */
+    size_t itemsize, numel, chunk_numel;
+    uint64_t num_chunks, num_filled, num_reduced, num_consumed;
+    const char *in;
+    char *out;
+    char *base; /* in place: rank 0's tensor, the others' at multiples of stride */
+    size_t stride;
+    uint64_t buffer, offset;
+};
+
+struct queue { /* of operations in the order in which they were started */
+    struct operation *operations;
+    uint64_t capacity; /* a power of two */
+    uint64_t num_started, num_filled, num_reduced;
+    _Atomic uint64_t num_completed;
+};
+
+struct group {
+    _Atomic int num_holders; /* who has opened it, and its lanes */
+    struct group_memory *memory;
+    int rank, size;
+    uint64_t spin_nanoseconds;
+    int num_yields;
+};
+
+struct lane {
+    struct group *group;
+    pthread_mutex_t mutex; /* of what is below */
+    struct place *places;
+    struct slot *slots;
+    char *cells, *channels;
+    int num_slots;
+    size_t chunk_bytes, cell_bytes, message_bytes, channel_bytes;
+    uint64_t fill_at, reduce_at, consume_at; /* chunks of all collectives so far */
+    struct queue collectives, *sends, *receives; /* the latter by peer */
+    uint64_t num_pending_messages;
+    bool is_mismatched;
+    const struct header *mismatch[2]; /* of a message: mine and the peer's */
+    struct header mine;
+    struct lane *next; /* of all lanes of this process */
+};
+
+static struct lane *all_lanes;
+static pthread_mutex_t all_lanes_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static size_t round_up(size_t bytes) { return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES; }
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* ------------------------------------------------------------------ doorbells */
+
+static long futex(_Atomic uint32_t *word, int operation, uint32_t value, const struct timespec *timeout) {
+    return syscall(SYS_futex, (uint32_t *)word, operation, value, timeout, NULL, 0);
+}
+
+static void ring_rank(struct group_memory *memory, int rank) {
+    atomic_fetch_add(&memory->doorbells[rank].num_rings, 1);
+    futex(&memory->doorbells[rank].num_rings, FUTEX_WAKE, INT32_MAX, NULL);
+}
+
+/* Called after what sleepers wait for was published. The loads of `sleeping` here and the stores before are
+ * sequentially consistent, as are a sleeper's store to it and its last look: one of the two sees the other. */
+static void ring_all(struct group *group) {
+    for (int word = 0; word < (group->size + 63) / 64; word++) {
+        if (atomic_load(&group->memory->sleeping[word]) == 0) continue;
+        uint64_t ranks = atomic_exchange(&group->memory->sleeping[word], 0);
+        for (; ranks; ranks &= ranks - 1) ring_rank(group->memory, word * 64 + __builtin_ctzll(ranks));
+    }
+}
+
+static void ring_if_asleep(struct group *group, int rank) {
+    counter *word = &group->memory->sleeping[rank / 64];
+    uint64_t bit = UINT64_C(1) << (rank % 64);
+    if ((atomic_load(word) & bit) && (atomic_fetch_and(word, ~bit) & bit)) ring_rank(group->memory, rank);
+}
+
+static uint64_t now_nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static bool is_aborted(const struct group *group) { return atomic_load(&group->memory->abort_state) == 2; }
+
+/* ------------------------------------------------------------------ slots and cells */
+
+static struct slot *slot_of(struct lane *lane, uint64_t at) { return &lane->slots[at % (uint64_t)lane->num_slots]; }
+
+/* What a slot's counter shows when all ranks are through with its use for chunk `at`. */
+static uint64_t all_of(const struct lane *lane, uint64_t at) {
+    return (at / (uint64_t)lane->num_slots + 1) * (uint64_t)lane->group->size;
+}
+
+static char *cell_of(struct lane *lane, uint64_t at, int rank) {
+    uint64_t slot = at % (uint64_t)lane->num_slots;
+    return lane->cells + (slot * (uint64_t)lane->group->size + (uint64_t)rank) * lane->cell_bytes;
+}
+
+static char *data_of(struct lane *lane, uint64_t at, int rank) {
+    return cell_of(lane, at, rank) + sizeof(struct header);
+}
+
+static bool count_up(struct lane *lane, counter *count, uint64_t at) {
+    bool is_last = atomic_fetch_add(count, 1) + 1 == all_of(lane, at);
+    if (is_last) ring_all(lane->group);
+    return is_last;
+}
+
+static struct operation *operation_at(struct queue *queue, uint64_t number) {
+    return &queue->operations[number & (queue->capacity - 1)];
+}
+
+static size_t chunk_from(const struct operation *o, uint64_t chunk) { return (size_t)chunk * o->chunk_numel; }
+
+static size_t chunk_numel(const struct operation *o, uint64_t chunk) {
+    size_t from = chunk_from(o, chunk);
+    return from >= o->numel ? 0 : least(o->numel - from, o->chunk_numel);
+}
+
+/* Rank `part`'s part of `numel` elements: where it begins; at `part` = size, where the last ends. */
+static size_t part_from(size_t numel, int part, int size) {
+    size_t each = (numel + (size_t)size - 1) / (size_t)size;
+    return least(each * (size_t)part, numel);
+}
+
+/* ------------------------------------------------------------------ fill */
+
+static void copy_in(struct lane *lane, const struct operation *o, char *data) {
+    size_t numel = chunk_numel(o, o->num_filled), from = chunk_from(o, o->num_filled) * o->itemsize;
+    size_t bytes = numel * o->itemsize;
+    int size = lane->group->size, rank = lane->group->rank;
+    if (bytes == 0) return;
+    switch (o->kind) {
+    case ALL_REDUCE:
+    case ALL_GATHER: memcpy(data, o->in + from, bytes); break;
+    case BROADCAST:
+        if (o->peer == rank) memcpy(data, o->in + from, bytes);
+        break;
+    case REDUCE_SCATTER: /* a part for each rank, one after the other */
+        for (int r = 0; r < size; r++)
+            memcpy(data + (size_t)r * o->chunk_numel * o->itemsize, o->in + (size_t)r * o->numel * o->itemsize + from,
+                   bytes);
+        break;
+    default: break;
+    }
+}
+
+static bool fill(struct lane *lane) {
+    struct queue *queue = &lane->collectives;
+    if (queue->num_filled == queue->num_started) return false;
+    uint64_t at = lane->fill_at;
+    struct slot *slot = slot_of(lane, at);
+    if (at >= (uint64_t)lane->num_slots &&
+        atomic_load_explicit(&slot->consumed, memory_order_acquire) < all_of(lane, at - (uint64_t)lane->num_slots))
+        return false;
+    struct operation *o = operation_at(queue, queue->num_filled);
+    int rank = lane->group->rank;
+    struct header *header = (struct header *)cell_of(lane, at, rank);
+    header->code = o->code;
+    header->numel = o->numel;
+    header->chunk = o->num_filled;
+    header->buffer = o->buffer;
+    header->offset = o->offset;
+    copy_in(lane, o, (char *)(header + 1));
+    if (++o->num_filled == o->num_chunks) queue->num_filled++;
+    lane->fill_at++;
+    atomic_store_explicit(&lane->places[rank].num_filled, lane->fill_at, memory_order_relaxed);
+    count_up(lane, &slot->arrived, at);
+    return true;
+}
+
+/* ------------------------------------------------------------------ reduce */
+
+static bool all_called_the_same(struct lane *lane, uint64_t at) {
+    const struct header *mine = (const struct header *)cell_of(lane, at, lane->group->rank);
+    for (int r = 0; r < lane->group->size; r++) {
+        const struct header *other = (const struct header *)cell_of(lane, at, r);
+        if (other->code != mine->code || other->numel != mine->numel || other->chunk != mine->chunk ||
+            other->buffer != mine->buffer || other->offset != mine->offset)
+            return false;
+    }
+    return true;
+}
+
+/* Where every rank's chunk lies: this rank's own in its tensor, which is warm in its cache, unless misaligned. */
+static void gather_sources(struct lane *lane, uint64_t at, const void **sources, size_t offset_bytes,
+                           const char *own, size_t itemsize) {
+    for (int r = 0; r < lane->group->size; r++) sources[r] = data_of(lane, at, r) + offset_bytes;
+    if (is_aligned(own, itemsize)) sources[lane->group->rank] = own;
+}
+
+static void reduce_own_part(struct lane *lane, const struct operation *o, uint64_t at) {
+    int size = lane->group->size, rank = lane->group->rank;
+    size_t numel = chunk_numel(o, o->num_reduced);
+    size_t from = part_from(numel, rank, size), to = part_from(numel, rank + 1, size);
+    if (from == to) return;
+    const void *sources[MAX_RANKS];
+    for (int r = 0; r < size; r++) sources[r] = data_of(lane, at, r) + from * o->itemsize;
+    reduce(data_of(lane, at, rank) + from * o->itemsize, sources, size, to - from, o->dtype, o->op);
+}
+
+static void reduce_strips(const struct operation *o, int size, int rank, size_t from, size_t numel) {
+    /* Strips that stay in the first cache: summed into this rank's tensor, then copied to the others. */
+    const void *sources[MAX_RANKS];
+    size_t strip_numel = STRIP_BYTES / o->itemsize;
+    for (size_t end = from + numel; from < end; from += strip_numel) {
+        size_t n = least(end - from, strip_numel);
+        for (int r = 0; r < size; r++) sources[r] = o->base + (size_t)r * o->stride + from * o->itemsize;
+        char *target = o->base + (size_t)rank * o->stride + from * o->itemsize;
+        reduce(target, sources, size, n, o->dtype, o->op);
+        for (int r = 0; r < size; r++)
+            if (r != rank) memcpy(o->base + (size_t)r * o->stride + from * o->itemsize, target, n * o->itemsize);
+    }
+}
+
+static uint64_t num_pieces(const struct operation *o) {
+    return (o->numel * o->itemsize + PIECE_BYTES - 1) / PIECE_BYTES;
+}
+
+static void take_pieces(struct lane *lane, const struct operation *o, struct slot *slot) {
+    uint64_t num = num_pieces(o);
+    size_t piece_numel = PIECE_BYTES / o->itemsize;
+    while (atomic_load_explicit(&slot->claimed, memory_order_relaxed) < num) {
+        uint64_t piece = atomic_fetch_add_explicit(&slot->claimed, 1, memory_order_relaxed);
+        if (piece >= num) break;
+        size_t from = (size_t)piece * piece_numel;
+        reduce_strips(o, lane->group->size, lane->group->rank, from, least(piece_numel, o->numel - from));
+        if (atomic_fetch_add(&slot->done, 1) + 1 == num) ring_all(lane->group);
+    }
+}
+
+static void reduce_own_scatter(struct lane *lane, const struct operation *o) {
+    const void *sources[MAX_RANKS];
+    int size = lane->group->size, rank = lane->group->rank;
+    for (int r = 0; r < size; r++)
+        sources[r] = o->base + (size_t)r * o->stride + (size_t)rank * o->numel * o->itemsize;
+    if (o->numel) reduce(o->out, sources, size, o->numel, o->dtype, o->op);
+}
+
+static bool reduce_next(struct lane *lane) {
+    struct queue *queue = &lane->collectives;
+    uint64_t at = lane->reduce_at;
+    if (at == lane->fill_at || lane->is_mismatched) return false;
+    struct slot *slot = slot_of(lane, at);
+    if (atomic_load_explicit(&slot->arrived, memory_order_acquire) < all_of(lane, at)) return false;
+    if (!all_called_the_same(lane, at)) {
+        lane->is_mismatched = true;
+        return false;
+    }
+    struct operation *o = operation_at(queue, queue->num_reduced);
+    if (o->is_split) reduce_own_part(lane, o, at);
+    if (o->kind == ALL_REDUCE_IN_PLACE) take_pieces(lane, o, slot);
+    if (o->kind == REDUCE_SCATTER_IN_PLACE) reduce_own_scatter(lane, o);
+    if (++o->num_reduced == o->num_chunks) queue->num_reduced++;
+    lane->reduce_at++;
+    if (o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE) count_up(lane, &slot->reduced, at);
+    return true;
+}
+
+/* ------------------------------------------------------------------ consume */
+
+static void copy_out(struct lane *lane, const struct operation *o, uint64_t at) {
+    int size = lane->group->size, rank = lane->group->rank;
+    size_t numel = chunk_numel(o, o->num_consumed), from = chunk_from(o, o->num_consumed) * o->itemsize;
+    size_t bytes = numel * o->itemsize;
+    const void *sources[MAX_RANKS];
+    if (bytes == 0) return;
+    switch (o->kind) {
+    case ALL_REDUCE:
+        if (!o->is_split) {
+            gather_sources(lane, at, sources, 0, o->in + from, o->itemsize);
+            reduce(o->out + from, sources, size, numel, o->dtype, o->op);
+            break;
+        }
+        for (int r = 0; r < size; r++) {
+            size_t begin = part_from(numel, r, size) * o->itemsize, end = part_from(numel, r + 1, size) * o->itemsize;
+            memcpy(o->out + from + begin, data_of(lane, at, r) + begin, end - begin);
+        }
+        break;
+    case REDUCE_SCATTER:
+        gather_sources(lane, at, sources, (size_t)rank * o->chunk_numel * o->itemsize,
+                       o->in + (size_t)rank * o->numel * o->itemsize + from, o->itemsize);
+        reduce(o->out + from, sources, size, numel, o->dtype, o->op);
+        break;
+    case ALL_GATHER:
+        for (int r = 0; r < size; r++) {
+            char *target = o->out + (size_t)r * o->numel * o->itemsize + from;
+            if (r != rank)
+                memcpy(target, data_of(lane, at, r), bytes);
+            else if (target != o->in + from)
+                memmove(target, o->in + from, bytes);
+        }
+        break;
+    case BROADCAST:
+        if (o->peer != rank) memcpy(o->out + from, data_of(lane, at, o->peer), bytes);
+        break;
+    default: break;
+    }
+}
+
+static bool consume(struct lane *lane) {
+    struct queue *queue = &lane->collectives;
+    uint64_t at = lane->consume_at;
+    if (at == lane->reduce_at) return false;
+    struct slot *slot = slot_of(lane, at);
+    struct operation *o = operation_at(queue, atomic_load_explicit(&queue->num_completed, memory_order_relaxed));
+    if (o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE) {
+        if (atomic_load_explicit(&slot->reduced, memory_order_acquire) < all_of(lane, at)) return false;
+    } else if (o->kind == ALL_REDUCE_IN_PLACE) {
+        if (atomic_load_explicit(&slot->done, memory_order_acquire) < num_pieces(o)) return false;
+    }
+    copy_out(lane, o, at);
+    bool is_operation_complete = ++o->num_consumed == o->num_chunks;
+    lane->consume_at++;
+    atomic_store_explicit(&lane->places[lane->group->rank].num_consumed, lane->consume_at, memory_order_relaxed);
+    if (count_up(lane, &slot->consumed, at)) {
+        atomic_store_explicit(&slot->claimed, 0, memory_order_relaxed);
+        atomic_store_explicit(&slot->done, 0, memory_order_relaxed);
+    }
+    if (is_operation_complete) atomic_fetch_add(&queue->num_completed, 1);
+    return true;
+}
+
+/* ------------------------------------------------------------------ messages */
+
+static struct channel *channel_of(struct lane *lane, int src, int dst) {
+    return (struct channel *)(lane->channels + (size_t)(src * lane->group->size + dst) * lane->channel_bytes);
+}
+
+static struct header *message_of(struct lane *lane, struct channel *channel, uint64_t at) {
+    size_t cell_bytes = sizeof(struct header) + lane->message_bytes;
+    return (struct header *)((char *)(channel + 1) + at % MESSAGE_SLOTS * cell_bytes);
+}
+
+static bool send_next(struct lane *lane, int dst) {
+    struct queue *queue = &lane->sends[dst];
+    uint64_t completed = atomic_load_explicit(&queue->num_completed, memory_order_relaxed);
+    if (completed == queue->num_started) return false;
+    struct channel *channel = channel_of(lane, lane->group->rank, dst);
+    uint64_t at = atomic_load_explicit(&channel->sent, memory_order_relaxed);
+    if (at - atomic_load_explicit(&channel->received, memory_order_acquire) == MESSAGE_SLOTS) return false;
+    struct operation *o = operation_at(queue, completed);
+    struct header *header = message_of(lane, channel, at);
+    *header = (struct header){.code = o->code, .numel = o->numel, .chunk = o->num_filled};
+    size_t bytes = chunk_numel(o, o->num_filled) * o->itemsize;
+    if (bytes) memcpy(header + 1, o->in + chunk_from(o, o->num_filled) * o->itemsize, bytes);
+    atomic_store(&channel->sent, at + 1);
+    ring_if_asleep(lane->group, dst);
+    if (++o->num_filled == o->num_chunks) {
+        lane->num_pending_messages--;
+        atomic_fetch_add(&queue->num_completed, 1);
+    }
+    return true;
+}
+
+static bool receive_next(struct lane *lane, int src) {
+    struct queue *queue = &lane->receives[src];
+    uint64_t completed = atomic_load_explicit(&queue->num_completed, memory_order_relaxed);
+    if (completed == queue->num_started || lane->is_mismatched) return false;
+    struct channel *channel = channel_of(lane, src, lane->group->rank);
+    uint64_t at = atomic_load_explicit(&channel->received, memory_order_relaxed);
+    if (at == atomic_load_explicit(&channel->sent, memory_order_acquire)) return false;
+    struct operation *o = operation_at(queue, completed);
+    struct header *header = message_of(lane, channel, at);
+    if (header->code >> 8 << 8 != o->code >> 8 << 8 || header->numel != o->numel || header->chunk != o->num_filled) {
+        lane->mine = (struct header){.code = o->code, .numel = o->numel, .chunk = o->num_filled};
+        lane->mismatch[0] = &lane->mine;
+        lane->mismatch[1] = header;
+        lane->is_mismatched = true;
+        return false;
+    }
+    size_t bytes = chunk_numel(o, o->num_filled) * o->itemsize;
+    if (bytes) memcpy(o->out + chunk_from(o, o->num_filled) * o->itemsize, header + 1, bytes);
+    atomic_store(&channel->received, at + 1);
+    ring_if_asleep(lane->group, src);
+    if (++o->num_filled == o->num_chunks) {
+        lane->num_pending_messages--;
+        atomic_fetch_add(&queue->num_completed, 1);
+    }
+    return true;
+}
+
+/* ------------------------------------------------------------------ progress */
+
+/* Whatever can be done now without waiting; the lane is locked. Returns whether anything was. */
+static bool progress(struct lane *lane) {
+    bool has_moved = false, moves = true;
+    while (moves && !is_aborted(lane->group)) {
+        moves = fill(lane);
+        moves |= reduce_next(lane);
+        moves |= consume(lane);
+        if (lane->num_pending_messages)
+            for (int r = 0; r < lane->group->size; r++) {
+                moves |= send_next(lane, r);
+                moves |= receive_next(lane, r);
+            }
+        has_moved |= moves;
+    }
+    return has_moved;
+}
+
+static bool is_idle(struct lane *lane) {
+    return lane->consume_at == lane->fill_at && lane->collectives.num_filled == lane->collectives.num_started &&
+           lane->num_pending_messages == 0;
+}
+
+/* Peers may wait for this rank on other lanes, and so keep it waiting on this one. Returns whether anything was
+ * done; `has_foreign` tells whether lanes of other groups are pending, whose doorbells are not listened to. */
+static bool progress_others(struct lane *here, bool *has_foreign) {
+    bool has_moved = false;
+    *has_foreign = false;
+    pthread_mutex_lock(&all_lanes_mutex);
+    for (struct lane *lane = all_lanes; lane; lane = lane->next) {
+        if (lane == here) continue;
+        pthread_mutex_lock(&lane->mutex); /* never held for longer than copying takes */
+        if (!is_idle(lane)) {
+            has_moved |= progress(lane);
+            *has_foreign |= lane->group != here->group && !is_idle(lane);
+        }
+        pthread_mutex_unlock(&lane->mutex);
+    }
+    pthread_mutex_unlock(&all_lanes_mutex);
+    return has_moved;
+}
+
+static struct queue *queue_of(struct lane *lane, int number) {
+    if (number == 0) return &lane->collectives;
+    number--;
+    return number < lane->group->size ? &lane->sends[number] : &lane->receives[number - lane->group->size];
+}
+
+static bool has_completed(struct queue *queue, uint64_t ticket) {
+    return atomic_load_explicit(&queue->num_completed, memory_order_acquire) >= ticket;
+}
+
+/* One look: do what can be done, and say how things stand. A last look before sleeping has to be one's own; otherwise
+ * it will do that another thread is at it. */
+static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket, bool is_last, bool *has_moved) {
+    *has_moved = false;
+    if (has_completed(queue, ticket)) return DONE;
+    bool is_mismatched = false;
+    if (is_last ? !pthread_mutex_lock(&lane->mutex) : !pthread_mutex_trylock(&lane->mutex)) {
+        *has_moved = progress(lane);
+        is_mismatched = lane->is_mismatched;
+        pthread_mutex_unlock(&lane->mutex);
+        /* Another thread of this rank may sleep for what was just done. */
+        if (*has_moved) ring_if_asleep(lane->group, lane->group->rank);
+    }
+    if (has_completed(queue, ticket)) return DONE;
+    if (is_mismatched) return MISMATCH;
+    return is_aborted(lane->group) ? ABORTED : PENDING;
+}
+
+/* ------------------------------------------------------------------ what is called from outside */
+
+EXPORT uint32_t syncline_abi(void) { return ABI; }
+
+EXPORT const char *syncline_isa(int isa) { return is_supported(isa) ? instruction_sets[isa].name : NULL; }
+
+/* For tests of the kernels: 0, or -1 where this processor lacks the instruction set. */
+EXPORT int syncline_reduce(int isa, void *target, const void *const *sources, int num_sources, size_t numel, int dtype,
+                           int op) {
+    if (!is_supported(isa)) return -1;
+    instruction_sets[isa].table[dtype](target, sources, num_sources, numel, op);
+    return 0;
+}
+
+EXPORT size_t syncline_group_bytes(int size) {
+    return sizeof(struct group_memory) + (size_t)size * sizeof(struct doorbell);
+}
+
+EXPORT struct group *syncline_group_open(void *memory, int rank, int size, uint64_t spin_nanoseconds, int num_yields) {
+    pthread_once(&kernels_once, choose_kernels);
+    struct group *group = calloc(1, sizeof *group);
+    if (!group || size > MAX_RANKS) {
+        free(group);
+        return NULL;
+    }
+    group->num_holders = 1;
+    group->memory = memory;
+    group->rank = rank;
+    group->size = size;
+    group->spin_nanoseconds = spin_nanoseconds;
+    group->num_yields = num_yields;
+    return group;
+}
+
+/* Lanes may be closed later. */
+EXPORT void syncline_group_close(struct group *group) {
+    if (atomic_fetch_sub(&group->num_holders, 1) == 1) free(group);
+}
+
+static size_t cell_bytes(size_t chunk_bytes) { return sizeof(struct header) + round_up(chunk_bytes); }
+
+static size_t channel_bytes(size_t message_bytes) {
+    return sizeof(struct channel) + MESSAGE_SLOTS * (sizeof(struct header) + message_bytes);
+}
+
+EXPORT size_t syncline_lane_bytes(int size, int num_slots, size_t chunk_bytes, size_t message_bytes) {
+    size_t n = (size_t)size;
+    return n * sizeof(struct place) + (size_t)num_slots * sizeof(struct slot) +
+           (size_t)num_slots * n * cell_bytes(chunk_bytes) + n * n * channel_bytes(message_bytes);
+}
+
+EXPORT void syncline_lane_close(struct lane *lane) {
+    pthread_mutex_lock(&all_lanes_mutex);
+    for (struct lane **at = &all_lanes; *at; at = &(*at)->next)
+        if (*at == lane) {
+            *at = lane->next;
+            break;
+        }
+    pthread_mutex_unlock(&all_lanes_mutex);
+    free(lane->collectives.operations);
+    for (int r = 0; r < lane->group->size; r++) {
+        if (lane->sends) free(lane->sends[r].operations);
+        if (lane->receives) free(lane->receives[r].operations);
+    }
+    free(lane->sends);
+    free(lane->receives);
+    pthread_mutex_destroy(&lane->mutex);
+    syncline_group_close(lane->group);
+    free(lane);
+}
+
+/* chunk_bytes and message_bytes are multiples of a line. */
+EXPORT struct lane *syncline_lane_open(struct group *group, void *memory, int num_slots, size_t chunk_bytes,
+                                       size_t message_bytes) {
+    struct lane *lane = calloc(1, sizeof *lane);
+    if (!lane) return NULL;
+    size_t n = (size_t)group->size;
+    lane->group = group;
+    atomic_fetch_add(&group->num_holders, 1);
+    pthread_mutex_init(&lane->mutex, NULL);
+    lane->num_slots = num_slots;
+    lane->chunk_bytes = chunk_bytes;
+    lane->message_bytes = message_bytes;
+    lane->cell_bytes = cell_bytes(chunk_bytes);
+    lane->channel_bytes = channel_bytes(message_bytes);
+    lane->places = memory;
+    lane->slots = (struct slot *)(lane->places + n);
+    lane->cells = (char *)(lane->slots + num_slots);
+    lane->channels = lane->cells + (size_t)num_slots * n * lane->cell_bytes;
+    lane->sends = calloc(n, sizeof *lane->sends);
+    lane->receives = calloc(n, sizeof *lane->receives);
+    pthread_mutex_lock(&all_lanes_mutex);
+    lane->next = all_lanes;
+    all_lanes = lane;
+    pthread_mutex_unlock(&all_lanes_mutex);
+    if (!lane->sends || !lane->receives) {
+        syncline_lane_close(lane);
+        return NULL;
+    }
+    return lane;
+}
+
+static bool make_room(struct queue *queue) {
+    uint64_t completed = atomic_load_explicit(&queue->num_completed, memory_order_relaxed);
+    if (queue->capacity && queue->num_started - completed < queue->capacity) return true;
+    uint64_t capacity = queue->capacity ? 2 * queue->capacity : 16;
+    struct operation *larger = calloc(capacity, sizeof *larger);
+    if (!larger) return false;
+    for (uint64_t i = completed; i < queue->num_started; i++) larger[i & (capacity - 1)] = *operation_at(queue, i);
+    free(queue->operations);
+    queue->operations = larger;
+    queue->capacity = capacity;
+    return true;
+}
+
+static uint64_t start(struct lane *lane, int queue_number, const struct operation *o, bool *is_done) {
+    uint64_t ticket = 0;
+    pthread_mutex_lock(&lane->mutex);
+    struct queue *queue = queue_of(lane, queue_number);
+    if (make_room(queue)) {
+        *operation_at(queue, queue->num_started) = *o;
+        ticket = ++queue->num_started;
+        if (queue_number) lane->num_pending_messages++;
+        progress(lane);
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    *is_done = ticket && has_completed(queue, ticket);
+    return ticket;
+}
+
+/* `code` says what is called: kind, dtype, op, a peer and the bytes of an element, from the lowest bits up. */
+static struct operation decoded(const struct lane *lane, uint64_t code, size_t numel) {
+    struct operation o = {.code = code,
+                          .kind = (enum kind)(code & 0xff),
+                          .dtype = (int)(code >> 8 & 0xff),
+                          .op = (int)(code >> 16 & 0xff),
+                          .peer = (int)(code >> 24 & 0xffff),
+                          .itemsize = (size_t)(code >> 40 & 0xff),
+                          .numel = numel};
+    size_t capacity_bytes = lane->chunk_bytes;
+    if (o.kind == SEND || o.kind == RECV) {
+        capacity_bytes = lane->message_bytes;
+        o.code = code & ~(UINT64_C(0xffff) << 24); /* either side names the other */
+    }
+    if (o.kind == REDUCE_SCATTER) capacity_bytes /= (size_t)lane->group->size;
+    bool is_in_place = o.kind == ALL_REDUCE_IN_PLACE || o.kind == REDUCE_SCATTER_IN_PLACE;
+    o.is_split = o.kind == ALL_REDUCE && lane->group->size >= SPLIT_RANKS && numel * o.itemsize >= SPLIT_BYTES;
+    o.chunk_numel = is_in_place || o.itemsize == 0 ? (numel ? numel : 1) : capacity_bytes / o.itemsize;
+    o.num_chunks = numel ? (numel + o.chunk_numel - 1) / o.chunk_numel : 1;
+    return o;
+}
+
+/* Begin an operation and do what can be done of it at once.
+ *
+ * numel: elements of the tensor, or of one rank's part where there are parts. Returns a ticket above 0 to wait for;
+ * negative where it was done at once (minus the ticket); 0 where memory is exhausted.
+ */
+EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel) {
+    struct operation o = decoded(lane, code, numel);
+    o.in = in;
+    o.out = out;
+    int queue = 0;
+    if (o.kind == SEND) queue = 1 + o.peer;
+    if (o.kind == RECV) queue = 1 + lane->group->size + o.peer;
+    bool is_done;
+    int64_t ticket = (int64_t)start(lane, queue, &o, &is_done);
+    return is_done ? -ticket : ticket;
+}
+
+/* The same for tensors in memory that all ranks have mapped: rank r's lies at base + r * stride. `buffer` and `offset`
+ * tell what is meant, the same on every rank; `out` is where a rank's part goes. */
+EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, void *out,
+                                       size_t numel, uint64_t buffer, uint64_t offset) {
+    struct operation o = decoded(lane, code, numel);
+    o.base = base;
+    o.stride = stride;
+    o.out = out;
+    o.buffer = buffer;
+    o.offset = offset;
+    bool is_done;
+    int64_t ticket = (int64_t)start(lane, 0, &o, &is_done);
+    return is_done ? -ticket : ticket;
+}
+
+/* Whether an operation is done, or why it never will be; does what can be done. Never blocks. */
+EXPORT int syncline_poll(struct lane *lane, int queue_number, uint64_t ticket) {
+    bool has_moved, has_foreign;
+    enum outcome outcome = look(lane, queue_of(lane, queue_number), ticket, false, &has_moved);
+    if (outcome == PENDING && !has_moved) progress_others(lane, &has_foreign);
+    return outcome;
+}
+
+/* Wait for an operation: 0 when it is done, 1 when the time is up, 2 when the group was aborted, 3 when the ranks
+ * called different things (see syncline_called). Spins first, then yields the processor, then sleeps. */
+EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, uint64_t timeout_nanoseconds) {
+    struct group *group = lane->group;
+    struct queue *queue = queue_of(lane, queue_number);
+    _Atomic uint32_t *doorbell = &group->memory->doorbells[group->rank].num_rings;
+    counter *sleeping = &group->memory->sleeping[group->rank / 64];
+    uint64_t bit = UINT64_C(1) << (group->rank % 64);
+    uint64_t began = 0, spin_from = 0;
+    int num_looks = 0, num_yields = 0;
+    bool has_moved, has_foreign;
+    for (;;) {
+        enum outcome outcome = look(lane, queue, ticket, false, &has_moved);
+        if (outcome != PENDING) return outcome;
+        if (has_moved) {
+            num_looks = num_yields = 0;
+            spin_from = 0;
+            continue;
+        }
+        if (group->spin_nanoseconds && (++num_looks & 31)) {
+            pause_briefly();
+            continue;
+        }
+        uint64_t now = now_nanoseconds();
+        if (!began) began = now;
+        if (!spin_from) spin_from = now;
+        if (now - began >= timeout_nanoseconds) return PENDING;
+        if (now - spin_from < group->spin_nanoseconds) continue;
+        if (progress_others(lane, &has_foreign)) continue;
+        if (num_yields++ < group->num_yields) {
+            sched_yield();
+            continue;
+        }
+        uint32_t num_rings = atomic_load(doorbell);
+        atomic_fetch_or(sleeping, bit);
+        outcome = look(lane, queue, ticket, true, &has_moved);
+        if (outcome != PENDING) return outcome;
+        if (has_moved || progress_others(lane, &has_foreign)) continue;
+        uint64_t left = timeout_nanoseconds - (now - began);
+        if (has_foreign && left > 1000000) left = 1000000;
+        struct timespec timeout = {.tv_sec = (time_t)(left / 1000000000u), .tv_nsec = (long)(left % 1000000000u)};
+        futex(doorbell, FUTEX_WAIT, num_rings, &timeout);
+        num_looks = num_yields = 0;
+        spin_from = 0;
+    }
+}
+
+/* End the group: every wait on it returns 2. The first text stays; returns whether it was this one. */
+EXPORT int syncline_abort(struct group *group, const char *text, size_t bytes) {
+    struct group_memory *memory = group->memory;
+    uint32_t expected = 0;
+    if (!atomic_compare_exchange_strong(&memory->abort_state, &expected, 1)) return 0;
+    memory->abort_bytes = (uint32_t)least(bytes, ABORT_BYTES);
+    memcpy(memory->abort_text, text, memory->abort_bytes);
+    atomic_store(&memory->abort_state, 2);
+    for (int r = 0; r < group->size; r++) ring_rank(memory, r);
+    return 1;
+}
+
+/* The text of the abort, and its length; -1 where there was none. */
+EXPORT int64_t syncline_abort_text(struct group *group, char *text) {
+    if (!is_aborted(group)) return -1;
+    memcpy(text, group->memory->abort_text, group->memory->abort_bytes);
+    return group->memory->abort_bytes;
+}
+
+/* After a mismatch: what each rank called, as (code, numel) pairs. Of a message, only this rank and the peer. Returns
+ * the number of pairs. */
+EXPORT int syncline_called(struct lane *lane, uint64_t *pairs) {
+    pthread_mutex_lock(&lane->mutex);
+    int num = lane->mismatch[0] ? 2 : lane->group->size;
+    for (int i = 0; i < num; i++) {
+        const struct header *header =
+            lane->mismatch[0] ? lane->mismatch[i] : (const struct header *)cell_of(lane, lane->reduce_at, i);
+        pairs[2 * i] = header->code;
+        pairs[2 * i + 1] = header->numel;
+    }
+    pthread_mutex_unlock(&lane->mutex);
+    return num;
+}
+
+/* How many chunks each rank has put into this lane, and how many it has taken. */
+EXPORT void syncline_places(struct lane *lane, uint64_t *filled_and_consumed) {
+    for (int r = 0; r < lane->group->size; r++) {
+        filled_and_consumed[2 * r] = atomic_load_explicit(&lane->places[r].num_filled, memory_order_relaxed);
+        filled_and_consumed[2 * r + 1] = atomic_load_explicit(&lane->places[r].num_consumed, memory_order_relaxed);
+    }
+}

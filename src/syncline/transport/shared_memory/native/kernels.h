@@ -1,0 +1,129 @@
+/* Element-wise reductions of N arrays, in rank order.
+ *
+ * Included once for each instruction set, with ISA (a suffix) and ISA_TARGET (a function attribute) defined: plain
+ * loops, which the compiler vectorizes for that instruction set. fp16 and bf16 are accumulated in fp32 and rounded
+ * once, to the nearest even; max and min hand NaN on; sums and products of integers wrap around.
+ */
+
+#define FN_(name, isa) name##_##isa
+#define FN__(name, isa) FN_(name, isa)
+#define FN(name) FN__(name, ISA)
+
+static inline ISA_TARGET float FN(from_bf16)(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static inline ISA_TARGET uint16_t FN(to_bf16)(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 | (bits >> 31 << 15) : rounded);
+}
+
+static inline ISA_TARGET float FN(from_f16)(uint16_t x) {
+    /* The exponent is moved by a multiplication, which makes subnormal numbers normal on the way. */
+    uint32_t magnitude = (uint32_t)(x & 0x7fff) << 13;
+    float f;
+    memcpy(&f, &magnitude, sizeof f);
+    f *= 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    bits = (x & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : bits;
+    bits |= (uint32_t)(x & 0x8000) << 16;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static inline ISA_TARGET uint16_t FN(to_f16)(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    uint32_t sign = bits >> 31 << 15;
+    uint32_t magnitude = bits & 0x7fffffff;
+    /* Below the smallest normal number: adding 0.5 leaves the subnormal's bits, rounded, at the end. */
+    float small;
+    memcpy(&small, &magnitude, sizeof small);
+    small += 0.5f;
+    uint32_t subnormal;
+    memcpy(&subnormal, &small, sizeof subnormal);
+    subnormal -= 0x3f000000;
+    uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    uint32_t result = magnitude < 0x38800000 ? subnormal : normal;
+    result = magnitude >= 0x477ff000 ? 0x7c00 : result; /* from 65520 up: infinity */
+    result = magnitude > 0x7f800000 ? 0x7e00 : result;  /* NaN */
+    return (uint16_t)(sign | result);
+}
+
+#define SAME(x) (x)
+
+#define LOOPS(T, ACC, LOAD, STORE, COMBINE, FINISH)                                                                \
+    if (num_sources == 2) {                                                                                        \
+        const T *first = sources[0], *second = sources[1];                                                         \
+        IVDEP for (size_t i = 0; i < numel; i++) {                                                                 \
+            ACC acc = LOAD(first[i]), x = LOAD(second[i]);                                                         \
+            acc = COMBINE;                                                                                         \
+            to[i] = STORE(FINISH);                                                                                 \
+        }                                                                                                          \
+        return;                                                                                                    \
+    }                                                                                                              \
+    for (size_t from = 0; from < numel; from += BLOCK_NUMEL) {                                                     \
+        size_t n = numel - from < BLOCK_NUMEL ? numel - from : BLOCK_NUMEL;                                        \
+        ACC block[BLOCK_NUMEL];                                                                                    \
+        const T *source = (const T *)sources[0] + from;                                                            \
+        for (size_t i = 0; i < n; i++) block[i] = LOAD(source[i]);                                                 \
+        for (int s = 1; s < num_sources; s++) {                                                                    \
+            source = (const T *)sources[s] + from;                                                                 \
+            for (size_t i = 0; i < n; i++) {                                                                       \
+                ACC acc = block[i], x = LOAD(source[i]);                                                           \
+                block[i] = COMBINE;                                                                                \
+            }                                                                                                      \
+        }                                                                                                          \
+        for (size_t i = 0; i < n; i++) {                                                                           \
+            ACC acc = block[i];                                                                                    \
+            to[from + i] = STORE(FINISH);                                                                          \
+        }                                                                                                          \
+    }                                                                                                              \
+    return;
+
+/* U is what sums and products are taken in, so that integers wrap around instead of being undefined. */
+#define DEFINE_REDUCE(NAME, T, ACC, U, LOAD, STORE)                                                                \
+    static ISA_TARGET void FN(reduce_##NAME)(void *target, const void *const *sources, int num_sources,           \
+                                             size_t numel, int op) {                                               \
+        T *to = target;                                                                                            \
+        ACC count = (ACC)num_sources;                                                                              \
+        switch (op) {                                                                                              \
+        case OP_SUM: LOOPS(T, ACC, LOAD, STORE, (ACC)((U)acc + (U)x), acc)                                         \
+        case OP_MEAN: LOOPS(T, ACC, LOAD, STORE, (ACC)((U)acc + (U)x), (ACC)(acc / count))                         \
+        case OP_MAX: LOOPS(T, ACC, LOAD, STORE, acc > x || acc != acc ? acc : x, acc)                              \
+        case OP_MIN: LOOPS(T, ACC, LOAD, STORE, acc < x || acc != acc ? acc : x, acc)                              \
+        case OP_PRODUCT: LOOPS(T, ACC, LOAD, STORE, (ACC)((U)acc * (U)x), acc)                                     \
+        default: return;                                                                                           \
+        }                                                                                                          \
+    }
+
+DEFINE_REDUCE(f32, float, float, float, SAME, SAME)
+DEFINE_REDUCE(f64, double, double, double, SAME, SAME)
+DEFINE_REDUCE(f16, uint16_t, float, float, FN(from_f16), FN(to_f16))
+DEFINE_REDUCE(bf16, uint16_t, float, float, FN(from_bf16), FN(to_bf16))
+DEFINE_REDUCE(i8, int8_t, int8_t, uint32_t, SAME, SAME)
+DEFINE_REDUCE(u8, uint8_t, uint8_t, uint32_t, SAME, SAME)
+DEFINE_REDUCE(i16, int16_t, int16_t, uint32_t, SAME, SAME)
+DEFINE_REDUCE(i32, int32_t, int32_t, uint32_t, SAME, SAME)
+DEFINE_REDUCE(i64, int64_t, int64_t, uint64_t, SAME, SAME)
+
+static const reduce_fn FN(reduce_table)[NUM_DTYPES] = {
+    [DTYPE_F32] = FN(reduce_f32), [DTYPE_F64] = FN(reduce_f64), [DTYPE_F16] = FN(reduce_f16),
+    [DTYPE_BF16] = FN(reduce_bf16), [DTYPE_I8] = FN(reduce_i8), [DTYPE_U8] = FN(reduce_u8),
+    [DTYPE_I16] = FN(reduce_i16), [DTYPE_I32] = FN(reduce_i32), [DTYPE_I64] = FN(reduce_i64),
+};
+
+#undef FN_
+#undef FN__
+#undef FN
+#undef SAME
+#undef LOOPS
+#undef DEFINE_REDUCE
+#undef ISA
+#undef ISA_TARGET

@@ -1,0 +1,419 @@
+"""Ranks of one host, over memory that all of them have mapped.
+
+Tensors on the CPU go through the native core; those on other devices take the transport beneath, which the ranks met
+by (Gloo, NCCL). Notices, board and errors are that one's as well.
+
+Reductions run in rank order 0 .. size - 1, so all ranks and all runs see the same bits; fp16 and bf16 are added up in
+fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from syncline.board import MAIN_LANE, Board
+from syncline.errors import PeerFailed, SynclineError
+from syncline.transport.base import DONE, ReduceOp, Transport, Work
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.calls import Failure, lane_name
+from syncline.transport.health import CLOSED, Health, Lane
+from syncline.transport.notices import Notices
+from syncline.transport.opening import exchange
+from syncline.transport.publisher import publisher
+from syncline.transport.shared_memory.codes import REDUCED_DTYPES, Kind, code_of, reduction_codes
+from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
+from syncline.transport.shared_memory.hub import Hub
+from syncline.transport.shared_memory.library import library
+from syncline.transport.shared_memory.store_exchange import store_exchange
+from syncline.transport.shared_memory.work import SharedMemoryWork
+from syncline.transport.threads import ThreadGroup
+
+__all__ = ["SharedMemoryTransport"]
+
+_IN_PLACE_BYTES = 64 * 1024
+"""Smaller tensors are reduced faster by passing them on than by taking them in place."""
+_MIN_STRIDE_BYTES = 4096
+_CODES = {
+    kind: reduction_codes(kind, REDUCED_DTYPES)
+    for kind in (
+        Kind.ALL_REDUCE,
+        Kind.REDUCE_SCATTER,
+        Kind.ALL_REDUCE_IN_PLACE,
+        Kind.REDUCE_SCATTER_IN_PLACE,
+    )
+}
+_FORKED = Failure(
+    SynclineError,
+    "this process was forked from a rank: it is no rank itself, and what it did in the shared memory would be taken "
+    "for the rank's. Start processes before the ranks join, or by spawn, and synchronize in the rank only",
+)
+_live: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Memory in which each rank has a tensor of its own, `stride_bytes` after the one before."""
+
+    tensor: weakref.ref[Tensor]
+    address: int
+    stride_bytes: int
+    token: int
+
+
+class SharedMemoryTransport(Transport):
+    """This rank's side of a group on one host; made by `over` or `connect`, on all ranks together.
+
+    Args:
+        hub: the connections between the ranks.
+        beneath: what the ranks met by; takes what is not on the CPU. None where there is none.
+        store: another way to meet, where there is nothing beneath.
+        health: whether the group can still be used.
+        own_lane: where calls are counted.
+        timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
+        board: where this rank is.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        *,
+        beneath: C10dTransport | None,
+        store: Any,
+        health: Health,
+        own_lane: Lane,
+        timeout_seconds: float,
+        board: Board,
+    ) -> None:
+        super().__init__(rank=hub.rank, size=hub.size, timeout_seconds=timeout_seconds, board=board)
+        self.health = health
+        self.own_lane = own_lane
+        self.peers = hub.peers
+        self.known_as_stopped: list[int] = []
+        """Ranks that this one has warned of."""
+        self._hub = hub
+        self._beneath = beneath
+        self._store = store
+        self._lanes: list[SharedMemoryTransport] = []
+        self._num_lanes_for: Counter[str] = Counter()
+        self._num_splits = 0
+        self._regions: dict[int, _Region] = {}
+        self.engine = Engine(
+            hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
+        )
+        self._open(hub)
+        engine, rank = self.engine, self.rank  # the health must not hold on to its transport
+        health.on_failure.append(lambda failure: engine.abort(failure.to_json(rank)))
+        _live.add(self)
+
+    def _open(self, hub: Hub) -> None:
+        sizes = LaneSizes(self.size)
+        memory = hub.share(sizes.total_bytes, f"the {self.own_lane.name} lane")
+        self.engine_lane = EngineLane(self.engine, memory, sizes)
+        self._handle = self.engine_lane.handle
+        self._native_start = library().start
+
+    @staticmethod
+    def over(beneath: C10dTransport) -> Transport:
+        """The same ranks as `beneath`, which is closed together with this; a collective call.
+
+        Raises:
+            SharedMemoryUnavailable: on all ranks alike: they are not on one host, say.
+        """
+        if beneath.size == 1:
+            return beneath
+        hub = Hub(rank=beneath.rank, size=beneath.size, exchange=beneath.all_gather_bytes)
+        return SharedMemoryTransport(
+            hub,
+            beneath=beneath,
+            store=None,
+            health=beneath.health,
+            own_lane=beneath.own_lane,
+            timeout_seconds=beneath.timeout_seconds,
+            board=beneath.board,
+        )
+
+    @staticmethod
+    def connect(
+        store: Any, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None
+    ) -> Transport:
+        """Ranks that meet at a torch.distributed store, with nothing beneath; a collective call.
+
+        Args:
+            store: the same for all ranks, under names that nobody has used before.
+            rank: this rank.
+            size: number of ranks.
+            timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
+            board: where this rank is; None for a new one.
+
+        Raises:
+            SharedMemoryUnavailable: on all ranks alike: they are not on one host, say.
+        """
+        board = Board() if board is None else board
+        if size == 1:
+            alone = ThreadGroup(1, timeout_seconds).transport(0)
+            alone.board = board
+            return alone
+        hub = Hub(rank=rank, size=size, exchange=store_exchange(store, rank, size, timeout_seconds))
+        notices = Notices(store, rank=rank, size=size)
+        own_lane = Lane(MAIN_LANE, None)
+        health = Health(
+            own_lane,
+            board,
+            notices,
+            rank=rank,
+            size=size,
+            backend="shared memory",
+            timeout_seconds=timeout_seconds,
+            barrier_device="cpu",
+        )
+        transport = SharedMemoryTransport(
+            hub,
+            beneath=None,
+            store=store,
+            health=health,
+            own_lane=own_lane,
+            timeout_seconds=timeout_seconds,
+            board=board,
+        )
+        publisher().add(health)
+        return transport
+
+    @property
+    def name(self) -> str:
+        if self._beneath is None or not self._beneath.other_devices:
+            return "shared memory"
+        others = ", ".join(f"{name} ({device})" for device, name in sorted(self._beneath.other_devices.items()))
+        return f"shared memory (cpu), {others}"
+
+    @property
+    def group(self) -> Any:
+        """The process group beneath; None where there is none, or once it is closed."""
+        return None if self._beneath is None else self._beneath.group
+
+    # ------------------------------------------------------------------ operations
+
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        if not tensor.is_cpu:
+            return self._transport_beneath(tensor)._start_all_reduce(tensor, op)
+        numel, pointer = tensor.numel(), tensor.data_ptr()
+        dtype = tensor.dtype
+        if dtype.is_complex:
+            numel *= 2
+        if self._regions and (region := self._regions.get(id(tensor))) is not None:
+            code = _CODES[Kind.ALL_REDUCE_IN_PLACE][dtype, op]
+            return self._begin_in_place(region, code, 0, numel, "all_reduce", op, tensor)
+        return self._begin(_CODES[Kind.ALL_REDUCE][dtype, op], pointer, pointer, numel, "all_reduce", op, (tensor,))
+
+    def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
+        if not input.is_cpu:
+            return self._transport_beneath(input)._start_reduce_scatter(output, input, op)
+        numel = output.numel() * (2 if output.dtype.is_complex else 1)
+        if self._regions and (region := self._regions.get(id(input))) is not None:
+            code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][input.dtype, op]
+            return self._begin_in_place(region, code, output.data_ptr(), numel, "reduce_scatter", op, input, output)
+        code = _CODES[Kind.REDUCE_SCATTER][input.dtype, op]
+        return self._begin(
+            code, input.data_ptr(), output.data_ptr(), numel, "reduce_scatter", op, (input, output)
+        )
+
+    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+        if not input.is_cpu:
+            return self._transport_beneath(input)._start_all_gather(output, input)
+        code = code_of(Kind.ALL_GATHER, input.dtype)
+        return self._begin(
+            code, input.data_ptr(), output.data_ptr(), input.numel(), "all_gather", "", (input, output)
+        )
+
+    def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
+        if not tensor.is_cpu:
+            return self._transport_beneath(tensor)._start_broadcast(tensor, src)
+        code = code_of(Kind.BROADCAST, tensor.dtype, peer=src)
+        pointer = tensor.data_ptr()
+        return self._begin(code, pointer, pointer, tensor.numel(), "broadcast", f"from rank {src}", (tensor,))
+
+    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+        if not tensor.is_cpu:
+            return self._transport_beneath(tensor)._start_send(tensor, dst)
+        code = code_of(Kind.SEND, tensor.dtype, peer=dst)
+        queue = self.engine_lane.queue_of_sends(dst)
+        detail = f"to rank {dst}"
+        return self._begin(code, tensor.data_ptr(), 0, tensor.numel(), "send", detail, (tensor,), queue, dst)
+
+    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+        if not tensor.is_cpu:
+            return self._transport_beneath(tensor)._start_recv(tensor, src)
+        code = code_of(Kind.RECV, tensor.dtype, peer=src)
+        queue = self.engine_lane.queue_of_receives(src)
+        detail = f"from rank {src}"
+        return self._begin(code, 0, tensor.data_ptr(), tensor.numel(), "recv", detail, (tensor,), queue, src)
+
+    def _start_barrier(self) -> Work:
+        return self._begin(Kind.BARRIER, 0, 0, 0, "barrier", "", ())
+
+    def _begin(
+        self,
+        code: int,
+        input: int,
+        output: int,
+        numel: int,
+        operation: str,
+        detail: str,
+        tensors: Sequence[Tensor],
+        queue: int = 0,
+        peer: int | None = None,
+    ) -> Work:
+        health = self.health
+        if health.failure is not None:
+            raise health.failure.on_rank(self.rank)
+        if get_ident() != health.calling_thread:
+            health.called_from(get_ident())
+        if self._handle is None:
+            raise CLOSED.on_rank(self.rank)
+        if not queue:
+            self.own_lane.num_started += 1
+        ticket = self._native_start(self._handle, code, input, output, numel)
+        if ticket < 0:
+            return DONE
+        return self._under_way(operation, detail, tensors, queue, ticket, peer)
+
+    def _begin_in_place(
+        self,
+        region: _Region,
+        code: int,
+        output: int,
+        numel: int,
+        operation: str,
+        detail: str,
+        *tensors: Tensor,
+    ) -> Work:
+        health = self.health
+        if health.failure is not None:
+            raise health.failure.on_rank(self.rank)
+        if get_ident() != health.calling_thread:
+            health.called_from(get_ident())
+        if self._handle is None:
+            raise CLOSED.on_rank(self.rank)
+        self.own_lane.num_started += 1
+        ticket = library().start_in_place(
+            self._handle, code, region.address, region.stride_bytes, output, numel, region.token, 0
+        )
+        if ticket < 0:
+            return DONE
+        return self._under_way(operation, detail, tensors, 0, ticket, None)
+
+    def _under_way(
+        self,
+        operation: str,
+        detail: str,
+        tensors: Sequence[Tensor],
+        queue: int,
+        ticket: int,
+        peer: int | None,
+    ) -> Work:
+        if ticket == 0:
+            raise MemoryError(f"{operation}: no memory left to note it")
+        self.engine_lane.keep(queue, ticket, tensors)
+        tensor = tensors[0] if tensors else None
+        return SharedMemoryWork(self, self.own_lane, operation, detail, tensor, queue, ticket, peer)
+
+    def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
+        if self._beneath is None:
+            raise ValueError(
+                f"expected a tensor on the CPU, got one on {tensor.device}: shared memory serves the CPU. Use a "
+                "process group with a backend for this device as well"
+            )
+        return self._beneath
+
+    # ------------------------------------------------------------------ memory
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu" or numel * dtype.itemsize < _IN_PLACE_BYTES:
+            return super().allocate(numel, dtype, device)
+        token, *_ = exchange(
+            self, "allocate", [f"{numel} elements of {dtype}"], payload=secrets.token_bytes(8)
+        )
+        stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
+        memory = self._hub.share(self.size * stride, f"{numel} elements of {dtype}")
+        # The tensor holds the mapping, and nothing else does.
+        tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self.rank * stride)
+        regions, key = self._regions, id(tensor)
+        weakly = weakref.ref(tensor, lambda _: regions.pop(key, None))
+        regions[key] = _Region(weakly, memory.address, stride, int.from_bytes(token[:8], "little"))
+        return tensor
+
+    # ------------------------------------------------------------------ lanes and groups
+
+    def lane(self, purpose: str) -> Transport:
+        exchange(self, f"a lane for {purpose}", [])
+        lane = copy(self)
+        self._num_lanes_for[purpose] += 1
+        lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), None)
+        lane._open(self._hub)
+        self.health.lanes.append(lane.own_lane)
+        self._lanes.append(lane)
+        _live.add(lane)
+        return lane
+
+    def split(self, color: int | None) -> Transport | None:
+        if self._beneath is not None:
+            beneath = self._beneath.split(color)
+            if not isinstance(beneath, C10dTransport):
+                return beneath
+            return SharedMemoryTransport.over(beneath)
+        mine = b"" if color is None else str(color).encode()
+        colors = [row.rstrip(b"\0") for row in exchange(self, "split", [], payload=mine)]
+        self._num_splits += 1
+        if color is None:
+            return None
+        members = [rank for rank in range(self.size) if colors[rank] == mine]
+        return SharedMemoryTransport.connect(
+            PrefixStore(f"split {self._num_splits} of {members}", self._store),
+            rank=members.index(self.rank),
+            size=len(members),
+            timeout_seconds=self.timeout_seconds,
+            board=self.board,
+        )
+
+    def abort(self, reason: str) -> None:
+        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
+
+    def leave(self) -> None:
+        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+        self.health.leave()
+
+    def close(self) -> None:
+        self._handle = None
+        if self.own_lane.name != MAIN_LANE:
+            if self.own_lane in self.health.lanes:
+                self.health.lanes.remove(self.own_lane)
+            return
+        for lane in self._lanes:
+            lane._handle = None
+        if self._beneath is not None:
+            self._beneath.close()
+        else:
+            self.health.close()
+        self._hub.close()
+
+
+def _refuse_in_the_fork() -> None:
+    """A fork has the rank's memory mapped, but is no rank: whatever it calls is refused."""
+    for transport in list(_live):
+        transport.health.failure = _FORKED
+        transport.health.on_failure.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_the_fork)

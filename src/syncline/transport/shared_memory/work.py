@@ -1,0 +1,123 @@
+"""An operation in shared memory, and how it is waited for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from syncline.transport.calls import Failure, named_ranks
+from syncline.transport.health import Lane
+from syncline.transport.shared_memory.codes import call_of
+from syncline.transport.shared_memory.library import Outcome, library
+from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
+
+if TYPE_CHECKING:
+    from syncline.transport.shared_memory.transport import SharedMemoryTransport
+
+__all__ = ["SharedMemoryWork"]
+
+_SLICE_NANOSECONDS = int(SLICE_SECONDS * 1e9)
+_MAX_POLLS_BETWEEN_LOOKS = 1000
+
+
+class SharedMemoryWork(WatchedWork):
+    """One operation that was not done at once.
+
+    Args:
+        transport: that it was called on.
+        lane: of that transport.
+        operation: its name, for messages.
+        detail: reduce operation or peer, for messages.
+        tensor: what the caller handed in; None for a barrier.
+        queue: the core's number of the queue that it is in.
+        ticket: the core's number of it.
+        peer: the other side of a message.
+    """
+
+    __slots__ = ("_engine_lane", "_num_polls", "_peer", "_queue", "_ticket", "_transport")
+
+    def __init__(
+        self,
+        transport: SharedMemoryTransport,
+        lane: Lane,
+        operation: str,
+        detail: str,
+        tensor: Tensor | None,
+        queue: int,
+        ticket: int,
+        peer: int | None,
+    ) -> None:
+        super().__init__(transport.health, lane, transport.timeout_seconds, operation, detail, tensor)
+        self._transport = transport
+        self._engine_lane = transport.engine_lane
+        self._queue = queue
+        self._ticket = ticket
+        self._peer = peer
+        self._num_polls = 0
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        if self._ticket:
+            self._wait_in_slices(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+
+    def is_completed(self) -> bool:
+        if not self._ticket:
+            return True
+        outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
+        if outcome == Outcome.DONE:
+            self._end()
+        elif outcome == Outcome.PENDING:  # whoever only polls must see a peer that is gone as well
+            self._num_polls = (self._num_polls + 1) % _MAX_POLLS_BETWEEN_LOOKS
+            return self._num_polls == 0 and bool(self._transport.peers.gone())
+        return True
+
+    def _end(self) -> None:
+        self._engine_lane.under_way.pop((self._queue, self._ticket), None)
+        self._ticket = 0
+
+    def _ends_within(self, seconds: float) -> bool:
+        nanoseconds = _SLICE_NANOSECONDS if seconds == SLICE_SECONDS else int(seconds * 1e9)
+        outcome = library().wait(self._engine_lane.handle, self._queue, self._ticket, nanoseconds)
+        if outcome == Outcome.DONE:
+            self._end()
+            return True
+        health = self._health
+        if health.failure is not None:
+            raise health.failure.on_rank(health.rank)
+        if outcome == Outcome.ABORTED:
+            raise health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
+        if outcome == Outcome.MISMATCH:
+            raise health.mismatched(self, self._calls())
+        self._look_at_peers()
+        return False
+
+    def _look_at_peers(self) -> None:
+        gone = self._transport.peers.gone()
+        if gone:
+            raise self._health.lost(self, gone)
+        if self.elapsed_seconds() > SLICE_SECONDS:
+            self._warn_of(self._transport.peers.stopped())
+
+    def _warn_of(self, stopped: Sequence[int]) -> None:
+        news = [rank for rank in stopped if rank not in self._transport.known_as_stopped]
+        self._transport.known_as_stopped[:] = stopped
+        if news:
+            warnings.warn(
+                f"rank {self._health.rank} waits in {self} for {named_ranks(news)}, whose process is stopped (by "
+                f"SIGSTOP, Ctrl-Z or a debugger): continue it, or end it; this rank waits "
+                f"{self._timeout_seconds:g} s in all",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def _calls(self) -> dict[int, object]:
+        called = self._engine_lane.called()
+        health = self._health
+        ranks = range(health.size) if self._peer is None else (health.rank, self._peer)
+        others = [None] * health.size if self._peer is None else [self._peer, health.rank]
+        return {
+            rank: call_of(code, numel, size=health.size, peer=other)
+            for rank, (code, numel), other in zip(ranks, called, others, strict=True)
+        }

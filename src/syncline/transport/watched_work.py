@@ -1,0 +1,103 @@
+"""A work whose wait looks up from time to time: has a peer failed, can this ever end, is the time up?
+
+Each engine says how it waits for a slice of time (`_ends_within`); everything else about a long wait is here.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+
+from torch import Tensor
+
+from syncline.board import Wait
+from syncline.transport.base import Work
+from syncline.transport.calls import Call
+from syncline.transport.health import Health, Lane
+from syncline.transport.long_wait import LongWait
+
+__all__ = ["MESSAGES", "SLICE_SECONDS", "WatchedWork"]
+
+SLICE_SECONDS = 0.25
+"""How long a wait may last before it looks up."""
+MESSAGES = ("send", "recv")
+"""What only two ranks call, and so has no number that all could agree on."""
+
+
+class WatchedWork(Work):
+    """One operation, and what is told of it.
+
+    Args:
+        health: of the transport.
+        lane: that it was called on.
+        timeout_seconds: of the transport.
+        operation: its name, for messages.
+        detail: reduce operation or peer, for messages.
+        tensor: what the caller handed in; None for a barrier.
+    """
+
+    __slots__ = (
+        "_detail",
+        "_health",
+        "_lane",
+        "_number",
+        "_operation",
+        "_started",
+        "_tensor",
+        "_timeout_seconds",
+    )
+
+    def __init__(
+        self,
+        health: Health,
+        lane: Lane,
+        timeout_seconds: float,
+        operation: str,
+        detail: str,
+        tensor: Tensor | None,
+    ) -> None:
+        self._health = health
+        self._lane = lane
+        self._timeout_seconds = timeout_seconds
+        self._operation = operation
+        self._detail = detail
+        self._tensor = tensor
+        self._number = None if operation in MESSAGES else lane.num_started
+        self._started = time.monotonic()
+
+    def elapsed_seconds(self) -> float:
+        """Time since the call."""
+        return time.monotonic() - self._started
+
+    def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
+        """What the peers are told of a wait for this."""
+        tensor = self._tensor
+        numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
+        call = Call(self._operation, self._detail, numel, dtype)
+        return Wait(
+            lane=self._lane.name,
+            call=self._number,
+            words=str(call),
+            number=number,
+            blocks_rank=blocks_rank,
+        )
+
+    def __str__(self) -> str:
+        return str(self.as_wait())
+
+    @abstractmethod
+    def _ends_within(self, seconds: float) -> bool:
+        """Wait for at most so long; whether the operation is done. Raises what ended it."""
+
+    def _wait_in_slices(self, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        if self._ends_within(min(timeout_seconds, SLICE_SECONDS)):
+            return
+        with LongWait(self._health, self) as long_wait:
+            while True:
+                remaining_seconds = deadline - time.monotonic()
+                if remaining_seconds <= 0:
+                    raise self._health.timed_out(self)
+                long_wait.look_around()
+                if self._ends_within(min(remaining_seconds, SLICE_SECONDS)):
+                    return
