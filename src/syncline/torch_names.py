@@ -21,7 +21,6 @@ from syncline.errors import SynclineError
 from syncline.sync.comm_hook import CommHook, checked_comm_hook, qualified_name
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
 from syncline.world import transport_of
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ class TorchNames:
     def process_group(self) -> dist.ProcessGroup | None:
         """The torch.distributed group under the transport; None where there is none."""
         transport = self._transport
-        return transport.group if isinstance(transport, C10dTransport) else None
+        return transport.group
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:

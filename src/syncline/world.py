@@ -35,11 +35,13 @@ from syncline.errors import SynclineError
 from syncline.handshake import Presence, backend_for, connect, meet
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory.library import SharedMemoryUnavailable
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 
 __all__ = ["World", "init", "shutdown", "transport_of", "world"]
 
-_TRANSPORTS = ("auto", "c10d")
+_TRANSPORTS = ("auto", "c10d", "shm")
 _DESTROY_SECONDS = 10.0
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -115,12 +117,23 @@ class _Session:
         return (self.group() if self.group is not None else None) is _default_group()
 
 
+@dataclass
+class _Group:
+    """A process group that this process is in, and its transport once there is one."""
+
+    group: dist.ProcessGroup
+    transport: Transport | None = None
+    lock: Any = field(default_factory=threading.RLock)
+    """Held while the ranks meet: other groups may be met by other threads at the same time."""
+
+
 _lock = threading.RLock()
 _session: _Session | None = None
 _num_inits = 0
 # Stores outlive `shutdown`, so that a second `init` of the same ranks cannot meet a store that is closing.
 _stores: dict[tuple[str | None, int | None, int, int], Store] = {}
-_transports: dict[int, tuple[dist.ProcessGroup, C10dTransport]] = {}
+_transports: dict[int, _Group] = {}
+_has_warned = False
 _alone: Transport | None = None
 _tells_peers = False
 
@@ -140,7 +153,9 @@ def init(
     as it is, and left as it is by `shutdown`.
 
     Args:
-        transport: "auto", or "c10d" (torch.distributed: Gloo on CPUs, NCCL on GPUs).
+        transport: how tensors travel. "c10d": by torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": tensors on
+            the CPU by shared memory, an error where that cannot be had. "auto": by shared memory where all ranks of
+            a group are on one host, else by torch.distributed.
         timeout: how long to wait for another rank, here and in every collective (a timedelta, or seconds).
         device: where this rank computes; None means the GPU of its local rank, or the CPU where there is
             none. A GPU is made torch's current device.
@@ -191,8 +206,9 @@ def shutdown() -> None:
         error = sys.exc_info()[1]
         if error is not None and process.exit_code_of(error):  # in a `finally` or `with`, on the way out
             _tell_peers(error, error.__traceback__)
-        for _, transport in _transports.values():
-            transport.close()
+        for known in _transports.values():
+            if known.transport is not None:
+                known.transport.close()
         _transports.clear()
         if session.destroyer is not None:
             session.destroyer.end(destroy=group_is_live)
@@ -302,9 +318,10 @@ def _tell_peers(error: BaseException, tb: TracebackType | None) -> None:
     """Peers that wait for this rank, or come to, raise `PeerFailed` with this traceback, not a lost connection."""
     lines = traceback.format_exception(type(error), error, tb)
     reason = "it ended by an uncaught exception:\n" + "".join(lines).rstrip()
-    for _, transport in list(_transports.values()):
+    for known in list(_transports.values()):
         with contextlib.suppress(Exception):
-            transport.abort(reason)
+            if known.transport is not None:
+                known.transport.abort(reason)
 
 
 def _tell_peers_without_session() -> None:
@@ -319,8 +336,9 @@ def _tell_peers_without_session() -> None:
 def _leave_at_exit() -> None:
     """Peers that still wait for this rank, or come to, raise `UnevenInputs`, not a lost connection."""
     if _session is None and not _has_failed():
-        for _, transport in list(_transports.values()):
-            transport.leave()
+        for known in list(_transports.values()):
+            if known.transport is not None:
+                known.transport.leave()
 
 
 def _has_failed() -> bool:
@@ -346,11 +364,14 @@ def _at_exit() -> None:
 def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transport:
     """The transport of a group, always the same object while the group lives.
 
+    The first call for a group is a collective one: the ranks agree on what the transport is.
+
     Args:
         group: None means torch's default group, or this process alone; a transport means itself.
 
     Raises:
         ValueError: this rank is not in `group`, or `group` was destroyed.
+        SynclineError: "shm" was asked for, and cannot be had.
 
     Example:
         >>> transport_of(None).size
@@ -376,15 +397,41 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
         if id(found) not in _transports:
             if not _is_alive(found):
                 raise ValueError("this process group was destroyed: pass one that is alive, or None")
-            known = _session.timeout_seconds if _session is not None and found is default else None
-            _transports[id(found)] = found, C10dTransport(found, timeout_seconds=known)
+            _transports[id(found)] = _Group(found)
             _tell_peers_without_session()
-        return _transports[id(found)][1]
+        known = _transports[id(found)]
+        asked = _session.asked[0] if _session is not None else "auto"
+        timeout_seconds = _session.timeout_seconds if _session is not None and found is default else None
+    with known.lock:
+        if known.transport is None:
+            known.transport = _chosen(C10dTransport(found, timeout_seconds=timeout_seconds), asked)
+        return known.transport
+
+
+def _chosen(c10d: C10dTransport, asked: str) -> Transport:
+    """What is asked for, or the best that all ranks can have. A collective call."""
+    global _has_warned
+    if asked == "c10d":
+        return c10d
+    try:
+        return SharedMemoryTransport.over(c10d)
+    except SharedMemoryUnavailable as error:
+        if asked == "shm":
+            c10d.abort("shared memory was asked for, and cannot be had")
+            raise
+        if error.is_worth_a_warning and not _has_warned and c10d.rank == 0:
+            _has_warned = True
+            warnings.warn(
+                f"{error}\nTensors on the CPU travel by {c10d.name} instead, more slowly", stacklevel=4
+            )
+        return c10d
 
 
 def _forget_destroyed_groups() -> None:
-    for key in [key for key, (group, _) in _transports.items() if not _is_alive(group)]:
-        _transports.pop(key)[1].close()
+    for key in [key for key, known in _transports.items() if not _is_alive(known.group)]:
+        transport = _transports.pop(key).transport
+        if transport is not None:
+            transport.close()
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

@@ -118,6 +118,46 @@ def reduce_scatter_every_type_and_operation(t: Transport) -> None:
                 assert torch.equal(whole, before), f"reduce_scatter({op}) of {dtype} changed its input"
 
 
+def reduce_spans_leaves_each_rank_its_own(t: Transport) -> None:
+    numel = 7 * t.size + 3
+    equal = [rank * 7 for rank in range(t.size)] + [7 * t.size]
+    uneven = [0] + [min(numel, 2 * rank * rank) for rank in range(1, t.size)] + [numel]
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
+        for bounds in (equal, uneven):
+            tensor = values(t.rank, bounds[-1], dtype)
+            expected = reference(t.size, bounds[-1], dtype, "sum")
+            t.reduce_spans(tensor, bounds).wait()
+            mine = slice(bounds[t.rank], bounds[t.rank + 1])
+            assert_close(tensor[mine], expected[mine], t.size, f"{dtype} in spans {bounds}")
+    with pytest.raises(ValueError, match="bounds that do not decrease"):
+        t.reduce_spans(torch.zeros(4), [1, *[4] * t.size])
+
+
+def allocated_memory_is_reduced_like_any_other(t: Transport) -> None:
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float64):
+        for numel in (5, 100_003):
+            tensor, again = t.allocate(numel, dtype, cpu), t.allocate(numel, dtype, cpu)
+            assert (tensor.shape, tensor.dtype, tensor.any().item()) == ((numel,), dtype, False)
+            for op in ("sum", "mean"):
+                for target in (tensor, again):
+                    target.copy_(values(t.rank, numel, dtype))
+                works = [t.all_reduce(tensor, op), t.all_reduce(again, op)]
+                for work in reversed(works):
+                    work.wait()
+                expected = reference(t.size, numel, dtype, op)
+                for target in (tensor, again):
+                    assert_close(target, expected, t.size, f"{op} of {numel} {dtype}")
+                    assert_same_bits_on_all_ranks(t, target, op)
+            tensor.copy_(values(t.rank, numel, dtype))
+            bounds = [rank * numel // t.size for rank in range(t.size + 1)]
+            mine = slice(bounds[t.rank], bounds[t.rank + 1])
+            t.reduce_spans(tensor, bounds).wait()
+            expected = reference(t.size, numel, dtype, "sum")
+            assert_close(tensor[mine], expected[mine], t.size, f"spans of {numel} {dtype}")
+            t.barrier().wait()
+
+
 def any_shape_will_do(t: Transport) -> None:
     scalar, cube = torch.tensor(float(t.rank)), torch.full((2, 3, 2), t.rank)
     parameter = torch.nn.Parameter(torch.full((2, 2), float(t.rank)))
@@ -413,6 +453,8 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
         all_reduce_every_type_and_operation,
         all_reduce_a_large_tensor_repeats_its_bits,
         reduce_scatter_every_type_and_operation,
+        reduce_spans_leaves_each_rank_its_own,
+        allocated_memory_is_reduced_like_any_other,
         any_shape_will_do,
         all_gather_every_type,
         broadcast_every_type_from_every_rank,

@@ -74,6 +74,7 @@ class Bucket(Lifecycle):
         as_view: whether `.grad` becomes the view of the flat tensor, instead of getting its values copied.
         comm_hook: what reduces the flat tensor in place of the transport's all_reduce.
         is_last: whether a hook is told that it is the last one.
+        in_place: take the flat tensor from the transport, which makes this a collective call.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Bucket(Lifecycle):
         as_view: bool = False,
         comm_hook: CommHook | None = None,
         is_last: bool = False,
+        in_place: bool = False,
     ) -> None:
         super().__init__(plan, [parameters[i] for i in plan.parameters])
         self._transport = transport
@@ -93,7 +95,8 @@ class Bucket(Lifecycle):
         self._is_last = is_last
         first = self.members[0]
         dtype: torch.dtype = getattr(torch, plan.dtype)
-        self.flat = torch.zeros(plan.numel + plan.tail_numel, dtype=dtype, device=first.device)
+        allocate = transport.allocate if in_place else _zeros
+        self.flat = allocate(plan.numel + plan.tail_numel, dtype, first.device)
         self.views = [
             _view_like(self.flat, offset, parameter)
             for offset, parameter in zip(plan.offsets, self.members, strict=True)
@@ -242,6 +245,10 @@ class Bucket(Lifecycle):
                     parameter.grad = torch.empty_like(parameter).copy_(view)
                 else:
                     parameter.grad.copy_(view)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:

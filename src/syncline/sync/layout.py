@@ -82,20 +82,25 @@ class BucketLayout:
         """Lay the buckets out anew in the order in which rank 0's gradients were ready.
 
         Once, at the end of the first synchronized backward; every rank gets rank 0's order, because buckets must
-        be the same everywhere.
+        be the same everywhere. Only now do they take their memory from the transport: before, ranks need not be at
+        the same place (one may copy a wrapped module that the others never see).
 
         Args:
             ready: parameter indices in the order of this rank's gradients.
         """
         self.order_is_learnt = True
-        if len(self.buckets) == 1:
+        in_place = self._transport.reduces_in_place and self._comm_hook is None
+        order = [i for bucket in self.buckets for i in bucket.plan.parameters]
+        if len(self.buckets) > 1:
+            seen = set(ready)
+            rest = [i for i in order if i not in seen]
+            told = torch.tensor([*ready, *rest], device=self._transport.control_device)
+            self._transport.broadcast(told, 0).wait()
+            order = told.tolist()
+        elif not in_place:
             return
-        seen = set(ready)
-        rest = [i for bucket in self.buckets for i in bucket.plan.parameters if i not in seen]
-        order = torch.tensor([*ready, *rest], device=self._transport.control_device)
-        self._transport.broadcast(order, 0).wait()
         former_views = {id(view) for bucket in self._dense() for view in bucket.views}
-        self._build(order.tolist())
+        self._build(order, in_place=in_place)
         if self._options.as_bucket_view:
             for bucket in self._dense():
                 for parameter, view in zip(bucket.members, bucket.views, strict=True):
@@ -109,7 +114,7 @@ class BucketLayout:
         """
         return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
 
-    def _build(self, order: Sequence[int]) -> None:
+    def _build(self, order: Sequence[int], *, in_place: bool = False) -> None:
         num_tracked = len(self._parameters) if self._options.allow_unused else 0
         numel = tail_numel(self._transport.size, num_tracked)
         # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early. And
@@ -133,6 +138,7 @@ class BucketLayout:
                 as_view=self._has_views(plan.dtype),
                 comm_hook=self._comm_hook,
                 is_last=plan is plans[-1],
+                in_place=in_place,
             )
             for plan in plans
         ]

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from syncline.board import Board
 
-__all__ = ["DONE", "ReduceOp", "Statistics", "Transport", "Work"]
+__all__ = ["DONE", "REDUCE_OPS", "ReduceOp", "Statistics", "Transport", "Work"]
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -122,6 +124,26 @@ class _DoneWork(Work):
 DONE: Work = _DoneWork()
 
 
+class _ThenCopyWork(Work):
+    """Ends with a copy of the result to where it was asked for."""
+
+    __slots__ = ("_inner", "_part", "_target")
+
+    def __init__(self, inner: Work, target: Tensor, part: Tensor) -> None:
+        self._inner = inner
+        self._target = target
+        self._part: Tensor | None = part
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        if self._part is not None:
+            self._inner.wait(timeout_seconds)
+            self._target.copy_(self._part)
+            self._part = None
+
+    def is_completed(self) -> bool:
+        return self._part is None or self._inner.is_completed()
+
+
 class _MeasuredWork(Work):
     """Adds the time spent in `wait` to the transport's statistics."""
 
@@ -180,6 +202,28 @@ class Transport(ABC):
         self._check_reduction(op, input)
         self._check_parts("reduce_scatter", whole=input, part=output)
         return self._started("reduce_scatter", input, self._start_reduce_scatter(output, input, op))
+
+    def reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp = "sum") -> Work:
+        """Reduce `tensor` so that rank r ends with elements `bounds[r]` to `bounds[r + 1]` of it, in place.
+
+        The rest of the tensor is undefined afterwards: it is what another rank has, or what it was.
+
+        Args:
+            tensor: flat, with as many elements on all ranks.
+            bounds: size + 1 offsets that do not decrease, from 0 to the number of elements; the same on all ranks.
+            op: how.
+        """
+        self._check_reduction(op, tensor)
+        if (
+            len(bounds) != self.size + 1
+            or bounds[0] != 0
+            or bounds[-1] != tensor.numel()
+            or list(bounds) != sorted(bounds)
+        ):
+            raise ValueError(
+                f"expected {self.size + 1} bounds that do not decrease, from 0 to {tensor.numel()}, got {list(bounds)}"
+            )
+        return self._started("reduce_spans", tensor, self._start_reduce_spans(tensor, bounds, op))
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Concatenate the ranks' `input` (n elements each) in rank order into `output` (size * n)."""
@@ -257,6 +301,11 @@ class Transport(ABC):
             self._common_lanes[purpose] = self.lane(purpose)
         return self._common_lanes[purpose]
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether `allocate` gives memory that is worth to be moved to."""
+        return False
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor of zeros that this engine reduces best: in place where it can, without copying it first.
 
@@ -271,6 +320,11 @@ class Transport(ABC):
     @abstractmethod
     def name(self) -> str:
         """The engine in a user's words, for the contract: "gloo", "threads", ..."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """torch's process group of the same ranks; None where there is none."""
+        return None
 
     @property
     def control_device(self) -> torch.device:
@@ -288,6 +342,9 @@ class Transport(ABC):
         A collective call: every rank must make it.
         """
 
+    def leave(self) -> None:  # noqa: B027  (an engine without peers has nobody to tell)
+        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+
     @abstractmethod
     def abort(self, reason: str) -> None:
         """Make every wait under way and every later operation raise, on all ranks that can be reached."""
@@ -301,6 +358,17 @@ class Transport(ABC):
 
     @abstractmethod
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work: ...
+
+    def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
+        """For engines without one of their own: a reduce_scatter where the spans are equal, else an all_reduce."""
+        each, rest = divmod(tensor.numel(), self.size)
+        if rest or any(bounds[rank] != rank * each for rank in range(self.size)):
+            return self._start_all_reduce(tensor, op)
+        flat = tensor.detach().view(-1)
+        # Not into the tensor itself: engines may read it until the end.
+        part = torch.empty(each, dtype=tensor.dtype, device=tensor.device)
+        work = self._start_reduce_scatter(part, flat, op)
+        return _ThenCopyWork(work, flat[self.rank * each : (self.rank + 1) * each], part)
 
     @abstractmethod
     def _start_all_gather(self, output: Tensor, input: Tensor) -> Work: ...

@@ -20,7 +20,10 @@ from syncline.transport.base import ReduceOp, Transport, Work
 
 __all__ = ["Fault", "FaultyTransport"]
 
-_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv", "barrier", "split")
+_OPERATIONS = (
+    *("all_reduce", "reduce_scatter", "reduce_spans", "all_gather", "broadcast", "send", "recv", "barrier"),
+    "split",
+)
 _ERRORS: dict[str, type[Exception]] = {
     "lost": PeerLost,
     "timeout": CollectiveTimeout,
@@ -150,6 +153,9 @@ class FaultyTransport(Transport):
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         return self._start("reduce_scatter", lambda: self._inner.reduce_scatter(output, input, op))
+
+    def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
+        return self._start("reduce_spans", lambda: self._inner.reduce_spans(tensor, bounds, op))
 
     def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
         return self._start("all_gather", lambda: self._inner.all_gather(output, input))

@@ -87,7 +87,7 @@ class Health:
         self.on_failure: list[Callable[[Failure], None]] = []
         """Called with what this rank knows first, to tell the peers in another way than by notices."""
         self._board = board
-        self._backend = backend
+        self.backend = backend
         self._timeout_seconds = timeout_seconds
 
     # ------------------------------------------------------------------ the end of the group
@@ -218,10 +218,14 @@ class Health:
         for rank, call in calls.items():
             place = places.get(rank, Place.of(Board()))
             places[rank] = replace(place, wait=replace(own, words=str(call)), has_left=False)
-        text = "\n".join(["the ranks met in different calls:", who_is_where(places, size=self.size), SAME_CALLS])
+        text = "\n".join(
+            ["the ranks met in different calls:", who_is_where(places, size=self.size), SAME_CALLS]
+        )
         return self.fail(Failure(CollectiveMismatch, text, is_common=True)).on_rank(self.rank)
 
-    def raise_if_hopeless(self, work: WatchedWork, places: dict[int, Place], steady: dict[int, Place]) -> None:
+    def raise_if_hopeless(
+        self, work: WatchedWork, places: dict[int, Place], steady: dict[int, Place]
+    ) -> None:
         """Raise if this wait can never end.
 
         Args:
@@ -257,13 +261,13 @@ class Health:
         places: dict[int, Place] | None,
         error: Exception | None,
     ) -> SynclineError:
-        where = f"rank {self.rank} of {self.size} over {self._backend}"
+        where = f"rank {self.rank} of {self.size} over {self.backend}"
         lines = [f"{work} on {where}: {what}, {work.elapsed_seconds():.1f} s after the call"]
         if places is not None:
             lines.append(who_is_where(places, size=self.size, here=self.rank, now=time.time()))
         lines.append(remedy)
         if error is not None:
-            lines.append(f"{self._backend} said: {_without_cpp_frames(str(error))}")
+            lines.append(f"{self.backend} said: {_without_cpp_frames(str(error))}")
         return self.fail(Failure(kind, "\n".join(lines))).on_rank(self.rank)
 
 

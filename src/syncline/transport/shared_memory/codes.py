@@ -38,8 +38,8 @@ _WORDS = {
     Kind.BROADCAST: "broadcast",
     Kind.SEND: "send",
     Kind.RECV: "recv",
-    Kind.ALL_REDUCE_IN_PLACE: "all_reduce",
-    Kind.REDUCE_SCATTER_IN_PLACE: "reduce_scatter",
+    Kind.ALL_REDUCE_IN_PLACE: "all_reduce in place",
+    Kind.REDUCE_SCATTER_IN_PLACE: "reduce_scatter in place",
 }
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE_IN_PLACE, Kind.REDUCE_SCATTER_IN_PLACE)
 
@@ -113,7 +113,7 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
         detail = REDUCE_OPS[code >> 16 & 0xFF]
         if dtype.is_complex:
             numel //= 2
-    if kind in (Kind.REDUCE_SCATTER, Kind.REDUCE_SCATTER_IN_PLACE):
+    if kind == Kind.REDUCE_SCATTER:
         numel *= size
     elif kind == Kind.BROADCAST:
         detail = f"from rank {code >> 24 & 0xFFFF}"

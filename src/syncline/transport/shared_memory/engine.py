@@ -36,7 +36,9 @@ class LaneSizes:
         self.num_slots = 4
         self.chunk_bytes = 128 * 1024 if size <= 16 else 64 * 1024
         self.message_bytes = min(64 * 1024, max(2048, 2**22 // size**2 // 128 * 128))
-        self.total_bytes: int = library().lane_bytes(size, self.num_slots, self.chunk_bytes, self.message_bytes)
+        self.total_bytes: int = library().lane_bytes(
+            size, self.num_slots, self.chunk_bytes, self.message_bytes
+        )
 
 
 class Engine:

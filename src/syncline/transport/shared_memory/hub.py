@@ -185,11 +185,15 @@ class Hub:
         except SynclineError as error:
             trouble = str(error)
         except OSError as error:
-            raise SynclineError(f"shared memory for {purpose}: a rank of this host has gone ({error})") from error
+            raise SynclineError(
+                f"shared memory for {purpose}: a rank of this host has gone ({error})"
+            ) from error
         try:
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
-            raise SynclineError(f"shared memory for {purpose}: a rank of this host has gone ({error})") from error
+            raise SynclineError(
+                f"shared memory for {purpose}: a rank of this host has gone ({error})"
+            ) from error
         if any(troubles) or memory is None:
             lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
             raise SynclineError("\n".join([f"shared memory for {purpose} cannot be had:", *lines]))
@@ -232,7 +236,9 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
     if len(set(pids)) < len(pids) and not others:
         reasons.append("two ranks are in one process")
     if reasons:
-        raise SharedMemoryUnavailable("the ranks cannot share memory:\n" + "\n".join(reasons))
+        raise SharedMemoryUnavailable(
+            "\n".join(["the ranks cannot share memory:", *reasons]), is_worth_a_warning=not others
+        )
 
 
 def _check_credentials(connection: socket.socket, expected: _Presence, rank: int) -> None:

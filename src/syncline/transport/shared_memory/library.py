@@ -10,7 +10,7 @@ from ctypes import c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_voi
 from syncline.errors import SynclineError
 from syncline.transport.shared_memory.find_library import find_library
 
-__all__ = ["MAX_ABORT_BYTES", "MAX_RANKS", "Outcome", "SharedMemoryUnavailable", "library"]
+__all__ = ["MAX_ABORT_BYTES", "MAX_RANKS", "Library", "Outcome", "SharedMemoryUnavailable", "library"]
 
 _ABI = 1
 MAX_RANKS = 256
@@ -18,7 +18,16 @@ MAX_ABORT_BYTES = 65536
 
 
 class SharedMemoryUnavailable(SynclineError):
-    """These ranks cannot share memory; the text says why, the same on all of them."""
+    """These ranks cannot share memory; the text says why, the same on all of them.
+
+    Args:
+        text: why.
+        is_worth_a_warning: whether it could be otherwise: ranks on several hosts could not share memory anyway.
+    """
+
+    def __init__(self, text: str, *, is_worth_a_warning: bool = True) -> None:
+        super().__init__(text)
+        self.is_worth_a_warning = is_worth_a_warning
 
 
 class Outcome:
@@ -42,7 +51,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "start": (c_int64, [c_void_p, c_uint64, c_void_p, c_void_p, c_size_t]),
     "start_in_place": (
         c_int64,
-        [c_void_p, c_uint64, c_void_p, c_size_t, c_void_p, c_size_t, c_uint64, c_uint64],
+        [c_void_p, c_uint64, c_void_p, c_size_t, c_size_t, c_uint64, c_void_p, c_size_t, c_size_t],
     ),
     "poll": (c_int, [c_void_p, c_int, c_uint64]),
     "wait": (c_int, [c_void_p, c_int, c_uint64, c_uint64]),

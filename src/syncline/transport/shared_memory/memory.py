@@ -6,13 +6,14 @@ memory is an error here, not a SIGBUS later.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 
 from syncline.errors import SynclineError
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "available_bytes"]
 
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -37,10 +38,8 @@ class SharedMemory:
             self.release_file()
             raise SynclineError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
         if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 self.map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without huge pages
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
     @staticmethod

@@ -113,6 +113,7 @@ class SharedMemoryTransport(Transport):
             hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
         )
         self._open(hub)
+        health.backend = self.name
         engine, rank = self.engine, self.rank  # the health must not hold on to its transport
         health.on_failure.append(lambda failure: engine.abort(failure.to_json(rank)))
         _live.add(self)
@@ -194,7 +195,9 @@ class SharedMemoryTransport(Transport):
     def name(self) -> str:
         if self._beneath is None or not self._beneath.other_devices:
             return "shared memory"
-        others = ", ".join(f"{name} ({device})" for device, name in sorted(self._beneath.other_devices.items()))
+        others = ", ".join(
+            f"{name} ({device})" for device, name in sorted(self._beneath.other_devices.items())
+        )
         return f"shared memory (cpu), {others}"
 
     @property
@@ -213,8 +216,10 @@ class SharedMemoryTransport(Transport):
             numel *= 2
         if self._regions and (region := self._regions.get(id(tensor))) is not None:
             code = _CODES[Kind.ALL_REDUCE_IN_PLACE][dtype, op]
-            return self._begin_in_place(region, code, 0, numel, "all_reduce", op, tensor)
-        return self._begin(_CODES[Kind.ALL_REDUCE][dtype, op], pointer, pointer, numel, "all_reduce", op, (tensor,))
+            return self._begin_in_place(region, code, numel, 0, 0, 0, "all_reduce", op, tensor)
+        return self._begin(
+            _CODES[Kind.ALL_REDUCE][dtype, op], pointer, pointer, numel, "all_reduce", op, (tensor,)
+        )
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if not input.is_cpu:
@@ -222,10 +227,42 @@ class SharedMemoryTransport(Transport):
         numel = output.numel() * (2 if output.dtype.is_complex else 1)
         if self._regions and (region := self._regions.get(id(input))) is not None:
             code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][input.dtype, op]
-            return self._begin_in_place(region, code, output.data_ptr(), numel, "reduce_scatter", op, input, output)
+            from_ = self.rank * numel
+            return self._begin_in_place(
+                region,
+                code,
+                self.size * numel,
+                output.data_ptr(),
+                from_,
+                from_ + numel,
+                "reduce_scatter",
+                op,
+                input,
+                output,
+            )
         code = _CODES[Kind.REDUCE_SCATTER][input.dtype, op]
         return self._begin(
             code, input.data_ptr(), output.data_ptr(), numel, "reduce_scatter", op, (input, output)
+        )
+
+    def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
+        region = self._regions.get(id(tensor))
+        if region is None:
+            return super()._start_reduce_spans(tensor, bounds, op)
+        code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][tensor.dtype, op]
+        width = 2 if tensor.dtype.is_complex else 1
+        from_, to = bounds[self.rank], bounds[self.rank + 1]
+        output = tensor.data_ptr() + from_ * tensor.element_size()
+        return self._begin_in_place(
+            region,
+            code,
+            tensor.numel() * width,
+            output,
+            from_ * width,
+            to * width,
+            "reduce_spans",
+            op,
+            tensor,
         )
 
     def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
@@ -292,8 +329,10 @@ class SharedMemoryTransport(Transport):
         self,
         region: _Region,
         code: int,
-        output: int,
         numel: int,
+        output: int,
+        from_: int,
+        to: int,
         operation: str,
         detail: str,
         *tensors: Tensor,
@@ -307,7 +346,15 @@ class SharedMemoryTransport(Transport):
             raise CLOSED.on_rank(self.rank)
         self.own_lane.num_started += 1
         ticket = library().start_in_place(
-            self._handle, code, region.address, region.stride_bytes, output, numel, region.token, 0
+            self._handle,
+            code,
+            region.address,
+            region.stride_bytes,
+            numel,
+            region.token,
+            output,
+            from_,
+            to,
         )
         if ticket < 0:
             return DONE
@@ -337,6 +384,10 @@ class SharedMemoryTransport(Transport):
         return self._beneath
 
     # ------------------------------------------------------------------ memory
+
+    @property
+    def reduces_in_place(self) -> bool:
+        return True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu" or numel * dtype.itemsize < _IN_PLACE_BYTES:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from syncline.transport.calls import Failure, named_ranks
+from syncline.transport.calls import Call, Failure, named_ranks
 from syncline.transport.health import Lane
 from syncline.transport.shared_memory.codes import call_of
 from syncline.transport.shared_memory.library import Outcome, library
@@ -112,7 +112,7 @@ class SharedMemoryWork(WatchedWork):
                 stacklevel=6,
             )
 
-    def _calls(self) -> dict[int, object]:
+    def _calls(self) -> dict[int, Call]:
         called = self._engine_lane.called()
         health = self._health
         ranks = range(health.size) if self._peer is None else (health.rank, self._peer)

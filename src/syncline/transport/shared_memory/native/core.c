@@ -12,7 +12,7 @@
  *     reduce    all have arrived: what a rank reduces for the others     slot.reduced += 1   (some operations)
  *     consume   a rank takes what it wants from the others' cells        slot.consumed += 1
  *
- * The slot is filled again when all have consumed it. The counters only grow, so that nothing is ever reset that
+ * The slot is filled again when all have consumed it. These two counters only grow, so that nothing is reset that
  * somebody may still look at: the n-th use of a slot is complete when its counter has reached n * N. What is written
  * before a counter is published by the increment (release) and may be read by who has seen the counter (acquire); the
  * algorithm relies on nothing else, whatever the processor.
@@ -157,10 +157,12 @@ struct group_memory {
 
 struct slot {
     _Alignas(LINE_BYTES) counter arrived;
-    _Alignas(LINE_BYTES) counter reduced;
     _Alignas(LINE_BYTES) counter consumed;
-    _Alignas(LINE_BYTES) counter claimed; /* pieces of an operation in place: set to 0 by the last to consume, */
-    _Alignas(LINE_BYTES) counter done;    /* before it fills the slot again, and so before anybody looks */
+    /* Not every use of a slot counts these. The last to consume sets them to 0: before it fills the slot again, and
+     * so before anybody looks. */
+    _Alignas(LINE_BYTES) counter reduced;
+    _Alignas(LINE_BYTES) counter claimed; /* pieces of an operation in place */
+    _Alignas(LINE_BYTES) counter done;
 };
 
 struct header { /* of a cell: what its rank called */
@@ -168,7 +170,6 @@ struct header { /* of a cell: what its rank called */
     uint64_t numel;
     uint64_t chunk;
     uint64_t buffer;
-    uint64_t offset;
 };
 
 struct place { /* how far a rank is in a lane; for whoever asks, nothing relies on it */
@@ -196,7 +197,8 @@ struct operation {
     char *out;
     char *base; /* in place: rank 0's tensor, the others' at multiples of stride */
     size_t stride;
-    uint64_t buffer, offset;
+    size_t from, to; /* in place: this rank's span of a reduce_scatter, in elements */
+    uint64_t buffer;
 };
 
 struct queue { /* of operations in the order in which they were started */
@@ -298,8 +300,8 @@ static char *data_of(struct lane *lane, uint64_t at, int rank) {
     return cell_of(lane, at, rank) + sizeof(struct header);
 }
 
-static bool count_up(struct lane *lane, counter *count, uint64_t at) {
-    bool is_last = atomic_fetch_add(count, 1) + 1 == all_of(lane, at);
+static bool count_up(struct lane *lane, counter *count, uint64_t all) {
+    bool is_last = atomic_fetch_add(count, 1) + 1 == all;
     if (is_last) ring_all(lane->group);
     return is_last;
 }
@@ -358,12 +360,11 @@ static bool fill(struct lane *lane) {
     header->numel = o->numel;
     header->chunk = o->num_filled;
     header->buffer = o->buffer;
-    header->offset = o->offset;
     copy_in(lane, o, (char *)(header + 1));
     if (++o->num_filled == o->num_chunks) queue->num_filled++;
     lane->fill_at++;
     atomic_store_explicit(&lane->places[rank].num_filled, lane->fill_at, memory_order_relaxed);
-    count_up(lane, &slot->arrived, at);
+    count_up(lane, &slot->arrived, all_of(lane, at));
     return true;
 }
 
@@ -374,7 +375,7 @@ static bool all_called_the_same(struct lane *lane, uint64_t at) {
     for (int r = 0; r < lane->group->size; r++) {
         const struct header *other = (const struct header *)cell_of(lane, at, r);
         if (other->code != mine->code || other->numel != mine->numel || other->chunk != mine->chunk ||
-            other->buffer != mine->buffer || other->offset != mine->offset)
+            other->buffer != mine->buffer)
             return false;
     }
     return true;
@@ -427,13 +428,15 @@ static void take_pieces(struct lane *lane, const struct operation *o, struct slo
     }
 }
 
-static void reduce_own_scatter(struct lane *lane, const struct operation *o) {
+static void reduce_own_span(struct lane *lane, const struct operation *o) {
     const void *sources[MAX_RANKS];
-    int size = lane->group->size, rank = lane->group->rank;
-    for (int r = 0; r < size; r++)
-        sources[r] = o->base + (size_t)r * o->stride + (size_t)rank * o->numel * o->itemsize;
-    if (o->numel) reduce(o->out, sources, size, o->numel, o->dtype, o->op);
+    if (o->from == o->to) return;
+    for (int r = 0; r < lane->group->size; r++) sources[r] = o->base + (size_t)r * o->stride + o->from * o->itemsize;
+    reduce(o->out, sources, lane->group->size, o->to - o->from, o->dtype, o->op);
 }
+
+/* Whether a rank may go on only when all have reduced. */
+static bool has_two_phases(const struct operation *o) { return o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE; }
 
 static bool reduce_next(struct lane *lane) {
     struct queue *queue = &lane->collectives;
@@ -448,10 +451,10 @@ static bool reduce_next(struct lane *lane) {
     struct operation *o = operation_at(queue, queue->num_reduced);
     if (o->is_split) reduce_own_part(lane, o, at);
     if (o->kind == ALL_REDUCE_IN_PLACE) take_pieces(lane, o, slot);
-    if (o->kind == REDUCE_SCATTER_IN_PLACE) reduce_own_scatter(lane, o);
+    if (o->kind == REDUCE_SCATTER_IN_PLACE) reduce_own_span(lane, o);
     if (++o->num_reduced == o->num_chunks) queue->num_reduced++;
     lane->reduce_at++;
-    if (o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE) count_up(lane, &slot->reduced, at);
+    if (has_two_phases(o)) count_up(lane, &slot->reduced, (uint64_t)lane->group->size);
     return true;
 }
 
@@ -502,8 +505,8 @@ static bool consume(struct lane *lane) {
     if (at == lane->reduce_at) return false;
     struct slot *slot = slot_of(lane, at);
     struct operation *o = operation_at(queue, atomic_load_explicit(&queue->num_completed, memory_order_relaxed));
-    if (o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE) {
-        if (atomic_load_explicit(&slot->reduced, memory_order_acquire) < all_of(lane, at)) return false;
+    if (has_two_phases(o)) {
+        if (atomic_load_explicit(&slot->reduced, memory_order_acquire) < (uint64_t)lane->group->size) return false;
     } else if (o->kind == ALL_REDUCE_IN_PLACE) {
         if (atomic_load_explicit(&slot->done, memory_order_acquire) < num_pieces(o)) return false;
     }
@@ -511,7 +514,8 @@ static bool consume(struct lane *lane) {
     bool is_operation_complete = ++o->num_consumed == o->num_chunks;
     lane->consume_at++;
     atomic_store_explicit(&lane->places[lane->group->rank].num_consumed, lane->consume_at, memory_order_relaxed);
-    if (count_up(lane, &slot->consumed, at)) {
+    if (count_up(lane, &slot->consumed, all_of(lane, at))) {
+        atomic_store_explicit(&slot->reduced, 0, memory_order_relaxed);
         atomic_store_explicit(&slot->claimed, 0, memory_order_relaxed);
         atomic_store_explicit(&slot->done, 0, memory_order_relaxed);
     }
@@ -818,16 +822,18 @@ EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, 
     return is_done ? -ticket : ticket;
 }
 
-/* The same for tensors in memory that all ranks have mapped: rank r's lies at base + r * stride. `buffer` and `offset`
- * tell what is meant, the same on every rank; `out` is where a rank's part goes. */
-EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, void *out,
-                                       size_t numel, uint64_t buffer, uint64_t offset) {
+/* The same for tensors in memory that all ranks have mapped: rank r's lies at base + r * stride. `buffer` tells which
+ * is meant, the same on every rank. Of a reduce_scatter this rank gets the elements from `from` to `to`, in `out`,
+ * which may be where they lie in its own tensor; no two ranks' spans overlap. */
+EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, size_t numel,
+                                       uint64_t buffer, void *out, size_t from, size_t to) {
     struct operation o = decoded(lane, code, numel);
     o.base = base;
     o.stride = stride;
-    o.out = out;
     o.buffer = buffer;
-    o.offset = offset;
+    o.out = out;
+    o.from = from;
+    o.to = to;
     bool is_done;
     int64_t ticket = (int64_t)start(lane, 0, &o, &is_done);
     return is_done ? -ticket : ticket;
