@@ -31,6 +31,7 @@ from syncline.errors import (
 )
 from syncline.events import BackwardRecord, BucketRecord, BufferRecord
 from syncline.parallel import DistributedDataParallel
+from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
 from syncline.verbs import barrier, broadcast_, mean
 from syncline.world import World, init, shutdown, world
@@ -60,6 +61,7 @@ __all__ = [
     "init",
     "mean",
     "nn",
+    "register_backend",
     "shutdown",
     "world",
 ]

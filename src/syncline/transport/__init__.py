@@ -17,4 +17,11 @@ store_line.py  is the store still there?
 
 threads.py     ranks as threads of one process, deterministic; also a process that is alone
 meeting.py     where those threads meet
+
+backend.py              torch.distributed's backend "syncline"
+backend_group.py        the process group that torch gets
+backend_collectives.py  torch's collectives, built from a transport's operations
+backend_reductions.py   those that reduce
+backend_base.py         the state of a group, and how a call ends
+backend_work.py         torch's works and futures
 """

@@ -1,0 +1,52 @@
+"""The torch.distributed backend "syncline": torch's own programs on Syncline's shared-memory engine.
+
+    import syncline as sl
+    sl.register_backend()                                  # torch 2.15 and later find it without
+    dist.init_process_group("cpu:syncline,cuda:nccl")      # or "syncline", or "cpu:syncline"
+
+backend_group.py        the process group that torch gets, and what it is registered with
+backend_collectives.py  torch's collectives, built from a transport's operations
+backend_reductions.py   those that reduce
+backend_base.py         the state of a group, and how a call ends
+backend_work.py         what they return
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from syncline.transport.backend_base import BACKEND
+from syncline.transport.backend_group import SynclineProcessGroup
+from syncline.transport.base import Transport
+
+__all__ = ["register_backend"]
+
+
+def register_backend() -> None:
+    """Make "syncline" known to torch.distributed; calling it again changes nothing.
+
+    torch 2.15 and later call this themselves when a group is made with that backend. Gloo stays the default for CPU
+    tensors.
+
+    Example:
+        >>> register_backend()
+        >>> dist.is_backend_available("syncline")
+        True
+    """
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(given: Any, options: Any) -> SynclineProcessGroup:
+    """Called by torch for each new group, by all its ranks."""
+    transport = _engine(given.store, given.group_rank, given.group_size, given.timeout.total_seconds())
+    return SynclineProcessGroup(transport, given.store, given.group_id, list(given.global_ranks_in_group))
+
+
+def _engine(store: Any, rank: int, size: int, timeout_seconds: float) -> Transport:
+    """A transport among the ranks that share `store`."""
+    from syncline.transport.shared_memory.transport import SharedMemoryTransport
+
+    return SharedMemoryTransport.connect(store, rank=rank, size=size, timeout_seconds=timeout_seconds)
