@@ -53,7 +53,7 @@ def test_a_timeout_that_is_not_positive_and_finite_is_refused(timeout: float) ->
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of auto, c10d; got 'carrier pigeon'"):
+    with pytest.raises(ValueError, match="one of auto, c10d, shm; got 'carrier pigeon'"):
         init("carrier pigeon")
 
 
@@ -89,7 +89,7 @@ def test_a_transport_is_its_own() -> None:
 def test_a_group_that_somebody_else_made_is_adopted_and_left_alone() -> None:
     found = init()
     assert (found.rank, found.size) == (dist.get_rank(), 2)
-    assert transport_of().name == "gloo"
+    assert transport_of().name == "shared memory"
     shutdown()
     assert dist.is_initialized()
     x = torch.ones(1)

@@ -126,4 +126,3 @@ class Notices:
                     pass
             self._store = None
         return None
-

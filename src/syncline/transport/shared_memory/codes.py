@@ -13,7 +13,7 @@ import torch
 from syncline.transport.base import REDUCE_OPS
 from syncline.transport.calls import Call
 
-__all__ = ["Kind", "call_of", "code_of", "reduction_codes"]
+__all__ = ["REDUCED_DTYPES", "Kind", "call_of", "code_of", "reduction_codes"]
 
 
 class Kind:
