@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,21 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = "syncline/transport/shared_memory/libsyncline_core.so"
 
 
+def is_installed(name: str) -> bool:
+    # Not find_spec("pip"): setuptools, where it is installed, warns of that.
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def has_tool(name: str) -> bool:
-    return shutil.which(name) is not None or importlib.util.find_spec(name) is not None
+    return shutil.which(name) is not None or is_installed(name)
 
 
 MISSING = [
-    *(name for name in ("pip", "scikit_build_core") if importlib.util.find_spec(name) is None),
+    *(name for name in ("pip", "scikit-build-core") if not is_installed(name)),
     *(name for name in ("cmake", "ninja", "cc") if not has_tool(name)),
 ]
 builds = pytest.mark.skipif(
