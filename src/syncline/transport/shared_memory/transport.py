@@ -135,6 +135,7 @@ class SharedMemoryTransport(Transport):
         if beneath.size == 1:
             return beneath
         hub = Hub(rank=beneath.rank, size=beneath.size, exchange=beneath.all_gather_bytes)
+        beneath.own_lane.num_started = 0  # what a user is told of begins here
         return SharedMemoryTransport(
             hub,
             beneath=beneath,

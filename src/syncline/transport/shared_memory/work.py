@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from syncline.errors import SynclineError
 from syncline.transport.calls import Call, Failure, named_ranks
 from syncline.transport.health import Lane
 from syncline.transport.shared_memory.codes import call_of
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMemoryWork"]
 
-_SLICE_NANOSECONDS = int(SLICE_SECONDS * 1e9)
+_GLANCE_SECONDS = 0.05
+"""How long a wait sleeps before it looks whether the peers' processes are still there."""
 _MAX_POLLS_BETWEEN_LOOKS = 1000
 
 
@@ -78,27 +80,33 @@ class SharedMemoryWork(WatchedWork):
         self._ticket = 0
 
     def _ends_within(self, seconds: float) -> bool:
-        nanoseconds = _SLICE_NANOSECONDS if seconds == SLICE_SECONDS else int(seconds * 1e9)
-        outcome = library().wait(self._engine_lane.handle, self._queue, self._ticket, nanoseconds)
-        if outcome == Outcome.DONE:
-            self._end()
-            return True
-        health = self._health
-        if health.failure is not None:
-            raise health.failure.on_rank(health.rank)
-        if outcome == Outcome.ABORTED:
-            raise health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
-        if outcome == Outcome.MISMATCH:
-            raise health.mismatched(self, self._calls())
-        self._look_at_peers()
-        return False
-
-    def _look_at_peers(self) -> None:
-        gone = self._transport.peers.gone()
-        if gone:
-            raise self._health.lost(self, gone)
+        wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
+        while seconds > 0:
+            outcome = wait(handle, queue, ticket, int(min(seconds, _GLANCE_SECONDS) * 1e9))
+            if outcome == Outcome.DONE:
+                self._end()
+                return True
+            if outcome != Outcome.PENDING:
+                raise self._ended_by(outcome)
+            if self._health.failure is not None:
+                raise self._health.failure.on_rank(self._health.rank)
+            gone = self._transport.peers.gone()
+            if gone:
+                if self.is_completed():  # the last thing that it did was to end this
+                    return True
+                raise self._health.lost(self, gone)
+            seconds -= _GLANCE_SECONDS
         if self.elapsed_seconds() > SLICE_SECONDS:
             self._warn_of(self._transport.peers.stopped())
+        return False
+
+    def _ended_by(self, outcome: int) -> SynclineError:
+        health = self._health
+        if health.failure is not None:
+            return health.failure.on_rank(health.rank)
+        if outcome == Outcome.ABORTED:
+            return health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
+        return health.mismatched(self, self._calls())
 
     def _warn_of(self, stopped: Sequence[int]) -> None:
         news = [rank for rank in stopped if rank not in self._transport.known_as_stopped]
