@@ -29,7 +29,7 @@ import torch
 
 import syncline as sl
 from models import Chain
-from rounds import median_interval, take_turns
+from syncline.bench.rounds import median_interval, take_turns
 from syncline.sync.ledger import Ledger
 
 STEP_MS = 15.0

@@ -35,8 +35,8 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, random_batch
-from rounds import ratio, take_turns
 from step_variants import GOAL, VARIANTS, steps_of, verdict
+from syncline.bench.rounds import ratio, take_turns
 
 Wrap = Callable[[nn.Module], nn.Module]
 

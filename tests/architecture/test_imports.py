@@ -30,7 +30,7 @@ LEVELS = (
     ("verbs",),
     ("arguments", "torch_names", "wrapping"),
     ("parallel",),
-    ("launch",),
+    ("launch", "bench"),
     ("cli", "testing"),
 )
 """Modules and packages of syncline, low to high. One imports only what is below it, never its neighbour."""
