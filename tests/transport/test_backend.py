@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -510,6 +512,51 @@ def test_works_and_tensors_nobody_keeps_live_until_they_are_done() -> None:
         assert total.tolist() == [2.0] * 3
 
 
+_ENDS_EARLY = """
+import sys
+import torch, torch.distributed as dist
+import syncline as sl
+sl.register_backend()
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("syncline", store=store, rank=rank, world_size=2)
+if rank == 0:
+    work = dist.all_reduce(torch.ones(5), async_op=True)
+    future = work.get_future()
+    store.set("called", "")
+    if sys.argv[3] == "destroy":
+        dist.destroy_process_group()
+else:
+    store.wait(["called"])
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "exit"])
+def test_a_process_ends_in_peace_while_a_future_waits(how: str, tmp_path: Path) -> None:
+    with groups_of_processes(_ENDS_EARLY, str(tmp_path / "store"), how) as ranks:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=60)
+            if "SharedMemoryUnavailable" in errors:
+                pytest.skip(errors)
+            assert rank.returncode == 0, errors
+
+
+@contextmanager
+def groups_of_processes(program: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), *arguments], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 # ---------------------------------------------------------------------- groups
 
 
@@ -560,6 +607,34 @@ def test_default_group_sub_groups_and_again(backend: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_tensors_on_other_devices_go_to_their_own_backend() -> None:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake", which does nothing
+
+    sl.register_backend()
+    try:
+        group = dist.new_group(backend="cpu:syncline,meta:fake")
+    except SharedMemoryUnavailable as error:
+        pytest.skip(str(error))
+    known = len(dist.distributed_c10d._world.pg_map)
+    assert {device.type for device in group._device_types} == {"cpu", "meta"}
+    elsewhere, here = torch.ones(4, device="meta"), torch.ones(4)
+    part, size = torch.ones(2, device="meta"), dist.get_world_size()
+    for _ in range(2):
+        dist.all_reduce(elsewhere, group=group)
+        dist.all_reduce(elsewhere, group=group, async_op=True).wait()
+        dist.broadcast(elsewhere, 0, group=group)
+        all_gather_single(elsewhere, part, group=group)
+        reduce_scatter_single(part, elsewhere, group=group)
+        dist.all_gather([part] * size, part, group=group)
+        dist.all_to_all_single(elsewhere, elsewhere, group=group)
+        dist.all_reduce(here, group=group)
+    assert here.tolist() == [size**2] * 4
+    assert type(group._get_backend(torch.device("meta"))).__name__ == "FakeProcessGroup"
+    assert len(dist.distributed_c10d._world.pg_map) == known
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
 def test_gloo_stays_the_default_of_the_cpu() -> None:
     before = dict(dist.Backend.default_device_backend_map)
     sl.register_backend()
@@ -594,6 +669,14 @@ def test_split_group() -> None:
             assert tensor.item() == 2
             child.shutdown()
         dist.barrier(gloo)
+        if TORCH_SUBCLASSES_BACKEND:  # before, torch wants an accelerator for it
+            part: Any = dist.split_group(group, [[0, 1], [2]])
+            total = torch.ones(1)
+            dist.all_reduce(total, group=part)
+            assert total.item() == part.size() == (1 if rank == 2 else 2)
+            assert dist.get_process_group_ranks(part) == ([2] if rank == 2 else [0, 1])
+            dist.barrier(group)
+            dist.destroy_process_group(part)
 
 
 @pytest.mark.ranks(2)

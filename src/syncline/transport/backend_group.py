@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as C10dBackend
+from torch._C._distributed_c10d import _unregister_process_group
 from torch.distributed import distributed_c10d
 
 from syncline.transport.backend_base import BACKEND
@@ -60,6 +61,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         self._backend: Any = self
         if _CAN_SUBCLASS_BACKEND:
             self._backend = _Backend(transport, name, global_ranks)
+            self._backend._finisher = self._finisher
             self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, self._backend)
 
@@ -146,6 +148,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         )
         for record in (world.pg_map, world.pg_names, world.pg_backend_config):
             record.pop(group)
+        _unregister_process_group(distributed_c10d.GroupName(name))
         world.tags_to_pg[""].remove(group)
         world.tags_to_pg.pop(world.pg_to_tag.pop(group), None)
         return group

@@ -54,15 +54,15 @@ class Finisher:
         self.pending: set[BackendWork] = set()
         """Works that nobody has waited for: they and their tensors must live until they are done."""
         self._name = name
-        self._queue: SimpleQueue[Future[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[BackendWork, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def complete(self, future: Future[Any]) -> None:
-        """Set `future` soon; its callbacks do the waiting."""
+    def complete(self, work: BackendWork, future: Future[Any]) -> None:
+        """Wait for `work`, then set `future`, whose callbacks read the result."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
-        self._queue.put(future)
+        self._queue.put((work, future))
 
     def close(self) -> None:
         """Let the thread end when all that it was given is done."""
@@ -71,9 +71,14 @@ class Finisher:
         self.pending.clear()
 
     def _run(self) -> None:
-        while (future := self._queue.get()) is not None:
+        # Nothing of C++ is on the stack during the wait: a thread that is in the middle of it when Python shuts down
+        # would abort the process.
+        while (item := self._queue.get()) is not None:
+            work, future = item
+            with suppress(BaseException):  # kept: the future's callback raises it
+                work.end()
             future.set_result(None)
-            del future  # and with it what it holds, while the next one is awaited
+            del item, work, future  # and with them what they hold, while the next one is awaited
 
 
 class BackendWork(dist.Work):
@@ -118,7 +123,7 @@ class BackendWork(dist.Work):
         if timeout:
             self._wait_until_completed(timeout.total_seconds())
         if self._future is None:
-            self._end()
+            self.end()
             return True
         try:
             self._future.wait()
@@ -136,7 +141,7 @@ class BackendWork(dist.Work):
         if not self._work.is_completed():
             return False
         with suppress(RuntimeError):  # `wait` raises it
-            self._end()
+            self.end()
         return True
 
     def is_success(self) -> bool:
@@ -170,14 +175,15 @@ class BackendWork(dist.Work):
             if ended:
                 start.set_result(None)
             else:
-                self._finisher.complete(start)
+                self._finisher.complete(self, start)
         return self._future
 
     def _value(self, _: Future[Any]) -> list[Tensor]:
-        self._end()
+        self.end()
         return self._result
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Wait, on this thread, and put the result where it belongs."""
         if self._error is not None:
             raise self._error
         if self._work is None:
