@@ -33,7 +33,7 @@ from syncline.events import BackwardRecord, BucketRecord, BufferRecord
 from syncline.parallel import DistributedDataParallel
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
-from syncline.verbs import barrier, broadcast_, mean
+from syncline.verbs import all_reduce_, barrier, broadcast_, mean
 from syncline.world import World, init, shutdown, world
 
 __version__ = "0.1.0"
@@ -56,6 +56,7 @@ __all__ = [
     "UnevenInputs",
     "UnreducedGradients",
     "World",
+    "all_reduce_",
     "barrier",
     "broadcast_",
     "init",

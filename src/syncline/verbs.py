@@ -11,21 +11,24 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.metrics import weighted_mean
 from syncline.sync.optimizers import OptimizerNumbers
+from syncline.sync.reduction import check_reducible, reduce_tensors
 from syncline.sync.tensors import TensorBroadcaster, named_tensors
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.world import transport_of
 
-__all__ = ["barrier", "broadcast_", "mean"]
+__all__ = ["all_reduce_", "barrier", "broadcast_", "mean"]
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | Transport | None
 
+_SAME_TREE = "Call it with the same tree of tensors and the same op on every rank."
 _REMEDY = (
     "Call it with the same tree of tensors and the same src on every rank. "
     "(Of tied tensors only the first is named.)"
@@ -96,6 +99,69 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
     broadcaster.run(src_rank)
     if numbers is not None:
         numbers.write_back()
+    return target
+
+
+@overload
+def all_reduce_(
+    target: T, op: ReduceOp = "mean", *, group: Group = None, async_op: Literal[False] = False
+) -> T: ...
+@overload
+def all_reduce_(
+    target: Any, op: ReduceOp = "mean", *, group: Group = None, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_reduce_(target: T, op: ReduceOp = "mean", *, group: Group = None, async_op: bool) -> T | Work: ...
+def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, async_op: bool = False) -> Any:
+    """Reduce `target` over all ranks, in place; every rank ends with the same bits.
+
+    Tensors of one dtype and device travel together in few collectives, and no gradient flows through. Names, shapes and
+    dtypes are agreed on before anything is sent. A single tensor on an engine that sees by itself what the ranks call
+    (shared memory) is sent at once.
+
+    Args:
+        target: see `broadcast_`. Of a module parameters and buffers: integer buffers have no mean.
+        op: "sum", "mean", "max", "min" or "product".
+        group: see `broadcast_`.
+        async_op: return at once; `target` is not to be touched before the handle was waited for.
+
+    Returns:
+        `target`, or with async_op a handle with `.wait()`.
+
+    Raises:
+        ContractMismatch, CollectiveMismatch: the ranks' targets or operations differ; on every rank.
+        TypeError: `target` is or contains something else.
+        ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> sl.all_reduce_({"a": torch.ones(2), "b": torch.zeros(1)}, "sum")
+        {'a': tensor([1., 1.]), 'b': tensor([0.])}
+    """
+    transport = transport_of(group)
+    if transport.sees_calls and type(target) is Tensor and target.is_contiguous() and target.is_cpu:
+        check_reducible([("tensor", target)], op)
+        work = transport.all_reduce(target, op)
+        increment_version(target)
+        if async_op:
+            return work
+        work.wait()
+        return target
+    tensors: list[Tensor] = []
+    lines: list[str] = []
+    fault = None
+    try:
+        named = named_tensors(target)
+        check_reducible(named, op)
+        tensors = [tensor for _, tensor in named]
+        lines = [f"operation  {op}", *describe_tensors(named, kind="tensor", layout=False)]
+    except Exception as error:
+        fault = error
+    exchange(transport, "sl.all_reduce_", lines, fault=fault, remedy=_SAME_TREE)
+    work = reduce_tensors(tensors, transport, op)
+    if async_op:
+        return work
+    work.wait()
     return target
 
 

@@ -302,6 +302,11 @@ class Transport(ABC):
         return self._common_lanes[purpose]
 
     @property
+    def sees_calls(self) -> bool:
+        """Whether ranks that call different things are told so, instead of being mixed up."""
+        return False
+
+    @property
     def reduces_in_place(self) -> bool:
         """Whether `allocate` gives memory that is worth to be moved to."""
         return False
@@ -313,6 +318,14 @@ class Transport(ABC):
         not a view of it; it can be used by all lanes of this transport.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """One flat tensor of zeros that all ranks have: what one of them writes, all see. None: this engine cannot.
+
+        A collective call: every rank must make it, with the same arguments, and all get None or none does. Who writes
+        when is the callers' affair: `barrier` is what they have.
+        """
+        return None
 
     # ------------------------------------------------------------------ what an engine implements
 

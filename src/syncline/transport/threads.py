@@ -109,6 +109,10 @@ class ThreadsTransport(Transport):
     def name(self) -> str:
         return "threads"
 
+    @property
+    def sees_calls(self) -> bool:
+        return True
+
     def lane(self, purpose: str) -> ThreadsTransport:
         if self.size == 1:
             return self
@@ -134,6 +138,18 @@ class ThreadsTransport(Transport):
             for rank, transport in zip(ranks, members, strict=True):
                 transports[rank] = transport
         return transports
+
+    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        if self.size == 1:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        meeting = self._room.join(
+            self.rank,
+            Call("share", "", numel, dtype),
+            None,
+            lambda parts: torch.zeros(numel, dtype=dtype, device=device),
+        )
+        # A view of its own for each rank, over the same memory.
+        return cast(Tensor, self._room.wait(self.rank, meeting, self.timeout_seconds)).view(-1)
 
     def abort(self, reason: str) -> None:
         self._room.break_(Failure(PeerFailed, reason, aborted_by=self.rank))

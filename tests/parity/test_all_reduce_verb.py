@@ -1,0 +1,94 @@
+"""sl.all_reduce_: over ranks as threads, over shared memory and over Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncline as sl
+from syncline.errors import CollectiveMismatch, ContractMismatch
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.threads import run_ranks
+from syncline.world import transport_of
+
+
+def reduces_trees(t: Transport) -> None:
+    ranks = range(t.size)
+    tree = {
+        "large": torch.full((300_000,), float(t.rank)),
+        "small": [torch.tensor([t.rank + 1.0], dtype=torch.float64), torch.full((3, 2), float(t.rank)).t()],
+        "empty": torch.zeros(0),
+    }
+    same = sl.all_reduce_(tree, group=t)
+    assert same is tree
+    assert tree["large"].unique().tolist() == [sum(ranks) / t.size]
+    assert tree["small"][0].item() == sum(rank + 1 for rank in ranks) / t.size
+    assert tree["small"][1].unique().tolist() == [sum(ranks) / t.size]
+    counts = torch.tensor([t.rank, 5])
+    work = sl.all_reduce_([counts], "max", group=t, async_op=True)
+    work.wait()
+    work.wait()
+    assert work.is_completed()
+    assert counts.tolist() == [t.size - 1, 5]
+    single = torch.full((4,), t.rank + 1.0)
+    assert sl.all_reduce_(single, "product", group=t) is single
+    assert single[0].item() == torch.arange(1.0, t.size + 1).prod().item()
+    module = nn.Linear(3, 2)
+    nn.init.constant_(module.weight, float(t.rank))
+    sl.all_reduce_(module, group=t)
+    assert module.weight.requires_grad
+    assert module.weight.unique().tolist() == [sum(ranks) / t.size]
+
+
+def writing_is_seen_by_autograd(t: Transport) -> None:
+    for target in (lambda x: x, lambda x: [x]):
+        x = torch.ones(3)
+        weight = torch.ones(3, requires_grad=True)
+        y = (x * weight).sum()
+        sl.all_reduce_(target(x), "sum", group=t)
+        if t.size > 1:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+
+
+def refuses_on_every_rank(t: Transport) -> None:
+    with pytest.raises(ValueError, match=r"op='mean' is not defined for b, torch\.int64"):
+        sl.all_reduce_({"a": torch.ones(1), "b": torch.ones(1).long()}, group=t)
+    with pytest.raises(ValueError, match="one of sum, mean, max, min, product; got 'avg'"):
+        sl.all_reduce_(torch.ones(1), "avg", group=t)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="expected a Module"):
+        sl.all_reduce_([1.0], group=t)
+    if t.size > 1:
+        with pytest.raises(ContractMismatch):
+            sl.all_reduce_([torch.ones(2 + t.rank)], group=t)
+
+
+PROGRAMS = (reduces_trees, writing_is_seen_by_autograd, refuses_on_every_rank)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_threads(size: int, program: Any) -> None:
+    run_ranks(size, program, timeout_seconds=30)
+
+
+@pytest.mark.ranks(2)
+def test_shared_memory() -> None:
+    t = transport_of(None)
+    assert t.name == "shared memory"
+    for program in PROGRAMS:
+        program(t)
+    with pytest.raises(CollectiveMismatch, match=r"all_reduce\(mean\) of 2 elements") as caught:
+        sl.all_reduce_(torch.ones(2 + t.rank))
+    assert "all_reduce(mean) of 3 elements" in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_gloo() -> None:
+    t = C10dTransport(timeout_seconds=30)
+    for program in PROGRAMS:
+        program(t)
