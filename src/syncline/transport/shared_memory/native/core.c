@@ -18,8 +18,8 @@
  * algorithm relies on nothing else, whatever the processor.
  *
  * Tensors that lie in memory that all ranks have mapped are reduced in place: the chunk is empty, and the work is
- * taken in pieces by whoever has time (slot.claimed), so that a rank that waits also does the work of one that is
- * still computing. Sums are taken in rank order whoever takes them: the same bits everywhere, in every run.
+ * taken in pieces by whoever has time (slot.claimed): a rank that passes by takes its share, one that waits also the
+ * shares of those who are still computing. Sums are taken in rank order whoever takes them: the same bits everywhere, in every run.
  *
  * Nothing blocks but syncline_wait, and that not longer than it is told to.
  */
@@ -193,6 +193,7 @@ struct operation {
     bool is_split;       /* each rank reduces its part of a chunk, then all copy all parts */
     size_t itemsize, numel, chunk_numel;
     uint64_t num_chunks, num_filled, num_reduced, num_consumed;
+    uint64_t num_taken; /* pieces, of an operation in place */
     const char *in;
     char *out;
     char *base; /* in place: rank 0's tensor, the others' at multiples of stride */
@@ -416,12 +417,14 @@ static uint64_t num_pieces(const struct operation *o) {
     return (o->numel * o->itemsize + PIECE_BYTES - 1) / PIECE_BYTES;
 }
 
-static void take_pieces(struct lane *lane, const struct operation *o, struct slot *slot) {
+/* Takes pieces until there are none, or until this rank has taken `limit` of them. */
+static void take_pieces(struct lane *lane, struct operation *o, struct slot *slot, uint64_t limit) {
     uint64_t num = num_pieces(o);
     size_t piece_numel = PIECE_BYTES / o->itemsize;
-    while (atomic_load_explicit(&slot->claimed, memory_order_relaxed) < num) {
+    while (o->num_taken < limit && atomic_load_explicit(&slot->claimed, memory_order_relaxed) < num) {
         uint64_t piece = atomic_fetch_add_explicit(&slot->claimed, 1, memory_order_relaxed);
         if (piece >= num) break;
+        o->num_taken++;
         size_t from = (size_t)piece * piece_numel;
         reduce_strips(o, lane->group->size, lane->group->rank, from, least(piece_numel, o->numel - from));
         if (atomic_fetch_add(&slot->done, 1) + 1 == num) ring_all(lane->group);
@@ -450,7 +453,6 @@ static bool reduce_next(struct lane *lane) {
     }
     struct operation *o = operation_at(queue, queue->num_reduced);
     if (o->is_split) reduce_own_part(lane, o, at);
-    if (o->kind == ALL_REDUCE_IN_PLACE) take_pieces(lane, o, slot);
     if (o->kind == REDUCE_SCATTER_IN_PLACE) reduce_own_span(lane, o);
     if (++o->num_reduced == o->num_chunks) queue->num_reduced++;
     lane->reduce_at++;
@@ -499,7 +501,7 @@ static void copy_out(struct lane *lane, const struct operation *o, uint64_t at) 
     }
 }
 
-static bool consume(struct lane *lane) {
+static bool consume(struct lane *lane, bool is_waiting) {
     struct queue *queue = &lane->collectives;
     uint64_t at = lane->consume_at;
     if (at == lane->reduce_at) return false;
@@ -508,7 +510,10 @@ static bool consume(struct lane *lane) {
     if (has_two_phases(o)) {
         if (atomic_load_explicit(&slot->reduced, memory_order_acquire) < (uint64_t)lane->group->size) return false;
     } else if (o->kind == ALL_REDUCE_IN_PLACE) {
-        if (atomic_load_explicit(&slot->done, memory_order_acquire) < num_pieces(o)) return false;
+        /* Who only passes by takes its share; more would make the last to arrive later still. */
+        uint64_t num = num_pieces(o), size = (uint64_t)lane->group->size;
+        take_pieces(lane, o, slot, is_waiting ? num : (num + size - 1) / size);
+        if (atomic_load_explicit(&slot->done, memory_order_acquire) < num) return false;
     }
     copy_out(lane, o, at);
     bool is_operation_complete = ++o->num_consumed == o->num_chunks;
@@ -584,13 +589,14 @@ static bool receive_next(struct lane *lane, int src) {
 
 /* ------------------------------------------------------------------ progress */
 
-/* Whatever can be done now without waiting; the lane is locked. Returns whether anything was. */
-static bool progress(struct lane *lane) {
+/* Whatever can be done now without waiting; the lane is locked. Returns whether anything was. A rank that waits has
+ * time for what others could do as well. */
+static bool progress(struct lane *lane, bool is_waiting) {
     bool has_moved = false, moves = true;
     while (moves && !is_aborted(lane->group)) {
         moves = fill(lane);
         moves |= reduce_next(lane);
-        moves |= consume(lane);
+        moves |= consume(lane, is_waiting);
         if (lane->num_pending_messages)
             for (int r = 0; r < lane->group->size; r++) {
                 moves |= send_next(lane, r);
@@ -616,7 +622,7 @@ static bool progress_others(struct lane *here, bool *has_foreign) {
         if (lane == here) continue;
         pthread_mutex_lock(&lane->mutex); /* never held for longer than copying takes */
         if (!is_idle(lane)) {
-            has_moved |= progress(lane);
+            has_moved |= progress(lane, true);
             *has_foreign |= lane->group != here->group && !is_idle(lane);
         }
         pthread_mutex_unlock(&lane->mutex);
@@ -642,7 +648,7 @@ static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket
     if (has_completed(queue, ticket)) return DONE;
     bool is_mismatched = false;
     if (is_last ? !pthread_mutex_lock(&lane->mutex) : !pthread_mutex_trylock(&lane->mutex)) {
-        *has_moved = progress(lane);
+        *has_moved = progress(lane, true);
         is_mismatched = lane->is_mismatched;
         pthread_mutex_unlock(&lane->mutex);
         /* Another thread of this rank may sleep for what was just done. */
@@ -776,7 +782,7 @@ static uint64_t start(struct lane *lane, int queue_number, const struct operatio
         *operation_at(queue, queue->num_started) = *o;
         ticket = ++queue->num_started;
         if (queue_number) lane->num_pending_messages++;
-        progress(lane);
+        progress(lane, false);
     }
     pthread_mutex_unlock(&lane->mutex);
     *is_done = ticket && has_completed(queue, ticket);
