@@ -22,7 +22,7 @@ _NUM_DRAWS = 2000
 
 
 def timer(call: Callable[[], object], transport: Transport) -> Timer:
-    """Times `call` between ranks that start together.
+    """Times `call` on ranks that start together, until all have ended (ranks that share a core may not overlap).
 
     Args:
         call: what is measured, the same on all ranks.
@@ -34,6 +34,7 @@ def timer(call: Callable[[], object], transport: Transport) -> Timer:
         start = time.perf_counter()
         for _ in range(num_calls):
             call()
+        transport.barrier().wait()
         return time.perf_counter() - start
 
     return seconds_for

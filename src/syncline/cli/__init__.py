@@ -1,6 +1,7 @@
 """The command line: one module a command, found here by name.
 
 run.py       syncline run: start a program on several processes
+bench.py     syncline bench: measure the engines on this machine
 options.py   what `syncline run` understands, and its help
 """
 
@@ -12,12 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from syncline.cli import run
+from syncline.cli import bench, run
 
 __all__ = ["main"]
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (run.main, "start a program on several processes, as torchrun does"),
+    "bench": (bench.main, "measure it on this machine, against Gloo and MPI"),
 }
 
 _HELP = """\
