@@ -142,6 +142,10 @@ class FaultyTransport(Transport):
         self._fail_if_due("split")
         return self._inner.split(color)
 
+    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        self._fail_if_due("share")
+        return self._inner.share(numel, dtype, device)
+
     def abort(self, reason: str) -> None:
         self._inner.abort(reason)
 

@@ -405,6 +405,15 @@ class SharedMemoryTransport(Transport):
         regions[key] = _Region(weakly, memory.address, stride, int.from_bytes(token[:8], "little"))
         return tensor
 
+    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        if device.type != "cpu":
+            return None
+        what = f"{numel} elements of {dtype}, one copy for all ranks"
+        exchange(self, "share", [what])
+        memory = self._hub.share(max(1, numel) * dtype.itemsize, what)
+        # The tensor holds the mapping, and nothing else does.
+        return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
+
     # ------------------------------------------------------------------ lanes and groups
 
     def lane(self, purpose: str) -> Transport:
