@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["parse_size", "report", "seconds_text", "size_text", "table"]
 
+_MAX_WIDTH = 110
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -119,11 +121,17 @@ def _names(rows: Sequence[Mapping[str, Any]], key: str | None = None) -> list[st
     return [name for name in names if key is None or any(key in row["engines"].get(name, {}) for row in rows)]
 
 
-def _by_size(rows: Sequence[Mapping[str, Any]], names: Sequence[str], cell: Any) -> str:
-    body = [
+def _by_size(rows: Sequence[Mapping[str, Any]], names: Sequence[str], cell: Callable[[Any], str]) -> str:
+    """A line for each engine, a column for each size; one table below the other where they are too many."""
+    columns = [
         [size_text(row["payload_bytes"]), *(cell(row["engines"][name]) for name in names)] for row in rows
     ]
-    return _indented(table([["size", *names], *body]))
+    widths = [max(map(len, column)) + 2 for column in columns]
+    room = _MAX_WIDTH - max(map(len, names)) - 2
+    num_blocks = max(1, math.ceil(sum(widths) / room))
+    a_block = math.ceil(len(columns) / num_blocks)
+    blocks = [[["", *names], *columns[at : at + a_block]] for at in range(0, len(columns), a_block)]
+    return "\n".join(_indented(table(list(zip(*block, strict=True)))) for block in blocks)
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -175,6 +183,8 @@ def _percent_text(found: Mapping[str, float]) -> str:
 
 
 def _three_digits(number: float) -> str:
+    if abs(number) < 0.0995:
+        return f"{number:.1g}"
     return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
 
 
