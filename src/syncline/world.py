@@ -35,6 +35,7 @@ from syncline.errors import SynclineError
 from syncline.handshake import Presence, backend_for, connect, meet
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.library import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
@@ -154,8 +155,9 @@ def init(
 
     Args:
         transport: how tensors travel. "c10d": by torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": tensors on
-            the CPU by shared memory, an error where that cannot be had. "auto": by shared memory where all ranks of
-            a group are on one host, else by torch.distributed.
+            the CPU by shared memory, an error where that cannot be had, so on several hosts. "auto": the best that
+            all ranks of a group can have: tensors on the CPU by shared memory where they are on one host, by shared
+            memory within each host and Gloo between them on several, else by torch.distributed.
         timeout: how long to wait for another rank, here and in every collective (a timedelta, or seconds).
         device: where this rank computes; None means the GPU of its local rank, or the CPU where there is
             none. A GPU is made torch's current device.
@@ -414,11 +416,14 @@ def _chosen(c10d: C10dTransport, asked: str) -> Transport:
     if asked == "c10d":
         return c10d
     try:
-        return SharedMemoryTransport.over(c10d)
+        return SharedMemoryTransport.over(c10d) if asked == "shm" else HierarchicalTransport.over(c10d)
     except SharedMemoryUnavailable as error:
         if asked == "shm":
             c10d.abort("shared memory was asked for, and cannot be had")
-            raise
+            if error.is_worth_a_warning:
+                raise
+            text = f'{error}\nUse transport="auto": shared memory within each host, {c10d.name} between them'
+            raise SharedMemoryUnavailable(text) from error
         if error.is_worth_a_warning and not _has_warned and c10d.rank == 0:
             _has_warned = True
             warnings.warn(

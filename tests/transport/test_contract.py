@@ -1,7 +1,7 @@
 """One suite for every engine: what a strategy may rely on, whatever it runs on.
 
 A program is what one rank does with its transport. Each program runs over ranks as threads, over a `FaultyTransport`
-without faults, and over Gloo in processes.
+without faults, and in processes over Gloo, over shared memory, and over a hierarchy of both, whose hosts are made up.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from syncline.errors import SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.faulty import FaultyTransport
+from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import run_ranks
 
@@ -507,4 +508,16 @@ def test_gloo(program: str, size: int) -> None:
 def test_shared_memory(program: str, size: int) -> None:
     transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=30))
     assert (transport.name, transport.size) == ("gloo" if size == 1 else "shared memory", size)
+    PROGRAMS[program](transport)
+
+
+@pytest.mark.parametrize(
+    "hosts", [pytest.param(hosts, marks=pytest.mark.ranks(len(hosts))) for hosts in ("aab", "abba", "abcac")]
+)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hierarchy(program: str, hosts: str) -> None:
+    beneath = C10dTransport(timeout_seconds=30)
+    transport = HierarchicalTransport.over(beneath, host=hosts[beneath.rank])
+    name = f"shared memory within {len(set(hosts))} hosts, gloo across"
+    assert (transport.name, transport.size) == (name, len(hosts))
     PROGRAMS[program](transport)

@@ -18,6 +18,9 @@ store_line.py  is the store still there?
 threads.py     ranks as threads of one process, deterministic; also a process that is alone
 meeting.py     where those threads meet
 
+hierarchy.py   several hosts with several ranks each: shared memory within a host, Gloo across
+phases.py      operations that consist of several, and how they are driven on
+
 backend.py              torch.distributed's backend "syncline"
 backend_group.py        the process group that torch gets
 backend_collectives.py  torch's collectives, built from a transport's operations

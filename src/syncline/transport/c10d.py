@@ -172,6 +172,11 @@ class C10dTransport(Transport):
         return {device: backend for device, backend in self._backends.items() if device != "cpu"}
 
     @property
+    def is_gloo_on_cpu(self) -> bool:
+        """Whether tensors on the CPU travel by Gloo."""
+        return self._backends.get("cpu") == "gloo"
+
+    @property
     def control_device(self) -> torch.device:
         if "cpu" in self._backends or not self._backends:
             return torch.device("cpu")
@@ -289,6 +294,24 @@ class C10dTransport(Transport):
         lane._start_barrier().wait()  # a rank that closed it at once would cut off others that still connect
         return lane
 
+    def lane_among(self, ranks: list[int], name: str, token: bytes) -> C10dTransport:
+        """A lane between some of the ranks, made by these alone: by Gloo, for tensors on the CPU.
+
+        They are numbered from 0 there, but errors speak of the whole group. Nobody may close it before all have it.
+
+        Args:
+            ranks: who takes part, this rank among them.
+            name: of the lane, for messages.
+            token: eight random bytes, the same on all of them.
+        """
+        lane = copy(self)
+        lane._group, lane._owns_group = self._new_group(ranks, _group_name(token), backend="gloo"), True
+        lane.rank, lane.size = ranks.index(self.rank), len(ranks)
+        lane.own_lane = Lane(name, lane._group)
+        self.health.lanes.append(lane.own_lane)
+        self._lanes.append(lane)
+        return lane
+
     def split(self, color: int | None) -> Transport | None:
         if self.size == 1:
             return None if color is None else self._part_of_one()
@@ -319,7 +342,7 @@ class C10dTransport(Transport):
         part.board = self.board
         return part
 
-    def _new_group(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+    def _new_group(self, ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
         """A process group of some of this group's ranks, made by its members alone.
 
         torch.distributed.new_group(use_local_synchronization=True) is meant for this, but names a group by
@@ -327,7 +350,8 @@ class C10dTransport(Transport):
         group that follows a destroyed one finds its old addresses in the store.
         """
         global_ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
+        if backend is None:
+            backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
         if set(self._backends.values()) == {"gloo"}:
             backend = "gloo"  # one for all devices: a group without a default is warned about at its end
         group: dist.ProcessGroup

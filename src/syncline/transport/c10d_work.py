@@ -98,6 +98,8 @@ class C10dWork(WatchedWork):
 
     def _ends_within(self, seconds: float) -> bool:
         health, work = self._health, self._work
+        if work is None:  # another thread has waited for it
+            return True
         if health.failure is not None and not work.is_completed():
             raise health.failure.on_rank(health.rank)
         try:

@@ -1,12 +1,15 @@
 """A work whose wait looks up from time to time: has a peer failed, can this ever end, is the time up?
 
-Each engine says how it waits for a slice of time (`_ends_within`); everything else about a long wait is here.
+Each engine says how it waits for a slice of time (`_ends_within`); everything else about a long wait is here. While
+operations are under way that go on only when they are driven (see `phases.py`), every wait drives them.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,12 +19,57 @@ from syncline.transport.calls import Call
 from syncline.transport.health import Health, Lane
 from syncline.transport.long_wait import LongWait
 
-__all__ = ["MESSAGES", "SLICE_SECONDS", "WatchedWork"]
+__all__ = ["MESSAGES", "SLICE_SECONDS", "Driven", "UnderWay", "WatchedWork", "under_way"]
 
 SLICE_SECONDS = 0.25
 """How long a wait may last before it looks up."""
 MESSAGES = ("send", "recv")
 """What only two ranks call, and so has no number that all could agree on."""
+_BRIEF_SECONDS = 0.002
+"""How long a wait sleeps while other operations need to be driven on."""
+
+
+class Driven(Protocol):
+    """Operations that go on only when they are driven."""
+
+    def drive(self) -> None:
+        """Go as far as is possible now. Never blocks, never raises."""
+
+    def is_idle(self, except_for: object) -> bool:
+        """Whether nothing but one work needs to be driven on."""
+
+
+class UnderWay:
+    """All of this process that has to be driven on."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held by whoever drives."""
+        self._all: dict[int, Driven] = {}
+
+    def add(self, what: Driven) -> None:
+        """From now on it has to be driven on."""
+        self._all[id(what)] = what
+
+    def remove(self, what: Driven) -> None:
+        """It need not be driven any more."""
+        self._all.pop(id(what), None)
+
+    def drive(self) -> None:
+        """Go as far as is possible now, unless another thread is at it."""
+        if self._all and self.lock.acquire(blocking=False):
+            try:
+                for what in list(self._all.values()):
+                    what.drive()
+            finally:
+                self.lock.release()
+
+    def is_idle(self, except_for: object) -> bool:
+        """Whether nothing but one work needs to be driven on."""
+        return not self._all or all(what.is_idle(except_for) for what in list(self._all.values()))
+
+
+under_way = UnderWay()
 
 
 class WatchedWork(Work):
@@ -91,7 +139,7 @@ class WatchedWork(Work):
 
     def _wait_in_slices(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
-        if self._ends_within(min(timeout_seconds, SLICE_SECONDS)):
+        if self._ends_driving(min(timeout_seconds, SLICE_SECONDS)):
             return
         with LongWait(self._health, self) as long_wait:
             while True:
@@ -99,5 +147,18 @@ class WatchedWork(Work):
                 if remaining_seconds <= 0:
                     raise self._health.timed_out(self)
                 long_wait.look_around()
-                if self._ends_within(min(remaining_seconds, SLICE_SECONDS)):
+                if self._ends_driving(min(remaining_seconds, SLICE_SECONDS)):
                     return
+
+    def _ends_driving(self, seconds: float) -> bool:
+        """As `_ends_within`; what else is under way goes on meanwhile."""
+        if under_way.is_idle(except_for=self):
+            return self._ends_within(seconds)
+        deadline = time.monotonic() + seconds
+        while True:
+            under_way.drive()
+            remaining_seconds = deadline - time.monotonic()
+            if self._ends_within(min(remaining_seconds, _BRIEF_SECONDS)):
+                return True
+            if remaining_seconds <= _BRIEF_SECONDS:
+                return False

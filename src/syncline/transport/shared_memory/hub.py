@@ -25,10 +25,12 @@ from syncline.transport.shared_memory.library import MAX_RANKS, SharedMemoryUnav
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.peers import Peers
 
-__all__ = ["Exchange", "Hub"]
+__all__ = ["NUM_EXCHANGES", "Exchange", "Hub", "host_key"]
 
 Exchange = Callable[[bytes], list[bytes]]
 """Gathers every rank's bytes, in rank order; a collective call."""
+NUM_EXCHANGES = 3
+"""How many a hub makes at most: fewer where the ranks cannot share memory."""
 
 _CREDENTIALS = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")
@@ -60,7 +62,7 @@ class Hub:
     Args:
         rank: this rank.
         size: number of ranks.
-        exchange: how the ranks talk before they are connected; used three times.
+        exchange: how the ranks talk before they are connected; used at most `NUM_EXCHANGES` times.
 
     Raises:
         SharedMemoryUnavailable: on all ranks alike, with the reasons.
@@ -88,7 +90,7 @@ class Hub:
         mine = _Presence(
             pid=os.getpid(),
             uid=os.getuid(),
-            host=_host(),
+            host=host_key(),
             unable=_attempt(library),
             address="" if listener is None else listener.getsockname()[1:].decode(),
             token="" if listener is None else token.hex(),
@@ -214,7 +216,7 @@ def _close(connections: dict[int, socket.socket]) -> None:
 # ---------------------------------------------------------------------- who may take part
 
 
-def _host() -> str:
+def host_key() -> str:
     """What has to be equal where processes can share memory in our way; that they do is proved later."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()

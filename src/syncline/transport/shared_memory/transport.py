@@ -13,7 +13,7 @@ import os
 import secrets
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from threading import get_ident
@@ -83,6 +83,7 @@ class SharedMemoryTransport(Transport):
         own_lane: where calls are counted.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
         board: where this rank is.
+        numbers: the ranks' numbers in a larger group, if `health` is of that; None if it is of this group.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class SharedMemoryTransport(Transport):
         own_lane: Lane,
         timeout_seconds: float,
         board: Board,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank=hub.rank, size=hub.size, timeout_seconds=timeout_seconds, board=board)
         self.health = health
@@ -102,6 +104,7 @@ class SharedMemoryTransport(Transport):
         self.peers = hub.peers
         self.known_as_stopped: list[int] = []
         """Ranks that this one has warned of."""
+        self._numbers = range(hub.size) if numbers is None else numbers
         self._hub = hub
         self._beneath = beneath
         self._store = store
@@ -114,7 +117,7 @@ class SharedMemoryTransport(Transport):
         )
         self._open(hub)
         health.backend = self.name
-        engine, rank = self.engine, self.rank  # the health must not hold on to its transport
+        engine, rank = self.engine, health.rank  # the health must not hold on to its transport
         health.on_failure.append(lambda failure: engine.abort(failure.to_json(rank)))
         _live.add(self)
 
@@ -206,6 +209,10 @@ class SharedMemoryTransport(Transport):
         """The process group beneath; None where there is none, or once it is closed."""
         return None if self._beneath is None else self._beneath.group
 
+    def numbers_of(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks' numbers in the group that errors speak of."""
+        return [self._numbers[rank] for rank in ranks]
+
     # ------------------------------------------------------------------ operations
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
@@ -279,14 +286,15 @@ class SharedMemoryTransport(Transport):
             return self._transport_beneath(tensor)._start_broadcast(tensor, src)
         code = code_of(Kind.BROADCAST, tensor.dtype, peer=src)
         pointer = tensor.data_ptr()
-        return self._begin(code, pointer, pointer, tensor.numel(), "broadcast", f"from rank {src}", (tensor,))
+        detail = f"from rank {self._numbers[src]}"
+        return self._begin(code, pointer, pointer, tensor.numel(), "broadcast", detail, (tensor,))
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_send(tensor, dst)
         code = code_of(Kind.SEND, tensor.dtype, peer=dst)
         queue = self.engine_lane.queue_of_sends(dst)
-        detail = f"to rank {dst}"
+        detail = f"to rank {self._numbers[dst]}"
         return self._begin(code, tensor.data_ptr(), 0, tensor.numel(), "send", detail, (tensor,), queue, dst)
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
@@ -294,7 +302,7 @@ class SharedMemoryTransport(Transport):
             return self._transport_beneath(tensor)._start_recv(tensor, src)
         code = code_of(Kind.RECV, tensor.dtype, peer=src)
         queue = self.engine_lane.queue_of_receives(src)
-        detail = f"from rank {src}"
+        detail = f"from rank {self._numbers[src]}"
         return self._begin(code, 0, tensor.data_ptr(), tensor.numel(), "recv", detail, (tensor,), queue, src)
 
     def _start_barrier(self) -> Work:
@@ -314,11 +322,11 @@ class SharedMemoryTransport(Transport):
     ) -> Work:
         health = self.health
         if health.failure is not None:
-            raise health.failure.on_rank(self.rank)
+            raise health.failure.on_rank(health.rank)
         if get_ident() != health.calling_thread:
             health.called_from(get_ident())
         if self._handle is None:
-            raise CLOSED.on_rank(self.rank)
+            raise CLOSED.on_rank(health.rank)
         if not queue:
             self.own_lane.num_started += 1
         ticket = self._native_start(self._handle, code, input, output, numel)
@@ -340,11 +348,11 @@ class SharedMemoryTransport(Transport):
     ) -> Work:
         health = self.health
         if health.failure is not None:
-            raise health.failure.on_rank(self.rank)
+            raise health.failure.on_rank(health.rank)
         if get_ident() != health.calling_thread:
             health.called_from(get_ident())
         if self._handle is None:
-            raise CLOSED.on_rank(self.rank)
+            raise CLOSED.on_rank(health.rank)
         self.own_lane.num_started += 1
         ticket = library().start_in_place(
             self._handle,
@@ -387,6 +395,10 @@ class SharedMemoryTransport(Transport):
     # ------------------------------------------------------------------ memory
 
     @property
+    def sees_calls(self) -> bool:
+        return True
+
+    @property
     def reduces_in_place(self) -> bool:
         return True
 
@@ -396,6 +408,18 @@ class SharedMemoryTransport(Transport):
         token, *_ = exchange(
             self, "allocate", [f"{numel} elements of {dtype}"], payload=secrets.token_bytes(8)
         )
+        return self.allocate_agreed(numel, dtype, token)
+
+    def allocate_agreed(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
+        """As `allocate`, for ranks that have agreed already.
+
+        Args:
+            numel: number of elements.
+            dtype: of the tensor.
+            token: a random number, the same on all ranks.
+        """
+        if numel * dtype.itemsize < _IN_PLACE_BYTES:
+            return torch.zeros(numel, dtype=dtype)
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
         memory = self._hub.share(self.size * stride, f"{numel} elements of {dtype}")
         # The tensor holds the mapping, and nothing else does.
@@ -418,11 +442,16 @@ class SharedMemoryTransport(Transport):
 
     def lane(self, purpose: str) -> Transport:
         exchange(self, f"a lane for {purpose}", [])
-        lane = copy(self)
         self._num_lanes_for[purpose] += 1
-        lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), None)
-        lane._open(self._hub)
+        lane = self.lane_agreed(lane_name(purpose, self._num_lanes_for[purpose]))
         self.health.lanes.append(lane.own_lane)
+        return lane
+
+    def lane_agreed(self, name: str) -> SharedMemoryTransport:
+        """A new lane, which the board does not list, for ranks that have agreed already."""
+        lane = copy(self)
+        lane.own_lane = Lane(name, None)
+        lane._open(self._hub)
         self._lanes.append(lane)
         _live.add(lane)
         return lane

@@ -94,10 +94,10 @@ class SharedMemoryWork(WatchedWork):
             if gone:
                 if self.is_completed():  # the last thing that it did was to end this
                     return True
-                raise self._health.lost(self, gone)
+                raise self._health.lost(self, self._transport.numbers_of(gone))
             seconds -= _GLANCE_SECONDS
         if self.elapsed_seconds() > SLICE_SECONDS:
-            self._warn_of(self._transport.peers.stopped())
+            self._warn_of(self._transport.numbers_of(self._transport.peers.stopped()))
         return False
 
     def _ended_by(self, outcome: int) -> SynclineError:
@@ -122,10 +122,11 @@ class SharedMemoryWork(WatchedWork):
 
     def _calls(self) -> dict[int, Call]:
         called = self._engine_lane.called()
-        health = self._health
-        ranks = range(health.size) if self._peer is None else (health.rank, self._peer)
-        others = [None] * health.size if self._peer is None else [self._peer, health.rank]
+        transport, peer = self._transport, self._peer
+        ranks = range(transport.size) if peer is None else (transport.rank, peer)
+        numbers = transport.numbers_of(ranks)
+        others = [None] * transport.size if peer is None else numbers[::-1]
         return {
-            rank: call_of(code, numel, size=health.size, peer=other)
-            for rank, (code, numel), other in zip(ranks, called, others, strict=True)
+            number: call_of(code, numel, size=transport.size, peer=other)
+            for number, (code, numel), other in zip(numbers, called, others, strict=True)
         }

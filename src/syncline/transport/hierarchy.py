@@ -1,0 +1,424 @@
+"""Several hosts with several ranks each: shared memory within a host, Gloo between the hosts.
+
+Every host has a leader, its lowest rank. What is reduced or moved goes up to the leader by shared memory, across to the
+other leaders by a process group of theirs, and down again, so that each byte crosses the network once a host and not
+once a rank. Messages go straight: by shared memory to a rank of this host, else by the transport beneath, which also
+takes what is not on the CPU. Notices, board and errors are that one's as well.
+
+All ranks end with the same bits. Within a host the order of a sum is rank order; between hosts it is the backend's.
+fp16 and bf16 are added up in fp32 within a host, rounded there, and added up and rounded once more between hosts; a
+mean is their sum, divided by the number of all ranks at the end.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from threading import get_ident
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from syncline.board import MAIN_LANE
+from syncline.errors import PeerFailed, SynclineError
+from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.calls import Failure, lane_name
+from syncline.transport.health import CLOSED, Lane
+from syncline.transport.opening import exchange
+from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
+from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub, host_key
+from syncline.transport.shared_memory.library import SharedMemoryUnavailable
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
+
+__all__ = ["HierarchicalTransport", "Hosts"]
+
+_TOKEN_BYTES = 8
+_TITLE = "shared memory within hosts"
+_UP, _ACROSS, _DOWN = "up", "across", "down"
+
+
+# ---------------------------------------------------------------------- who lives where
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which ranks live on one host.
+
+    Example:
+        >>> hosts = Hosts.of(["a", "b", "a"])
+        >>> hosts.members, hosts.host_of, hosts.leaders
+        (((0, 2), (1,)), (0, 1, 0), [0, 1])
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    """The ranks of each host, hosts in the order of their leaders."""
+    host_of: tuple[int, ...]
+    """The host of each rank."""
+
+    @staticmethod
+    def of(keys: Sequence[object]) -> Hosts:
+        """Ranks with equal keys live together."""
+        ranks_with: dict[object, list[int]] = {}
+        for rank, key in enumerate(keys):
+            ranks_with.setdefault(key, []).append(rank)
+        number_of = {key: host for host, key in enumerate(ranks_with)}
+        return Hosts(tuple(map(tuple, ranks_with.values())), tuple(number_of[key] for key in keys))
+
+    @property
+    def leaders(self) -> list[int]:
+        """The lowest rank of each host."""
+        return [ranks[0] for ranks in self.members]
+
+    @property
+    def widest(self) -> int:
+        """How many ranks the largest host has."""
+        return max(map(len, self.members))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the hosts, one after the other, hold all ranks in order, and each as many."""
+        in_order = [rank for ranks in self.members for rank in ranks] == list(range(len(self.host_of)))
+        return in_order and len({len(ranks) for ranks in self.members}) == 1
+
+
+# ---------------------------------------------------------------------- the transport
+
+
+class HierarchicalTransport(Transport):
+    """This rank's side of a group that lives on several hosts; made by `over`, on all ranks together.
+
+    Args:
+        beneath: between all ranks.
+        hosts: who lives where.
+        inside: between the ranks of this host; None for a rank that is alone on it.
+        host: what else tells hosts apart, see `over`.
+    """
+
+    def __init__(
+        self, beneath: C10dTransport, hosts: Hosts, inside: SharedMemoryTransport | None, host: str
+    ) -> None:
+        super().__init__(
+            rank=beneath.rank,
+            size=beneath.size,
+            timeout_seconds=beneath.timeout_seconds,
+            board=beneath.board,
+        )
+        self.health = beneath.health
+        self.own_lane = beneath.own_lane
+        self._hosts = hosts
+        self._host = host
+        self._own_host = hosts.host_of[self.rank]
+        self._members = hosts.members[self._own_host]
+        self._is_leader = self.rank == self._members[0]
+        self._inside = inside
+        self._lanes: list[HierarchicalTransport] = []
+        self._num_lanes_for: Counter[str] = Counter()
+        self._open(beneath, _TITLE)
+        self.health.backend = self.name
+
+    def _open(self, beneath: C10dTransport, title: str) -> None:
+        """The connections of one lane; a collective call."""
+        tokens = exchange(beneath, title, [], payload=secrets.token_bytes(_TOKEN_BYTES))
+        leaders, name = self._hosts.leaders, self.own_lane.name
+        self._beneath = beneath
+        self._queue = PhaseQueue()
+        self._is_closed = False
+        inside = self._inside
+        self._up = None if inside is None else inside.lane_agreed(f"{name}, up")
+        self._down = None if inside is None else inside.lane_agreed(f"{name}, down")
+        self._across = None
+        if self._is_leader:
+            token = tokens[leaders[0]][:_TOKEN_BYTES]
+            self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
+        beneath.barrier().wait()  # a rank that closed it at once would cut off others that still connect
+
+    @staticmethod
+    def over(beneath: C10dTransport, *, host: str = "") -> Transport:
+        """The best way for the ranks of `beneath`, which is closed together with it; a collective call.
+
+        All on one host: shared memory. Several hosts, one of which has several ranks: a hierarchy. Every rank on a
+        host of its own, or tensors on the CPU that do not travel by Gloo: `beneath` itself.
+
+        Args:
+            beneath: between the ranks.
+            host: ranks that give different ones do not share memory, wherever they live.
+
+        Raises:
+            SharedMemoryUnavailable: on all ranks alike: those of one host cannot share memory.
+        """
+        if beneath.size == 1:
+            return beneath
+        hosts = Hosts.of(beneath.all_gather_bytes(f"{_host_key()} {host}".encode()))
+        if len(hosts.members) == 1:
+            return SharedMemoryTransport.over(beneath)
+        if hosts.widest == 1 or not beneath.is_gloo_on_cpu:
+            return beneath
+        return HierarchicalTransport(beneath, hosts, _shared_memory_inside(beneath, hosts), host)
+
+    @property
+    def name(self) -> str:
+        others = [f"{name} ({device})" for device, name in sorted(self._beneath.other_devices.items())]
+        return ", ".join([f"shared memory within {len(self._hosts.members)} hosts, gloo across", *others])
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._beneath.group
+
+    # ------------------------------------------------------------------ reductions
+
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+        if not tensor.is_cpu:
+            return self._beneath._start_all_reduce(tensor, op)
+        return self._start("all_reduce", op, tensor, self._reduction(tensor, op))
+
+    def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
+        if not input.is_cpu:
+            return self._beneath._start_reduce_scatter(output, input, op)
+        whole = input.detach().reshape(-1).clone()
+        mine = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
+        take = _then(lambda: output.detach().view(-1).copy_(mine))
+        return self._start("reduce_scatter", op, input, [*self._reduction(whole, op), take])
+
+    def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
+        if not tensor.is_cpu:
+            return self._beneath._start_reduce_spans(tensor, bounds, op)
+        return self._start("reduce_spans", op, tensor, self._reduction(tensor, op))
+
+    def _reduction(self, tensor: Tensor, op: ReduceOp) -> list[Phase]:
+        up, across, down = self._up, self._across, self._down
+        part: ReduceOp = "sum" if op == "mean" else op
+        phases = []
+        if up is not None:
+            phases.append(Phase(_UP, lambda: up._start_all_reduce(tensor, part)))
+        if across is not None:
+            phases.append(Phase(_ACROSS, lambda: across._start_all_reduce(tensor, part)))
+            if op == "mean":
+                phases.append(_then(lambda: tensor.detach().div_(self.size)))
+        if down is not None:
+            phases.append(Phase(_DOWN, lambda: down._start_broadcast(tensor, 0)))
+        return phases
+
+    # ------------------------------------------------------------------ data
+
+    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+        if not input.is_cpu:
+            return self._beneath._start_all_gather(output, input)
+        hosts, up, across, down = self._hosts, self._up, self._across, self._down
+        mine, everyone = _as_bytes(input), _as_bytes(output)
+        part_bytes = mine.numel()
+        host_bytes = hosts.widest * part_bytes
+        of_host = torch.empty(host_bytes, dtype=torch.uint8)
+        phases = []
+        if up is None:
+            of_host[:part_bytes] = mine
+        else:
+            parts = of_host[: len(self._members) * part_bytes]
+            phases.append(Phase(_UP, lambda: up._start_all_gather(parts, mine)))
+        if across is not None:
+            whole = everyone
+            if not hosts.is_even:
+                whole = torch.empty(len(hosts.members) * host_bytes, dtype=torch.uint8)
+            phases.append(Phase(_ACROSS, lambda: across._start_all_gather(whole, of_host)))
+            if whole is not everyone:
+                phases.append(_then(lambda: _put_in_rank_order(everyone, whole, hosts, part_bytes)))
+        if down is not None:
+            phases.append(Phase(_DOWN, lambda: down._start_broadcast(everyone, 0)))
+        return self._start("all_gather", "", input, phases)
+
+    def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
+        if not tensor.is_cpu:
+            return self._beneath._start_broadcast(tensor, src)
+        up, across, down = self._up, self._across, self._down
+        host = self._hosts.host_of[src]
+        is_here = host == self._own_host
+        phases = []
+        if up is not None and is_here:
+            root = self._members.index(src)
+            phases.append(Phase(_UP, lambda: up._start_broadcast(tensor, root)))
+        if across is not None:
+            phases.append(Phase(_ACROSS, lambda: across._start_broadcast(tensor, host)))
+        if down is not None and not is_here:
+            phases.append(Phase(_DOWN, lambda: down._start_broadcast(tensor, 0)))
+        return self._start("broadcast", f"from rank {src}", tensor, phases)
+
+    def _start_send(self, tensor: Tensor, dst: int) -> Work:
+        self._check_that_it_is_usable()
+        if tensor.is_cpu and self._up is not None and dst in self._members:
+            return self._up._start_send(tensor, self._members.index(dst))
+        return self._beneath._start_send(tensor, dst)
+
+    def _start_recv(self, tensor: Tensor, src: int) -> Work:
+        self._check_that_it_is_usable()
+        if tensor.is_cpu and self._up is not None and src in self._members:
+            return self._up._start_recv(tensor, self._members.index(src))
+        return self._beneath._start_recv(tensor, src)
+
+    def _start_barrier(self) -> Work:
+        up, across, down = self._up, self._across, self._down
+        phases = []
+        if up is not None:
+            phases.append(Phase(_UP, up._start_barrier))
+        if across is not None:
+            phases.append(Phase(_ACROSS, across._start_barrier))
+        if down is not None:
+            phases.append(Phase(_DOWN, down._start_barrier))
+        return self._start("barrier", "", None, phases)
+
+    def _start(self, operation: str, detail: str, tensor: Tensor | None, phases: list[Phase]) -> Work:
+        self._check_that_it_is_usable()
+        self.own_lane.num_started += 1
+        work = PhasedWork(
+            self.health, self.own_lane, self.timeout_seconds, operation, detail, tensor, phases, self._queue
+        )
+        self._queue.add(work)
+        return work
+
+    def _check_that_it_is_usable(self) -> None:
+        health, thread = self.health, get_ident()
+        if health.failure is not None:
+            raise health.failure.on_rank(self.rank)
+        if self._is_closed:
+            raise CLOSED.on_rank(self.rank)
+        if thread != health.calling_thread:
+            health.called_from(thread)
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def reduces_in_place(self) -> bool:
+        return True
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return super().allocate(numel, dtype, device)
+        title, lines = "allocate", [f"{numel} elements of {dtype}"]
+        token, *_ = exchange(self, title, lines, payload=secrets.token_bytes(_TOKEN_BYTES))
+        if self._inside is None:
+            return super().allocate(numel, dtype, device)
+        return self._inside.allocate_agreed(numel, dtype, token)
+
+    # ------------------------------------------------------------------ lanes and groups
+
+    def lane(self, purpose: str) -> Transport:
+        beneath = self._beneath.lane(purpose)
+        assert isinstance(beneath, C10dTransport)
+        lane = copy(self)
+        lane.own_lane = beneath.own_lane
+        if beneath is self._beneath:  # one connection for all, which only messages and other devices use
+            self._num_lanes_for[purpose] += 1
+            lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), None)
+            self.health.lanes.append(lane.own_lane)
+        lane._open(beneath, f"a lane for {purpose}")
+        self._lanes.append(lane)
+        return lane
+
+    def split(self, color: int | None) -> Transport | None:
+        part = self._beneath.split(color)
+        if not isinstance(part, C10dTransport):
+            return part
+        return HierarchicalTransport.over(part, host=self._host)
+
+    def abort(self, reason: str) -> None:
+        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
+
+    def leave(self) -> None:
+        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+        self.health.leave()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._queue.clear()
+        is_main = self.own_lane.name == MAIN_LANE
+        if is_main:
+            self.health.close()  # the peers know that this is no accident before they lose the connection
+        for lane in list(self._lanes) if is_main else []:
+            lane.close()
+        for part in (self._up, self._down, self._across, self._inside if is_main else None):
+            if part is not None:
+                part.close()
+        if is_main or self._beneath.own_lane is self.own_lane:
+            self._beneath.close()
+        elif self.own_lane in self.health.lanes:
+            self.health.lanes.remove(self.own_lane)
+
+
+# ---------------------------------------------------------------------- set up
+
+
+def _host_key() -> str:
+    """What ranks of one host have in common; on systems that do not say, nobody shares one."""
+    try:
+        return host_key()
+    except OSError:
+        return secrets.token_hex(16)
+
+
+def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTransport | None:
+    """Between the ranks of this host; None for a rank that is alone on it. On all hosts, or on none."""
+    members = hosts.members[hosts.host_of[beneath.rank]]
+    num_exchanges = 0
+
+    def exchange_here(payload: bytes) -> list[bytes]:
+        nonlocal num_exchanges
+        num_exchanges += 1
+        rows = beneath.all_gather_bytes(payload)
+        return [rows[rank] for rank in members]
+
+    hub, inside, trouble = None, None, ""
+    try:
+        if len(members) > 1:
+            hub = Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here)
+            inside = SharedMemoryTransport(
+                hub,
+                beneath=None,
+                store=None,
+                health=beneath.health,
+                own_lane=Lane(MAIN_LANE, None),
+                timeout_seconds=beneath.timeout_seconds,
+                board=beneath.board,
+                numbers=members,
+            )
+    except (SynclineError, OSError, MemoryError) as error:
+        trouble = str(error) or type(error).__name__
+    while num_exchanges < NUM_EXCHANGES:  # those that other hosts may still need
+        exchange_here(b"")
+    told = [row.decode() for row in beneath.all_gather_bytes(trouble.encode())]
+    if any(told):
+        if hub is not None:
+            hub.close()
+        beneath.health.on_failure.clear()
+        beneath.health.backend = beneath.name
+        lines = list(dict.fromkeys(text for text in told if text))
+        raise SharedMemoryUnavailable("\n".join(lines))
+    return inside
+
+
+# ---------------------------------------------------------------------- small steps
+
+
+def _then(action: Callable[[], object]) -> Phase:
+    """What a rank does by itself when the phase before is done."""
+
+    def run() -> None:
+        action()
+
+    return Phase(None, run)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _put_in_rank_order(target: Tensor, parts: Tensor, hosts: Hosts, part_bytes: int) -> None:
+    """From one row of parts a host, filled up to the widest, to rank order."""
+    rows = parts.view(len(hosts.members), hosts.widest, part_bytes)
+    in_order = target.view(len(hosts.host_of), part_bytes)
+    for host, ranks in enumerate(hosts.members):
+        in_order[list(ranks)] = rows[host, : len(ranks)]
