@@ -14,9 +14,10 @@ from torch import nn
 from syncline.bench.models import GPT, SIZES, random_batch
 from syncline.parallel import DistributedDataParallel
 
-__all__ = ["LOCAL", "can_shard", "num_parameters_of", "steps_of", "wrappers"]
+__all__ = ["LOCAL", "SHARDED", "can_shard", "num_parameters_of", "steps_of", "wrappers"]
 
 LOCAL = "not synchronized"
+SHARDED = "syncline, sharded"
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -46,7 +47,7 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
     found["syncline"] = lambda module: ours(module)
     found["syncline, bucket view"] = lambda module: ours(module, gradient_as_bucket_view=True)
     if can_shard():
-        found["syncline, sharded"] = lambda module: ours(module, sharded=True)
+        found[SHARDED] = lambda module: ours(module, sharded=True)
     return found
 
 
@@ -67,7 +68,7 @@ def steps_of(
     found = {}
     for name, wrap in wrappers(backend).items():
         try:
-            found[name] = _step_of(wrap(copy.deepcopy(base)), batch)
+            found[name] = _step_of(wrap(copy.deepcopy(base)), batch, attaches=name == SHARDED)
         except (ValueError, NotImplementedError) as error:
             notes.append(f"{name}: {error}")
     return found
@@ -78,9 +79,9 @@ def num_parameters_of(model: str) -> int:
     return sum(parameter.numel() for parameter in GPT(SIZES[model]).parameters())
 
 
-def _step_of(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+def _step_of(module: nn.Module, batch: tuple[torch.Tensor, ...], *, attaches: bool) -> Callable[[], None]:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    if getattr(module, "sharded", False):
+    if attaches:
         optimizer = module.attach(optimizer)  # type: ignore[operator]
 
     def step() -> None:
