@@ -5,14 +5,17 @@
     syncline run -n 2 benchmarks/step.py --variants [static-graph batch-norm ...] [--sizes 0.3M]
     syncline run -n 2 benchmarks/step.py --variants --quick      # does it all run?
 
-Every competitor trains a copy of the same model with fused AdamW in the same processes over the same process group.
-They take turns, a few steps each, round by round, so that a drift of the machine's speed meets all of them. A
-round's time is the slowest rank's. A ratio is the median over rounds of the two times of one round; its 95 %
-confidence interval is bootstrapped over rounds.
+Every competitor trains a copy of the same model with fused AdamW in the same processes; torch's class over Gloo, ours
+over the transport that the first line names (shared memory, where the ranks are on one host). They take turns, a few
+steps each, round by round, so that a drift of the machine's speed meets all of them. A round's time is the slowest
+rank's. A ratio is the median over rounds of the two times of one round; its 95 % confidence interval is bootstrapped
+over rounds.
 
 Without --variants the model is a GPT and torch's class runs with and without gradient_as_bucket_view, and the better
-one is what all are divided by; the last line divides our better one by it. With it, each variant of
-`step_variants.py` is a row: both classes are given the same model and the same switches.
+one is what all are divided by; the last line divides our better one by it. "exposed" is what a step takes longer than
+one of the bare module, which synchronizes nothing, in percent of that. Our class with sharded=True is a row as well.
+With --variants, each variant of `step_variants.py` is a row: both classes are given the same model and the same
+switches.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ import syncline as sl
 from models import GPT, SIZES, random_batch
 from step_variants import GOAL, VARIANTS, steps_of, verdict
 from syncline.bench.rounds import ratio, take_turns
+from syncline.bench.training import SHARDED, can_shard
+from syncline.world import transport_of
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -55,15 +60,27 @@ def wrappers(num_ranks: int) -> dict[str, Wrap]:
         "torch DDP": lambda m: torch_ddp(m),
         "torch DDP, bucket view": lambda m: torch_ddp(m, gradient_as_bucket_view=True),
     }
+    if can_shard():
+        wrap: Any = sl.DistributedDataParallel
+        ours[SHARDED] = lambda m: wrap(m, sharded=True)
     return bare | theirs | ours
 
 
 class Competitor:
-    """A replica and its optimizer."""
+    """A replica and its optimizer.
 
-    def __init__(self, module: nn.Module, wrap: Wrap) -> None:
+    Args:
+        module: what is trained.
+        wrap: makes it a replica.
+        attaches: whether the wrapper has to know of the optimizer.
+    """
+
+    def __init__(self, module: nn.Module, wrap: Wrap, *, attaches: bool = False) -> None:
         self.module = wrap(module)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), fused=True)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), fused=True)
+        if attaches:
+            assert isinstance(self.module, sl.DistributedDataParallel)
+            self.optimizer = self.module.attach(self.optimizer)
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.module(*batch).backward()
@@ -76,7 +93,10 @@ def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> d
     torch.manual_seed(0)
     base = GPT(SIZES[size])
     batch = random_batch(SIZES[size], seed=world.rank)
-    competitors = {name: Competitor(copy.deepcopy(base), wrap) for name, wrap in wrappers(world.size).items()}
+    competitors = {
+        name: Competitor(copy.deepcopy(base), wrap, attaches=name == SHARDED)
+        for name, wrap in wrappers(world.size).items()
+    }
     steps = {name: partial(competitor.step, batch) for name, competitor in competitors.items()}
     return take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=world)
 
@@ -115,8 +135,14 @@ def report(size: str, seconds: dict[str, list[float]], calls: tuple[int, int, in
     for name, median in medians.items():
         middle, low, high = ratio(seconds[name], seconds[rival])
         rows[name] = {"median_ms": median * 1e3, "ratio": middle, "ratio_low": low, "ratio_high": high}
-        print(f"  {name:24} {median * 1e3:8.2f} ms   {middle:.3f}  [{low:.3f}, {high:.3f}]")
-    best = min((name for name in medians if "syncline" in name), key=lambda name: medians[name])
+        line = f"  {name:24} {median * 1e3:8.2f} ms   {middle:.3f}  [{low:.3f}, {high:.3f}]"
+        if "bare module" not in (name, rival):
+            exposed = [x - 1 for x in ratio(seconds[name], seconds["bare module"])]
+            rows[name] |= dict(zip(("exposed", "exposed_low", "exposed_high"), exposed, strict=True))
+            line += "   exposed {:6.1%}  [{:.1%}, {:.1%}]".format(*exposed)
+        print(line)
+    ours = [name for name in medians if "syncline" in name and name != SHARDED]
+    best = min(ours, key=lambda name: medians[name])
     middle, low, high = ratio(seconds[best], seconds[rival])
     print(f"  the better of each: {best} / {rival} = {middle:.3f}  [{low:.3f}, {high:.3f}]")
     num_calls, num_gradients, num_buckets = calls
@@ -194,10 +220,12 @@ def main() -> None:
         sys.exit(
             "--variants: torch's class needs a process group: syncline run -n 2 benchmarks/step.py --variants"
         )
+    name_of_transport = transport_of(None).name
     if world.rank == 0:
         print(
             f"{world.size} rank(s) x 1 thread, {os.cpu_count()} cores ({platform.machine()}), "
-            f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
+            f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps, "
+            f"syncline over {name_of_transport}"
         )
     results: dict[str, Any] = {"num_ranks": world.size}
     often = {"num_rounds": arguments.rounds, "num_steps": arguments.steps}
