@@ -252,7 +252,8 @@ static void ring_rank(struct group_memory *memory, int rank) {
 }
 
 /* Called after what sleepers wait for was published. The loads of `sleeping` here and the stores before are
- * sequentially consistent, as are a sleeper's store to it and its last look: one of the two sees the other. */
+ * sequentially consistent, as is a sleeper's store to it, and a fence stands between that and its last look: one of
+ * the two sees the other. */
 static void ring_all(struct group *group) {
     for (int word = 0; word < (group->size + 63) / 64; word++) {
         if (atomic_load(&group->memory->sleeping[word]) == 0) continue;
@@ -888,6 +889,7 @@ EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, u
         }
         uint32_t num_rings = atomic_load(doorbell);
         atomic_fetch_or(sleeping, bit);
+        atomic_thread_fence(memory_order_seq_cst); /* what is looked at now is only acquired */
         outcome = look(lane, queue, ticket, true, &has_moved);
         if (outcome != PENDING) return outcome;
         if (has_moved || progress_others(lane, &has_foreign)) continue;
