@@ -1,0 +1,141 @@
+"""The native core under the sanitizers, by the stress program; and compiled with nothing to warn of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CORE = HERE.parents[1] / "src/syncline/transport/shared_memory/native/core.c"
+COMPILERS = ("gcc", "clang")
+MAX_RANKS = 5
+COMMON = ("-std=c11", "-g", "-O1", "-ffp-contract=off", "-pthread")
+THREADS = ("-fsanitize=thread",)
+MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+CROSS, EMULATOR, CROSS_ROOT = "aarch64-linux-gnu-gcc", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+
+
+def compiler_with(flags: tuple[str, ...], folder: Path) -> str:
+    """A compiler whose programs run with these flags; skips where there is none."""
+    source, program = folder / "empty.c", folder / "empty"
+    source.write_text("int main(void) { return 0; }\n")
+    for compiler in COMPILERS:
+        if shutil.which(compiler) is None:
+            continue
+        command = [compiler, *COMMON, *flags, str(source), "-o", str(program)]
+        if any(subprocess.run(each, capture_output=True).returncode for each in (command, [str(program)])):
+            continue
+        return compiler
+    pytest.skip(f"no compiler here runs programs with {' '.join(flags) or 'no flags'}")
+
+
+def built(compiler: str, flags: tuple[str, ...], folder: Path, core: Path = CORE) -> Path:
+    """The stress program: the core, compiled once and copied for each rank, and the driver."""
+    objcopy = CROSS.replace("gcc", "objcopy") if compiler == CROSS else "objcopy"
+    if shutil.which(objcopy) is None:
+        pytest.skip(f"no {objcopy}")
+    rank, driver, program = folder / "rank0.o", folder / "driver.o", folder / "stress"
+    compile_with = [compiler, *COMMON, *flags, "-c", str(HERE / "stress.c")]
+    must_run([*compile_with, "-DSTRESS_RANK=0", f'-DCORE="{core}"', "-o", str(rank)])
+    must_run([*compile_with, "-o", str(driver)])
+    copies = [folder / f"copy{r}.o" for r in range(MAX_RANKS)]
+    for r, copy in enumerate(copies):
+        rename = [f"--keep-global-symbol=core_of_{r}", f"--redefine-sym=core_of_0=core_of_{r}"]
+        must_run([objcopy, *rename, str(rank), str(copy)])
+    must_run([compiler, *COMMON, *flags, str(driver), *map(str, copies), "-o", str(program)])
+    return program
+
+
+def must_run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def run(program: Path, num_ranks: int, num_rounds: int, seed: int, *before: str) -> tuple[int, str]:
+    command = [*before, str(program), str(num_ranks), str(num_rounds), str(seed)]
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return result.returncode, result.stdout + result.stderr
+
+
+def assert_all_right(program: Path, num_rounds: int, *before: str) -> None:
+    for num_ranks in (2, 3, 5):
+        code, output = run(program, num_ranks, num_rounds, num_ranks, *before)
+        assert (code, output) == (0, "all right\n"), f"{num_ranks} ranks, seed {num_ranks}:\n{output[:5000]}"
+
+
+def test_no_data_race(tmp_path: Path) -> None:
+    compiler = compiler_with(THREADS, tmp_path)
+    # GCC warns that the thread sanitizer knows no fences; none of ours orders plain data.
+    assert_all_right(built(compiler, (*THREADS, *quiet(compiler)), tmp_path), 40)
+
+
+def test_no_memory_error_leak_or_undefined_behaviour(tmp_path: Path) -> None:
+    assert_all_right(built(compiler_with(MEMORY, tmp_path), MEMORY, tmp_path), 60)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(
+            "atomic_fetch_add(count, 1) + 1 == all",
+            "atomic_fetch_add_explicit(count, 1, memory_order_relaxed) + 1 == all",
+            id="what a rank has filled is not released",
+        ),
+        pytest.param(
+            "atomic_fetch_add(&slot->done, 1)",
+            "atomic_fetch_add_explicit(&slot->done, 1, memory_order_relaxed)",
+            id="reduced pieces are not released",
+        ),
+        pytest.param(
+            "atomic_store(&channel->sent, at + 1)",
+            "atomic_store_explicit(&channel->sent, at + 1, memory_order_relaxed)",
+            id="messages are not released",
+        ),
+    ],
+)
+def test_a_missing_release_would_be_found(tmp_path: Path, before: str, after: str) -> None:
+    compiler = compiler_with(THREADS, tmp_path)
+    text = CORE.read_text()
+    assert text.count(before) == 1
+    mutant = tmp_path / "core.c"
+    mutant.write_text(text.replace(before, after))
+    shutil.copy(CORE.with_name("kernels.h"), tmp_path)
+    code, output = run(built(compiler, (*THREADS, *quiet(compiler)), tmp_path, mutant), 3, 100, 1)
+    assert code != 0
+    assert "data race" in output
+
+
+def quiet(compiler: str) -> tuple[str, ...]:
+    return ("-Wno-tsan",) if compiler == "gcc" else ()
+
+
+@pytest.mark.parametrize("compiler", [*COMPILERS, CROSS])
+@pytest.mark.parametrize("optimization", ["-O0", "-O3"])
+def test_nothing_to_warn_of(compiler: str, optimization: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    flags = [
+        "-std=c11",
+        optimization,
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        "-ffp-contract=off",
+        "-fPIC",
+    ]
+    command = [compiler, *flags, "-c", str(CORE), "-o", str(tmp_path / "core.o")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_on_another_processor(tmp_path: Path) -> None:
+    """Compiled for aarch64 and emulated: the code, not the processor's memory order, is what this shows."""
+    if shutil.which(CROSS) is None or shutil.which(EMULATOR) is None:
+        pytest.skip(f"no {CROSS}, or no {EMULATOR}")
+    assert_all_right(built(CROSS, (), tmp_path), 20, EMULATOR, "-L", CROSS_ROOT)
