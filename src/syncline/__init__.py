@@ -9,7 +9,8 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     transport/                  what moves tensors between ranks
     world                       who this process is
     sync/, data/, nn/           gradients, buffers, agreement; the sampler; layers
-    verbs                       synchronization without a wrapper
+    optim/                      optimizers of which each rank steps its share
+    verbs, sharing              synchronization without a wrapper; one copy of parameters for all ranks
     parallel                    DistributedDataParallel
     launch/, cli/, testing/     `syncline run`; ranks for tests
 """
@@ -31,6 +32,7 @@ from syncline.errors import (
 )
 from syncline.events import BackwardRecord, BucketRecord, BufferRecord
 from syncline.parallel import DistributedDataParallel
+from syncline.sharing import share_, write_shared
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
 from syncline.verbs import all_reduce_, barrier, broadcast_, mean
@@ -63,6 +65,8 @@ __all__ = [
     "mean",
     "nn",
     "register_backend",
+    "share_",
     "shutdown",
     "world",
+    "write_shared",
 ]

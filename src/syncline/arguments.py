@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import nn
 
 from syncline.plan.buckets import MIB, BucketCaps
 from syncline.sync.buffers import BufferPolicy
+from syncline.sync.one_copy import one_copy_of
+from syncline.sync.selection import Selection
 from syncline.transport.base import Transport
 
-__all__ = ["checked_buffers", "checked_caps", "checked_device_ids", "group_of_mesh"]
+__all__ = ["check_sharded", "checked_buffers", "checked_caps", "checked_device_ids", "group_of_mesh"]
 
 
 def checked_device_ids(
@@ -87,6 +90,61 @@ def checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None)
         return None
     cap_bytes = int(bucket_cap_mb * MIB)
     return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes)
+
+
+def check_sharded(
+    module: nn.Module,
+    chosen: Selection,
+    *,
+    sharded: bool,
+    num_ranks: int,
+    mixed_precision: Any,
+    skips_unused: bool,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Raise where `sharded=True` does not go with the rest, or where a shared module needs it.
+
+    A strategy under which replicas drift belongs here as well: there is no drift where there is one copy.
+    """
+    if num_ranks == 1:
+        return
+    if not sharded:
+        copy = one_copy_of(module)
+        if copy is not None and copy.is_common:
+            raise ValueError(
+                f"the parameters of {type(module).__name__} are one copy for all ranks (sl.share_), which every rank "
+                "would step: give sharded=True"
+            )
+        return
+    named = [*chosen.trained, *chosen.delayed]
+    refusals = {
+        "mixed_precision= (its low-precision copies are filled from whole parameters)": mixed_precision
+        is not None,
+        "skip_all_reduce_unused_params=True (a share has to be reduced in every step)": skips_unused,
+        f"sparse gradients ({', '.join(sorted(chosen.sparse))}), which have no flat spans": bool(
+            chosen.sparse
+        ),
+        "reduce_dtype= for parameters of several types": reduce_dtype is not None
+        and len({p.dtype for _, p in named if p.dtype.is_floating_point}) > 1,
+    }
+    for what, is_there in refusals.items():
+        if is_there:
+            raise ValueError(f"sharded=True does not go with {what}: leave one of them out")
+    _check_that_none_overlap(named)
+
+
+def _check_that_none_overlap(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    ranges = sorted(
+        (p.device.index or 0, p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in named
+        if p.numel()
+    )
+    for (device, _, end, first), (other_device, start, _, second) in pairwise(ranges):
+        if device == other_device and start < end:
+            raise ValueError(
+                f"{first} and {second} are two parameters in the same memory; sharded=True would part them: make them "
+                "one parameter (tied), or copies"
+            )
 
 
 def group_of_mesh(

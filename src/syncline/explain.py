@@ -46,6 +46,10 @@ class Plan:
     reduce_dtype: str | None = None
     optimizers: tuple[str, ...] = ()
     """Those that were attached."""
+    sharded: bool = False
+    """Each rank reduces and steps its share."""
+    one_copy: bool = False
+    """Sharded parameters are in memory that all ranks share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,8 @@ def _gradients_row(plan: Plan) -> Row:
         when, how = "every backward outside no_sync", "mean, all_reduce"
         if plan.reduce_dtype is not None:
             how += f" in {plan.reduce_dtype}"
+    if plan.sharded:
+        how = how.replace("all_reduce", f"reduce_scatter: each rank gets its share of {plan.num_ranks}")
     if plan.comm_hook is not None:
         when, how = "every backward outside no_sync", f"by communication hook {plan.comm_hook}"
     return Row(
@@ -113,6 +119,12 @@ def _parameters_row(plan: Plan) -> Row:
         when, how = "once, at construction", "broadcast from rank 0"
     else:
         when, how = "never: init_sync=False", "the caller vouches that they are equal"
+    if plan.sharded:
+        how = "values of rank 0" if plan.init_sync or plan.one_copy else how
+        if plan.one_copy:
+            when, how = "at every step", f"one copy for all ranks, {how}; a barrier before and after writing"
+        else:
+            when, how = "at every step", f"{how} at construction, then all_gather of the shares"
     return Row(
         what="parameters",
         size=_size(plan.sizes.num_parameters, plan.sizes.parameter_bytes),
@@ -123,6 +135,14 @@ def _parameters_row(plan: Plan) -> Row:
 
 
 def _optimizer_row(plan: Plan) -> Row:
+    if plan.sharded:
+        return Row(
+            what="optimizer",
+            size=", ".join(plan.optimizers) or "none attached: ddp.attach(optimizer)",
+            when="at every step",
+            how=f"each rank steps its share of {plan.num_ranks} and has state for it alone",
+            drift_allowed="none",
+        )
     how = "every rank applies the same update"
     if plan.optimizers and plan.num_ranks > 1:
         how += "; settings compared in backward"
@@ -169,9 +189,12 @@ def _last_done(plan: Plan, backward: BackwardRecord, buffers: BufferRecord | Non
         sent = "before the last forward"
     else:
         sent = f"not sent: {buffers.reason}"
+    parameters = "at construction" if plan.init_sync and plan.num_ranks > 1 else "nothing sent"
     return {
         "gradients": gradients,
-        "parameters": "at construction" if plan.init_sync and plan.num_ranks > 1 else "nothing sent",
+        "parameters": ("nothing sent: one copy" if plan.one_copy else "see step")
+        if plan.sharded
+        else parameters,
         "buffers": sent,
         "optimizer": "nothing sent",
         "loss, metrics": "see sl.mean",
@@ -191,17 +214,34 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
         heading = f"One step, as recorded on rank {evidence.rank}, step {backward.step}"
         entries = [*_forward_recorded(plan, evidence.buffers), *_backward_recorded(plan, backward)]
     entries += [
-        ("step", "nothing sent; every rank applies the same update to the same parameters"),
+        ("step", _step(plan)),
         ("loss", "local to each rank, never averaged by itself; sl.mean(loss, weight=...) averages it"),
     ]
     return heading + "\n" + table(_without_repeats(entries))
+
+
+def _step(plan: Plan) -> str:
+    if not plan.sharded:
+        return "nothing sent; every rank applies the same update to the same parameters"
+    share = f"steps its share of {plan.num_ranks}"
+    if plan.one_copy:
+        return (
+            "nothing sent: there is one copy of the parameters. Each rank waits until all backwards are over, "
+            f"{share}, and waits until all have written"
+        )
+    return f"each rank {share}; then all_gather: every rank gets the others' parameters"
 
 
 def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
     if plan.num_ranks == 1:
         return [("forward", "nothing sent: there is one rank")]
     parameters = "parameters  nothing sent: "
-    parameters += "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"
+    if plan.sharded:
+        parameters += "the last step has " + ("written the one copy" if plan.one_copy else "gathered them")
+    else:
+        parameters += (
+            "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"
+        )
     if not plan.sizes.num_buffers:
         buffers = "buffers     nothing sent: the module has none, so there is no call at all"
     elif plan.buffer_policy == "none":
@@ -238,7 +278,7 @@ def _backward_planned(
         members = [names[i] for i in sorted(bucket.parameters, reverse=True)]
         size = format_bytes(bucket.payload_bytes)
         entries.append(("backward", f"{_names(members)} -> bucket {bucket.index} ({size})"))
-        entries.append(("backward", "  sent by all_reduce when the last of its gradients is ready"))
+        entries.append(("backward", f"  {_sent_by(plan)} when the last of its gradients is ready"))
     entries.append(("backward", _end_of_backward(plan)))
     return entries
 
@@ -257,21 +297,37 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
             entries.append(("backward", f"{_names(bucket.parameters)} -> bucket {bucket.index} ({size})"))
             launched = f"{bucket.launched_seconds * 1e3:.1f} ms after the first gradient"
             if bucket.trigger is None:
-                sent = f"  sent by all_reduce at the end of backward, {launched}"
+                sent = f"  {_sent_by(plan)} at the end of backward, {launched}"
             else:
-                sent = f"  sent by all_reduce when {bucket.trigger} was ready, {launched}"
+                sent = f"  {_sent_by(plan)} when {bucket.trigger} was ready, {launched}"
             entries.append(
                 ("backward", f"{sent}; waited {bucket.waited_seconds * 1e3:.1f} ms for it at the end")
             )
-        entries.append(("backward", f".grad now holds the {_mean(backward)}"))
+        if plan.sharded:
+            holds = (
+                f"each rank now holds its share of the {_mean(backward)}; .grad of a parameter cannot be read"
+            )
+        else:
+            holds = f".grad now holds the {_mean(backward)}"
+        entries.append(("backward", holds))
     if backward.unused:
         entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
     return entries
 
 
+def _sent_by(plan: Plan) -> str:
+    """How a bucket travels; what is sharded has no other way, hooks are refused."""
+    return "reduced, each rank its share," if plan.sharded else "sent by all_reduce"
+
+
 def _end_of_backward(plan: Plan) -> str:
     kind = "views of the buckets" if plan.as_bucket_view else "tensors of their own"
     rule = "counts as zero" if plan.allow_unused else "is an error on every rank"
+    if plan.sharded:
+        return (
+            f"at its end all buckets are waited for and each rank holds its share of the mean over {plan.num_ranks} "
+            f"ranks (.grad of a parameter cannot be read); a missing gradient {rule}"
+        )
     return (
         f"at its end all buckets are waited for and .grad holds the mean over {plan.num_ranks} ranks ({kind}); "
         f"a missing gradient {rule}"

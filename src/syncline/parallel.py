@@ -20,11 +20,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from syncline.arguments import checked_buffers, checked_caps, checked_device_ids, group_of_mesh
+from syncline.arguments import check_sharded, checked_buffers, checked_caps, checked_device_ids, group_of_mesh
 from syncline.contract import Contract
 from syncline.errors import SynclineError
 from syncline.events import BackwardRecord
 from syncline.explain import Evidence, contract_of, explain
+from syncline.optim.sharded import Sharding
 from syncline.plan.buckets import automatic_caps
 from syncline.sync.agreement import agree
 from syncline.sync.attached import AttachedOptimizer
@@ -105,6 +106,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             nor reduced. The same on all ranks.
         reduce_dtype: what floating gradients are added up in, say torch.float32 for a bfloat16 module; None means
             their own type.
+        sharded: each rank reduces its share of the gradients and steps the optimizer for it (`attach` it); on one host
+            the parameters are one copy for all ranks. See `docs/sharded.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
@@ -148,6 +151,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         buffers: BufferPolicy | None = None,
         ignore: Sequence[str] = (),
         reduce_dtype: torch.dtype | None = None,
+        sharded: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # torch's own __init__ would build its reducer
         Joinable.__init__(self)
@@ -187,17 +191,27 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if reduce_dtype is None and self._lowered is not None:
             reduce_dtype = self._lowered.reduce_dtype
         self._transport = transport = transport_of(group)
+        check_sharded(
+            module,
+            chosen,
+            sharded=sharded,
+            num_ranks=transport.size,
+            mixed_precision=mixed_precision,
+            skips_unused=skip_all_reduce_unused_params,
+            reduce_dtype=reduce_dtype,
+        )
         hosts = gather_hosts(transport)
         first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
         self._options = GradientOptions(
             caps=caps or automatic_caps(hosts, device_type=first_type),
-            as_bucket_view=gradient_as_bucket_view,
+            as_bucket_view=gradient_as_bucket_view and not sharded,
             allow_unused=find_unused_parameters or static_graph,
             skip_unused=skip_all_reduce_unused_params and find_unused_parameters and not static_graph,
             static_graph=static_graph,
             reduce_dtype=reduce_dtype,
             sparse=chosen.sparse,
             delayed=frozenset(name for name, _ in chosen.delayed),
+            sharded=sharded and transport.size > 1,
         )
         self._plan = plan_of(
             module,
@@ -214,6 +228,23 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(has_buffers=bool(chosen.buffers))
         self._wire(chosen)
+        self._sharding = self._shard() if self._options.sharded else None
+
+    def _shard(self) -> Sharding:
+        """Move the parameters to where each rank steps its share of them. A collective call."""
+        sharding = Sharding(
+            self.module,
+            list(zip(self._gradients.names, self._gradients.parameters, strict=True)),
+            self._gradients.layout.shares(),
+            self._open_lane("shards"),
+            by_parameter=self._options.allow_unused,
+        )
+        self._plan = replace(self._plan, one_copy=sharding.is_common)
+        return sharding
+
+    def _refuse_sharded(self, what: str) -> None:
+        if self._sharding is not None:
+            raise ValueError(f"with sharded=True {what}: wrap the module without sharded=True")
 
     def _open_lanes(self, *, has_buffers: bool) -> None:
         """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
@@ -230,7 +261,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         return lane
 
     def _wire(self, chosen: Selection) -> None:
-        """Put the hooks on. Not a collective."""
+        """Put the hooks on. A collective only with sharded=True."""
         self._selection = chosen
         self._gradients = GradientSync(
             [*chosen.trained, *chosen.delayed],
@@ -253,6 +284,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Take the place of the present hooks, over the lanes and by `_options` as they are now."""
+        self._refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
         former, former_buffers = self._gradients, self._buffers_sync
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again())
@@ -356,6 +388,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 f"buffer hook: {'none' if self._buffer_hook is None else self._buffer_hook.name}",
                 f"optimizers step inside backward: {'no' if step is None else 'yes'}",
                 *(f"attached optimizer {name}" for name in self._plan.optimizers),
+                *(() if self._sharding is None else self._sharding.describe()),
             ],
             remedy="Register and attach the same on every rank, before the first forward.",
         )
@@ -367,23 +400,29 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     # ------------------------------------------------------------------ what is registered
 
-    def attach(self, optimizer: AnyOptimizer) -> AnyOptimizer:
+    def attach(self, optimizer: AnyOptimizer, *, elementwise: bool | None = None) -> AnyOptimizer:
         """Let the optimizer's settings and steps be checked against the other ranks'.
 
         With each synchronized backward the ranks compare learning rates and other numbers of `param_groups`, and how
         often `step` was called: a difference is an error on all ranks, before anyone steps. A step whose gradients
         were not reduced (the last backward ran under `no_sync`) is an error too. Attach on all ranks.
 
+        With `sharded=True` every optimizer has to be attached: it gets this rank's shards for parameters, and state it
+        has is cut to them. Its `state_dict()` and `load_state_dict()` become collective calls.
+
         Args:
             optimizer: of parameters of this module (others may be among them). A scheduler or a GradScaler may be
                 made before or after.
+            elementwise: with `sharded=True`, whether the optimizer treats all elements alike, so that a shard may be a
+                flat span of several parameters. None: so it is known of torch's own (AdamW, SGD and others); any other
+                steps whole parameters, which is right if each one's update depends on that parameter alone.
 
         Returns:
             The same object; its `step` is replaced by a bound method that checks first.
 
         Raises:
             TypeError: not an optimizer.
-            ValueError: it has none of this module's parameters.
+            ValueError: it has none of this module's parameters; or it cannot be sharded.
             RuntimeError: the module's optimizers step inside backward.
 
         Example:
@@ -408,8 +447,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             raise RuntimeError(
                 "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
             )
+        name = type(optimizer).__name__
+        if self._sharding is not None:
+            has_begun = bool(self._gradients.step)
+            name = self._sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
         guard.optimizers.append(AttachedOptimizer(optimizer, _weakly(self._before_optimizer_step)))
-        self._plan = replace(self._plan, optimizers=(*self._plan.optimizers, type(optimizer).__name__))
+        self._plan = replace(self._plan, optimizers=(*self._plan.optimizers, name))
         self._is_agreed = False
         return optimizer
 
@@ -446,8 +489,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     ) -> Tensor:
         """Clip the norm of all reduced gradients together, as `torch.nn.utils.clip_grad_norm_`.
 
-        Reduced gradients are equal on all ranks, and so is the norm: nothing is sent. Gradients of parameters under
-        `ignore=` are left out, for they differ. Under a GradScaler, call `scaler.unscale_(optimizer)` first.
+        Reduced gradients are equal on all ranks, and so is the norm: nothing is sent. With `sharded=True` the ranks
+        add up the norms of their shares, in one small collective. Gradients of parameters under `ignore=` are left out,
+        for they differ. Under a GradScaler, call `scaler.unscale_(optimizer)` first.
 
         Args:
             max_norm: the largest norm.
@@ -470,6 +514,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             tensor(141.4214)
         """
         self._refuse_unreduced("clip_grad_norm_()")
+        if self._sharding is not None:
+            return self._sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         return torch.nn.utils.clip_grad_norm_(
             self._gradients.parameters,
             max_norm,
@@ -505,6 +551,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> print(ddp.contract["gradients"].how)
             by communication hook as_they_are
         """
+        self._refuse_sharded("buckets are reduced by spans, which no communication hook does")
         self._use_comm_hook(checked_comm_hook(state, hook))
 
     def _use_comm_hook(self, hook: CommHook) -> None:
@@ -637,6 +684,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """
         if not enable or self._transport.size == 1:
             return nullcontext()
+        self._refuse_sharded("a rank without inputs would have to step its share, so join() is not possible")
         if self.process_group is None:
             raise ValueError(
                 f"join needs a torch.distributed process group; this module is synchronized over {self._plan.transport}"
@@ -649,6 +697,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`, also beside other joinables."""
+        self._refuse_sharded("a rank without inputs would have to step its share, so join() is not possible")
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         if not self._is_agreed:  # now, for a rank without any input has no first forward
@@ -735,6 +784,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
         self._check_default_group()
         state = dict(self.__dict__)
         for name in _HELD:

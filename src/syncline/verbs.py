@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from syncline.optim.attached import is_sharded
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.metrics import weighted_mean
@@ -83,6 +84,11 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
         named = named_tensors(target)
         tensors = [tensor for _, tensor in named]
         lines = [f"source  rank {src}", *describe_tensors(named, kind="tensor", layout=False)]
+        if is_sharded(target):
+            raise ValueError(
+                "this optimizer is sharded: each rank has state for its own share, and nothing of it is equal. "
+                "optimizer.load_state_dict(optimizer.state_dict()) on all ranks goes through torch's ordinary form"
+            )
         if isinstance(target, Optimizer):
             numbers = OptimizerNumbers(target)
             tensors += numbers.tensors

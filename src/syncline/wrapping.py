@@ -80,6 +80,7 @@ def plan_of(
         buffer_policy=buffer_policy,
         as_bucket_view=options.as_bucket_view,
         allow_unused=options.allow_unused,
+        sharded=options.sharded,
         reduce_dtype=None
         if options.reduce_dtype is None
         else str(options.reduce_dtype).removeprefix("torch."),

@@ -79,17 +79,26 @@ class BucketPlan:
     num_large: int
     """How many of `parameters`, from the front, are copied one by one as soon as they are ready."""
     numel: int
-    """Elements of gradients, without the control tail."""
+    """Elements of gradients, gaps between them included, without padding and control tail."""
     tail_numel: int
     """Elements of control data behind the gradients: 0 in every bucket but the last."""
     itemsize_bytes: int
     sparse: bool = False
     """One parameter alone, whose sparse gradient has no flat tensor."""
+    numels: tuple[int, ...] = ()
+    """Elements of each parameter."""
+    padding_numel: int = 0
+    """Elements of nothing behind the gradients, so that ranks can have equal shares of the bucket."""
+
+    @property
+    def num_gradient_elements(self) -> int:
+        """Elements of gradients alone."""
+        return sum(self.numels)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the flat tensor, control tail included."""
-        return (self.numel + self.tail_numel) * self.itemsize_bytes
+        """Bytes of the flat tensor, padding and control tail included."""
+        return (self.numel + self.padding_numel + self.tail_numel) * self.itemsize_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +140,8 @@ def plan_buckets(
     *,
     caps: BucketCaps,
     tail_numel: int,
+    align_numel: int = 1,
+    multiple_of: int = 1,
 ) -> tuple[BucketPlan, ...]:
     """Put the parameters into buckets, in the order in which their gradients become ready.
 
@@ -139,6 +150,8 @@ def plan_buckets(
         order: a permutation of the indices: the gradient that is ready first comes first.
         caps: how large buckets may grow.
         tail_numel: elements of control data to add to the last bucket.
+        align_numel: begin each parameter at a multiple of so many elements.
+        multiple_of: pad each bucket to a multiple of so many elements.
 
     Returns:
         The buckets in launch order. A bucket holds one dtype on one device, a sparse gradient is alone in its
@@ -154,7 +167,14 @@ def plan_buckets(
         raise ValueError(f"expected order to name each of {len(specs)} parameters once, got {list(order)}")
     groups = _fill_groups(specs, order, caps)
     return tuple(
-        _lay_out(specs, group, index=i, tail_numel=tail_numel if i == len(groups) - 1 else 0)
+        _lay_out(
+            specs,
+            group,
+            index=i,
+            tail_numel=tail_numel if i == len(groups) - 1 else 0,
+            align_numel=align_numel,
+            multiple_of=multiple_of,
+        )
         for i, group in enumerate(groups)
     )
 
@@ -189,13 +209,20 @@ def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: Buc
 
 
 def _lay_out(
-    specs: Sequence[ParameterSpec], group: Sequence[int], *, index: int, tail_numel: int
+    specs: Sequence[ParameterSpec],
+    group: Sequence[int],
+    *,
+    index: int,
+    tail_numel: int,
+    align_numel: int,
+    multiple_of: int,
 ) -> BucketPlan:
     large = [i for i in group if specs[i].numel >= LARGE_GRADIENT_NUMEL]
     small = [i for i in group if specs[i].numel < LARGE_GRADIENT_NUMEL]
     offsets = []
     numel = 0
     for i in (*large, *small):
+        numel += -numel % align_numel
         offsets.append(numel)
         numel += specs[i].numel
     return BucketPlan(
@@ -209,4 +236,6 @@ def _lay_out(
         tail_numel=tail_numel,
         itemsize_bytes=specs[group[0]].itemsize_bytes,
         sparse=specs[group[0]].sparse,
+        numels=tuple(specs[i].numel for i in (*large, *small)),
+        padding_numel=-numel % multiple_of,
     )

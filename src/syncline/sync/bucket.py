@@ -13,6 +13,7 @@ from torch import Tensor
 from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
 from syncline.sync.comm_hook import CommHook, GradBucket
+from syncline.sync.share import Share, view_like
 from syncline.transport.base import Transport, Work
 
 __all__ = ["Bucket", "BucketState", "Lifecycle", "copy_scaled"]
@@ -75,6 +76,8 @@ class Bucket(Lifecycle):
         comm_hook: what reduces the flat tensor in place of the transport's all_reduce.
         is_last: whether a hook is told that it is the last one.
         in_place: take the flat tensor from the transport, which makes this a collective call.
+        shared_names: all parameters' names, by index, where each rank is to reduce only its share of the bucket; this
+            makes it a collective call as well.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Bucket(Lifecycle):
         comm_hook: CommHook | None = None,
         is_last: bool = False,
         in_place: bool = False,
+        shared_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(plan, [parameters[i] for i in plan.parameters])
         self._transport = transport
@@ -96,9 +100,13 @@ class Bucket(Lifecycle):
         first = self.members[0]
         dtype: torch.dtype = getattr(torch, plan.dtype)
         allocate = transport.allocate if in_place else _zeros
-        self.flat = allocate(plan.numel + plan.tail_numel, dtype, first.device)
+        self.flat = allocate(plan.numel + plan.padding_numel + plan.tail_numel, dtype, first.device)
+        self.share: Share | None = None
+        if shared_names is not None:
+            names = [shared_names[index] for index in plan.parameters]
+            self.share = Share(plan, self.members, names, self.flat, transport)
         self.views = [
-            _view_like(self.flat, offset, parameter)
+            view_like(self.flat, offset, parameter)
             for offset, parameter in zip(plan.offsets, self.members, strict=True)
         ]
         self.num_large = plan.num_large
@@ -111,7 +119,7 @@ class Bucket(Lifecycle):
         # would not.
         real = torch.view_as_real(self.flat) if dtype.is_complex else self.flat
         self._gradients_flat = real[: plan.numel]
-        self._tail = real[plan.numel :].flatten()
+        self._tail = real[plan.numel + plan.padding_numel :].flatten()
         self._work: Work | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -126,6 +134,8 @@ class Bucket(Lifecycle):
         self._fill_small(scale, any_missing=bool(missing))
         if missing:
             self._fill_missing_large(missing, scale)
+        if self.share is not None:
+            self.share.take_over()
         self._send(tail, trigger)
 
     def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
@@ -178,6 +188,9 @@ class Bucket(Lifecycle):
                 self._tail.zero_()
         self._transition(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
+        if self.share is not None:
+            self._work = self._transport.reduce_spans(self.flat, self.share.bounds, "sum")
+            return
         if self._comm_hook is None:
             self._work = self._transport.all_reduce(self.flat, "sum")
             return
@@ -223,10 +236,16 @@ class Bucket(Lifecycle):
 
     def divide(self, divisor: float) -> None:
         """Divide the reduced gradients."""
+        if self.share is not None:
+            self.share.divide(divisor)
+            return
         self._gradients_flat.div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
         """Let `.grad` of each member be what was reduced; `skip` are indices of parameters to leave alone."""
+        if self.share is not None:
+            self.share.hand_out(skip, any_missing=any_missing)
+            return
         if self._as_view:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index not in skip and parameter.grad is not view:
@@ -264,26 +283,3 @@ def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
         view.copy_(gradient).mul_(scale)  # in the wider type: first converted, then multiplied
     else:
         torch.mul(gradient, scale, out=view)
-
-
-def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """The part of `flat` for one parameter, with the parameter's strides where these are dense.
-
-    Same strides make the optimizer's fused kernels and autograd's accumulation run on plain memory
-    (channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
-    """
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -178,6 +178,7 @@ class GradientSync:
         current_task = torch._C._current_graph_task_id
         as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
         has_unused = self._usage is not None
+        stand_in = self.layout.stand_in_of(index)
 
         def gradient_is_ready(parameter: Tensor) -> None:
             if current_task() != turns.current:
@@ -192,6 +193,8 @@ class GradientSync:
                 copy_scaled(view, parameter.grad, self._scale)
                 if as_view and not has_unused:
                     parameter.grad = view  # frees the gradient while its memory is still in cache
+                elif stand_in is not None:
+                    parameter.grad = stand_in
             bucket.num_pending -= 1
             if not bucket.num_pending:
                 self._launch_complete()
@@ -422,6 +425,11 @@ class GradientSync:
     def _finish_in_context(self, context_id: int) -> None:
         """The gradients are those of a distributed autograd; none of them is in a bucket yet."""
         assert self._contexts is not None
+        if self.options.sharded:
+            raise SynclineError(
+                "distributed autograd keeps gradients in contexts of its own, which sharded=True has no shards of: "
+                "wrap the module without sharded=True"
+            )
         with self._contexts.as_grad(context_id):
             for index in tuple(self._ready):
                 self._mark_ready(index)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from syncline.plan.buckets import ParameterSpec, plan_buckets
+from syncline.plan.shards import ALIGNMENT_NUMEL
 from syncline.sync.bucket import Bucket
 from syncline.sync.comm_hook import CommHook
 from syncline.sync.control import tail_numel
 from syncline.sync.control_message import ControlMessage
 from syncline.sync.options import GradientOptions
+from syncline.sync.share import Share
 from syncline.sync.sparse import SparseBucket
 from syncline.transport.base import Transport
 
@@ -74,9 +76,14 @@ class BucketLayout:
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
 
     def build(self, comm_hook: CommHook | None) -> None:
-        """Lay out the buckets: what is used last in forward is usually ready first in backward."""
+        """Lay out the buckets: what is used last in forward is usually ready first in backward.
+
+        Of sharded ones this is a collective call.
+        """
         self._comm_hook = comm_hook
-        self._build(list(reversed(range(len(self._parameters)))))
+        # Shards lie where they lie from the start, so these buckets do not wait for an order to be learnt.
+        in_place = self._options.sharded and self._transport.reduces_in_place
+        self._build(list(reversed(range(len(self._parameters)))), in_place=in_place)
 
     def learn_order(self, ready: Sequence[int]) -> None:
         """Lay the buckets out anew in the order in which rank 0's gradients were ready.
@@ -89,6 +96,8 @@ class BucketLayout:
             ready: parameter indices in the order of this rank's gradients.
         """
         self.order_is_learnt = True
+        if self._options.sharded:
+            return
         in_place = self._transport.reduces_in_place and self._comm_hook is None
         order = [i for bucket in self.buckets for i in bucket.plan.parameters]
         if len(self.buckets) > 1:
@@ -118,10 +127,20 @@ class BucketLayout:
         num_tracked = len(self._parameters) if self._options.allow_unused else 0
         numel = tail_numel(self._transport.size, num_tracked)
         # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early. And
-        # where unused buckets are not sent, the last one may be such.
-        is_apart = self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused
+        # where unused buckets are not sent, the last one may be such. Of a sharded one each rank reads a part only.
+        sharded = self._options.sharded
+        is_apart = (
+            self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
+        )
         self.control = ControlMessage(self._transport, numel) if is_apart else None
-        plans = plan_buckets(self._specs, order, caps=self._options.caps, tail_numel=0 if is_apart else numel)
+        plans = plan_buckets(
+            self._specs,
+            order,
+            caps=self._options.caps,
+            tail_numel=0 if is_apart else numel,
+            align_numel=ALIGNMENT_NUMEL if sharded else 1,
+            multiple_of=self._transport.size * ALIGNMENT_NUMEL if sharded else 1,
+        )
         self.buckets = [
             SparseBucket(
                 plan,
@@ -139,6 +158,7 @@ class BucketLayout:
                 comm_hook=self._comm_hook,
                 is_last=plan is plans[-1],
                 in_place=in_place,
+                shared_names=[spec.name for spec in self._specs] if sharded else None,
             )
             for plan in plans
         ]
@@ -158,6 +178,17 @@ class BucketLayout:
             spec.dtype != dtype or str(parameter.dtype) == f"torch.{dtype}"
             for spec, parameter in zip(self._specs, self._parameters, strict=True)
         )
+
+    def shares(self) -> list[Share]:
+        """This rank's share of each bucket, in order; none where nothing is sharded."""
+        return [bucket.share for bucket in self._dense() if bucket.share is not None]
+
+    def stand_in_of(self, index: int) -> Tensor | None:
+        """What takes the place of a parameter's `.grad` once it is in its bucket; None where nothing does."""
+        for share in self.shares():
+            if index in share.plan.parameters:
+                return share.stand_ins[share.plan.parameters.index(index)]
+        return None
 
     def _dense(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]

@@ -67,7 +67,7 @@ class Ledger:
             unused=tuple(name for i, name in enumerate(self._names) if i not in position),
             divisor=self._divisor,
             counted_items=self._counted_items,
-            num_reduced=sum(bucket.plan.numel for bucket in self._buckets),
+            num_reduced=sum(bucket.plan.num_gradient_elements for bucket in self._buckets),
             buckets=tuple(self._bucket(bucket, position) for bucket in self._buckets),
             duration_seconds=self._ended_at - self._began_at,
         )

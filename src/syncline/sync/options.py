@@ -31,3 +31,5 @@ class GradientOptions:
     """Names of the parameters whose gradients are sparse."""
     delayed: frozenset[str] = frozenset()
     """Names of the parameters whose gradients travel last."""
+    sharded: bool = False
+    """Each rank reduces its share of every bucket, and steps the optimizer for it."""

@@ -1,0 +1,274 @@
+"""One optimizer whose parameters are this rank's shards of the module's."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.optim.state import gather_state, slice_state
+from syncline.plan.shards import Piece, pieces_of
+from syncline.sync.share import Shard, Share
+from syncline.transport.base import Transport
+
+__all__ = ["AttachedShards", "is_sharded"]
+
+_sharded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether an optimizer's state differs from rank to rank, because each steps its share."""
+    return isinstance(optimizer, Optimizer) and optimizer in _sharded
+
+
+class AttachedShards:
+    """Gives an optimizer this rank's shards instead of the module's parameters.
+
+    The optimizer stays the same object with the same parameter groups, so that schedulers and scalers go on. Its
+    `state_dict` and `load_state_dict` speak torch's ordinary form.
+
+    Args:
+        optimizer: of trained parameters of one module (frozen ones may be among them).
+        index_of: by identity, the index of each trained parameter.
+        names: of the trained parameters.
+        shares: of all buckets.
+        lane: between the ranks.
+        whole: step whole parameters, in their own shape.
+        by_parameter: end flat spans where a parameter does.
+        find_together: see `ShardGradient`.
+        around_step: called with this object and the plain step; decides when the ranks may write.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        index_of: Mapping[int, int],
+        names: Sequence[str],
+        shares: Sequence[Share],
+        lane: Transport,
+        whole: bool,
+        by_parameter: bool,
+        find_together: Callable[[Tensor], None],
+        around_step: Callable[[AttachedShards, Callable[[], Any]], Any],
+    ) -> None:
+        self.optimizer = optimizer
+        self.whole = whole
+        self.shards: list[Shard] = []
+        self._names = names
+        self._shares = shares
+        self._lane = lane
+        self._by_parameter = by_parameter
+        self._find_together = find_together
+        self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        """The parameters as they were given, group by group."""
+        self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
+        self._positions = {
+            index_of[id(parameter)]: position
+            for position, parameter in enumerate(p for group in self.groups for p in group)
+            if id(parameter) in index_of
+        }
+        """By index of a trained parameter, where it stands over all groups."""
+        self.group_of = {
+            index_of[id(parameter)]: at
+            for at, group in enumerate(self.groups)
+            for parameter in group
+            if id(parameter) in index_of
+        }
+        self.shares = [share for share in shares if not set(share.plan.parameters).isdisjoint(self.group_of)]
+        """Of the buckets that this optimizer steps something of."""
+        self.members = [p for share in self.shares for p in share.members]
+        self._native_load = optimizer.load_state_dict
+        self._put_methods(around_step)
+        _sharded.add(optimizer)
+        given = {index: optimizer.state.get(self._parameter(index), {}) for index in self.group_of}
+        flat = [p for group in self.groups for p in group]
+        trained = set(self._positions.values())
+        self._idle_state = {
+            position: optimizer.state[parameter]
+            for position, parameter in enumerate(flat)
+            if position not in trained and parameter in optimizer.state
+        }
+        """Of frozen parameters, by position: some optimizers make it when they are made."""
+        optimizer.state.clear()
+        self.cut()
+        for shard, state in self._sliced(given):
+            optimizer.state[shard.parameter] = state
+
+    def _parameter(self, index: int) -> Tensor:
+        flat = [p for group in self.groups for p in group]
+        return flat[self._positions[index]]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is anything to lose by being cut anew."""
+        return bool(self.optimizer.state)
+
+    def cut(self) -> None:
+        """Make the shards, by the shares' present bounds, and give them to the optimizer."""
+        for share in self._shares:
+            share.shards = [shard for shard in share.shards if shard not in self.shards]
+        pieces = pieces_of(
+            [share.plan for share in self._shares],
+            [share.bounds for share in self._shares],
+            self._lane.rank,
+            self.group_of,
+            whole=self.whole,
+            by_parameter=self._by_parameter,
+        )
+        share_of = {share.plan.index: share for share in self._shares}
+        self.shards = [
+            share_of[piece.bucket].make_shard(piece, self._find_together)
+            for piece in (*pieces, *self._empty_pieces(pieces))
+        ]
+        for at, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [shard.parameter for shard in self.shards if shard.piece.group == at]
+
+    def _empty_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """A piece of nothing for each type of parameters that this rank has none of: a GradScaler makes one call for
+        each type that it finds, and all ranks have to make the same ones.
+        """
+        found = {self._shares[piece.bucket].dtype for piece in pieces}
+        empty = []
+        for share in self.shares:
+            if share.dtype not in found:
+                found.add(share.dtype)
+                group = next(self.group_of[i] for i in share.plan.parameters if i in self.group_of)
+                empty.append(Piece(bucket=share.plan.index, start=share.start, stop=share.start, group=group))
+        return empty
+
+    # ------------------------------------------------------------------ what the optimizer is asked for
+
+    def _put_methods(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
+        optimizer: Any = self.optimizer
+        inner_step, inner_zero = optimizer.step, optimizer.zero_grad
+
+        @functools.wraps(inner_step)
+        def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
+            if closure is not None:
+                raise ValueError(
+                    "with sharded=True step() takes no closure, for all backwards must be over before anyone writes "
+                    "the parameters: run the backward, then step()"
+                )
+            return around_step(self, functools.partial(inner_step, **kwargs))
+
+        @functools.wraps(inner_zero)
+        def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
+            for group in self.groups:
+                for parameter in group:
+                    parameter.grad = None
+            inner_zero(set_to_none=True)
+
+        @functools.wraps(optimizer.state_dict)
+        def state_dict(self_: Optimizer) -> dict[str, Any]:
+            return self._state_dict()
+
+        @functools.wraps(optimizer.load_state_dict)
+        def load_state_dict(self_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._load_state_dict(state_dict)
+
+        def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
+            raise ValueError(
+                "with sharded=True an attached optimizer has the parameters that it was attached with: add the group "
+                "before ddp.attach(optimizer)"
+            )
+
+        for method in (step, zero_grad, state_dict, load_state_dict, add_param_group):
+            # Who looks for the signature (a GradScaler does) would take off `self` once too often.
+            method.__dict__.pop("__wrapped__", None)
+            setattr(optimizer, method.__name__, MethodType(method, optimizer))
+
+    def use_plain_gradients(self) -> None:
+        """Let the optimizer's kernels see plain tensors, and nothing where nothing counts."""
+        counts = {share.plan.index: share.has_gradients for share in self.shares}
+        for shard in self.shards:
+            gradient = shard.parameter.grad
+            if gradient is shard.guarded or gradient is shard.gradient:
+                is_there = counts[shard.piece.bucket] and shard.gradient.numel()
+                shard.parameter.grad = shard.gradient if is_there else None
+
+    # ------------------------------------------------------------------ saved and loaded
+
+    def _state_dict(self) -> dict[str, Any]:
+        """torch's ordinary form, the same on every rank; a collective call."""
+        optimizer: Any = self.optimizer
+        for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+            hook(optimizer)
+        shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
+        states = [optimizer.state.get(shard.parameter, {}) for shard in shards]
+        with torch.no_grad():
+            gathered = gather_state(shards, states, self.shares, self._lane)
+        groups, position = [], 0
+        for group, parameters, names in zip(
+            optimizer.param_groups, self.groups, self._param_names, strict=True
+        ):
+            packed = {key: value for key, value in group.items() if key != "params"}
+            if names is not None:
+                packed["param_names"] = names
+            groups.append({**packed, "params": list(range(position, position + len(parameters)))})
+            position += len(parameters)
+        state = {self._positions[index]: gathered[index] for index in gathered if index in self._positions}
+        state.update(self._idle_state)
+        result = {"state": dict(sorted(state.items())), "param_groups": groups}
+        for hook in optimizer._optimizer_state_dict_post_hooks.values():
+            changed = hook(optimizer, result)
+            result = result if changed is None else changed
+        return result
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        saved = state_dict["param_groups"]
+        lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
+        if lengths != expected:
+            raise ValueError(
+                f"expected the state of parameter groups of {expected} parameters, got {lengths}: load what the same "
+                "optimizer saved, sharded or not"
+            )
+        ids = [parameter_id for group in saved for parameter_id in group["params"]]
+        state_of = {
+            index: state_dict["state"].get(ids[position], {}) for index, position in self._positions.items()
+        }
+        at = {id(shard.parameter): number for number, shard in enumerate(self.shards)}
+        with torch.no_grad():
+            packed = {at[id(shard.parameter)]: state for shard, state in self._sliced(state_of)}
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "params": [at[id(parameter)] for parameter in own["params"]],
+            }
+            for group, own in zip(saved, self.optimizer.param_groups, strict=True)
+        ]
+        trained = set(self._positions.values())
+        self._idle_state = {
+            position: state_dict["state"][its_id]
+            for position, its_id in enumerate(ids)
+            if position not in trained and its_id in state_dict["state"]
+        }
+        self._native_load({"state": packed, "param_groups": groups})
+
+    def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
+        share_of = {share.plan.index: share for share in self._shares}
+        found = []
+        for shard in self.shards:
+            state = slice_state(shard, share_of[shard.piece.bucket], state_of, self._names)
+            if state:
+                found.append((shard, state))
+        return found
+
+    # ------------------------------------------------------------------ in words
+
+    def describe(self) -> str:
+        """For agreement and contract: what is stepped how."""
+        kind = type(self.optimizer).__name__
+        if self.whole:
+            return f"{kind} by whole parameters"
+        return f"{kind} by flat spans" + (" within parameters" if self._by_parameter else "")
+
+    def own_numel(self) -> int:
+        """Elements that this rank steps."""
+        return sum(shard.piece.stop - shard.piece.start for shard in self.shards)

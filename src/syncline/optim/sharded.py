@@ -1,0 +1,248 @@
+"""`sharded=True`: each rank reduces and steps its share; on one host over one copy of the parameters.
+
+One step, in order:
+
+1. backward reduces each bucket so that this rank's span holds the mean (`sync/share.py`);
+2. `clip_grad_norm_` adds up the spans' norms; a GradScaler's infinities are agreed on (`sync/stand_in.py`);
+3. `step` waits until every rank's backward is over, for nobody may write what another still reads;
+4. this rank's shards are stepped;
+5. one copy: a barrier, then everybody reads. A copy on each rank: the spans are gathered.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.optim.attached import AttachedShards
+from syncline.optim.kinds import is_elementwise
+from syncline.plan.shards import bounds_of
+from syncline.sync.one_copy import OneCopy, one_copy_of, remember_one_copy
+from syncline.sync.share import Share
+from syncline.transport.base import Transport
+
+__all__ = ["Sharding"]
+
+
+class Sharding:
+    """What a module with `sharded=True` needs at the step.
+
+    Making one is a collective call: it moves the parameters to where they are to be.
+
+    Args:
+        module: whose parameters.
+        named: the trained parameters, by index.
+        shares: of all buckets.
+        lane: between the ranks, for this alone.
+        by_parameter: whether flat spans end where a parameter does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: Sequence[tuple[str, Tensor]],
+        shares: Sequence[Share],
+        lane: Transport,
+        *,
+        by_parameter: bool,
+    ) -> None:
+        self.optimizers: list[AttachedShards] = []
+        self._names = [name for name, _ in named]
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
+        self._shares = list(shares)
+        self._lane = lane
+        self._by_parameter = by_parameter
+        self.is_common = all(share.is_common for share in shares)
+        self._private = [share for share in shares if not share.is_common]
+        for share in shares:
+            if lane.rank == 0 or not share.is_common:
+                share.take_values()
+        lane.barrier().wait()  # rank 0 has written what all are about to see
+        for share in shares:
+            share.adopt()
+        former = one_copy_of(module)
+        rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
+        self.copy = OneCopy(
+            [*named, *rest], lane, is_common=not self._private, check=lambda: _check_adopted(shares)
+        )
+        remember_one_copy(module, self.copy)
+
+    def attach(self, optimizer: Optimizer, elementwise: bool | None, *, has_begun: bool) -> AttachedShards:
+        """Give an optimizer this rank's shards.
+
+        Args:
+            optimizer: which.
+            elementwise: whether flat spans will do; None: as is known of its type.
+            has_begun: whether gradients have been reduced already, by the present bounds.
+
+        Raises:
+            ValueError: it has parameters that are not sharded, or whole parameters can no longer be had.
+        """
+        whole = not is_elementwise(optimizer, elementwise)
+        taken = {index for attached in self.optimizers for index in attached.group_of}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._check_parameter(parameter, optimizer, taken)
+        own = {self._index_of[id(p)] for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+        if whole:
+            self._move_bounds(own, has_begun=has_begun)
+        attached = AttachedShards(
+            optimizer,
+            index_of=self._index_of,
+            names=self._names,
+            shares=self._shares,
+            lane=self._lane,
+            whole=whole,
+            by_parameter=self._by_parameter,
+            find_together=self._find_together,
+            around_step=self._around_step,
+        )
+        self.optimizers.append(attached)
+        for share in attached.shares:  # what was reduced before counts
+            for shard in share.shards:
+                if share.has_gradients and shard in attached.shards:
+                    shard.parameter.grad = shard.guarded
+        return attached
+
+    def _check_parameter(self, parameter: Tensor, optimizer: Optimizer, taken: set[int]) -> None:
+        index = self._index_of.get(id(parameter))
+        kind = type(optimizer).__name__
+        if index is None and (parameter.requires_grad or id(parameter) not in self._frozen):
+            raise ValueError(
+                f"this {kind} has a parameter of shape {tuple(parameter.shape)} that is not sharded (of another "
+                "module, or under ignore=): with sharded=True give such parameters an optimizer of their own, and do "
+                "not attach it"
+            )
+        if index in taken:
+            raise ValueError(
+                f"{self._names[index or 0]} belongs to an optimizer that was attached before: each parameter is "
+                "stepped by one"
+            )
+
+    def _move_bounds(self, whole: set[int], *, has_begun: bool) -> None:
+        """Let no border of a span fall into a parameter of `whole`, nor into those that were attached as such."""
+        for attached in self.optimizers:
+            if attached.whole:
+                whole = whole | set(attached.group_of)
+        bounds = bounds_of([share.plan for share in self._shares], self._lane.size, whole=whole)
+        changed = [
+            share for share, cuts in zip(self._shares, bounds, strict=True) if share.bounds != tuple(cuts)
+        ]
+        again = [attached for attached in self.optimizers if not {*attached.shares}.isdisjoint(changed)]
+        if has_begun or any(attached.has_state for attached in again):
+            raise ValueError(
+                "an optimizer that steps whole parameters has to be attached before the first backward, and before "
+                "optimizers that have state already"
+            )
+        for share, cuts in zip(self._shares, bounds, strict=True):
+            if share in changed:
+                share.set_bounds(cuts)
+        for attached in again:
+            attached.cut()
+
+    # ------------------------------------------------------------------ the step
+
+    def _around_step(self, attached: AttachedShards, step: Callable[[], Any]) -> Any:
+        self._lane.board.phase = "optimizer.step(), before this rank writes its share"
+        self.copy.wait_to_write()
+        attached.use_plain_gradients()
+        result = step()
+        self._lane.board.phase = "optimizer.step(), after this rank has written its share"
+        if self._private:
+            self._gather(attached)
+        self.copy.wait_to_read(attached.members)
+        self._lane.board.phase = "after step"
+        return result
+
+    @torch.no_grad()
+    def _gather(self, attached: AttachedShards) -> None:
+        lane, works = self._lane, []
+        for share in attached.shares:
+            if share.is_common:
+                continue
+            each = share.values.numel() // lane.size
+            bounds = share.bounds
+            if all(bounds[rank] == rank * each for rank in range(lane.size + 1)):
+                own = share.values[bounds[lane.rank] : bounds[lane.rank + 1]].clone()
+                works.append(lane.all_gather(share.values, own))
+                continue
+            works += [
+                lane.broadcast(share.values[bounds[rank] : bounds[rank + 1]], rank)
+                for rank in range(lane.size)
+                if bounds[rank] < bounds[rank + 1]
+            ]
+        for work in works:
+            work.wait()
+
+    def _find_together(self, found: Tensor) -> None:
+        """A GradScaler's infinity on one rank is one on all."""
+        self._lane.board.phase = "GradScaler, looking for infinities"
+        told = found.detach().reshape(1).to(self._lane.sending_device(found.device))
+        self._lane.all_reduce(told, "max").wait()
+        found.copy_(told.view(found.shape))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """See `DistributedDataParallel.clip_grad_norm_`; a collective call."""
+        if not norm_type > 0:
+            raise ValueError(f"with sharded=True expected norm_type above 0, got {norm_type}")
+        counting = [share for share in self._shares if share.has_gradients]
+        gradients = [share.gradient for share in counting if share.gradient.numel()]
+        total = self._total_norm(gradients, float(norm_type), counting)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return total
+
+    def _total_norm(self, gradients: Sequence[Tensor], order: float, counting: Sequence[Share]) -> Tensor:
+        """Each rank's norm is gathered and all combine them in rank order: the same bits everywhere."""
+        lane = self._lane
+        lane.board.phase = "clip_grad_norm_"
+        device = lane.sending_device(self._shares[0].values.device)
+        parts = [_norm(gradient, order).to(device) for gradient in gradients]
+        own = torch.linalg.vector_norm(
+            torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device), order
+        )
+        norms = torch.zeros(lane.size, dtype=torch.float64, device=device)
+        lane.all_gather(norms, own.view(1)).wait()
+        total = torch.linalg.vector_norm(norms, order)
+        dtype = torch.float32
+        for share in counting[:1]:
+            dtype = share.dtype.to_real()
+        for share in counting[1:]:
+            dtype = torch.promote_types(dtype, share.dtype.to_real())
+        rounded: Tensor = total.to(dtype).to(self._shares[0].values.device)
+        return rounded
+
+    # ------------------------------------------------------------------ in words
+
+    def describe(self) -> list[str]:
+        """What all ranks must have attached alike; a line an optimizer."""
+        return [
+            f"{attached.describe()}, parameters {zlib.crc32(repr(sorted(attached.group_of.items())).encode()):08x}"
+            for attached in self.optimizers
+        ]
+
+
+def _norm(gradient: Tensor, order: float) -> Tensor:
+    """In double precision, whatever order the elements are in."""
+    dtype = torch.complex128 if gradient.dtype.is_complex else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    return norm
+
+
+def _check_adopted(shares: Sequence[Share]) -> None:
+    for share in shares:
+        share.check_adopted()

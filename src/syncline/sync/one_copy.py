@@ -1,0 +1,168 @@
+"""Parameters of which there is one copy a host: who may write them when, and how other writes are noticed.
+
+All ranks compute with the same memory, so nobody writes while another reads: a barrier before (all backwards are over),
+a barrier after. Autograd's version counters tell writes from elsewhere; what goes around them (`.data`, `.numpy()`, a
+pointer) is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import SynclineError
+from syncline.plan.difference import describe_ranks
+from syncline.sync.tensors import TensorBroadcaster
+from syncline.transport.base import Transport
+
+__all__ = ["OneCopy", "one_copy_of", "remember_one_copy"]
+
+_copies: weakref.WeakKeyDictionary[nn.Module, OneCopy] = weakref.WeakKeyDictionary()
+_MAX_NAMES = 5
+
+
+def one_copy_of(module: nn.Module) -> OneCopy | None:
+    """The guard of a module's shared parameters; None where they are not shared."""
+    return _copies.get(module)
+
+
+def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
+    """`copy` guards the parameters of `module` from now on; `load_state_dict` writes by its rules."""
+    if module not in _copies:
+        module.register_load_state_dict_pre_hook(_BeforeLoading(module))
+        module.register_load_state_dict_post_hook(_AfterLoading(module))
+    _copies[module] = copy
+
+
+class OneCopy:
+    """Guards the parameters of one module.
+
+    Args:
+        named: the parameters.
+        lane: between the ranks that have them; nothing else travels by it at the same time.
+        is_common: whether all ranks have the same memory. Otherwise each has its own, which the optimizer keeps equal.
+        check: raises where the memory of a parameter is not what it was.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        lane: Transport,
+        *,
+        is_common: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.lane = lane
+        self.is_common = is_common
+        self.named = list(named)
+        self._tensors = [tensor for _, tensor in named]
+        self._check = check
+        self._flags = torch.zeros(1, dtype=torch.int32)
+        self._depth = 0
+        self._versions: list[int] = []
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What the parameters are now is what they have to be."""
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def wait_to_write(self) -> None:
+        """Return when no rank reads any more; a collective call.
+
+        Raises:
+            SynclineError: on all ranks: one of them has written outside of `sl.write_shared`.
+        """
+        self._check()
+        if not self.is_common or self.lane.size == 1:
+            return
+        versions = [tensor._version for tensor in self._tensors]
+        is_touched = versions != self._versions and not self._depth
+        self._flags[0] = int(is_touched)
+        self.lane.all_reduce(self._flags, "max").wait()
+        if self._flags.item():
+            self._raise_touched(versions if is_touched else self._versions)
+
+    def wait_to_read(self, written: Sequence[Tensor]) -> None:
+        """Return when all ranks have written; a collective call. Graphs made before will notice.
+
+        Args:
+            written: those that have been, by whatever rank.
+        """
+        if self.is_common:
+            self.lane.barrier().wait()
+        torch.autograd.graph.increment_version(list(written))
+        self.note_versions()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `sl.write_shared`."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def open(self) -> None:
+        """Wait until this rank may write; pairs with `close`."""
+        if not self._depth:
+            self.wait_to_write()
+        self._depth += 1
+
+    def close(self) -> None:
+        """Wait until all may read."""
+        self._depth -= 1
+        if self._depth:
+            return
+        if not self.is_common:
+            TensorBroadcaster([tensor.detach() for tensor in self._tensors], self.lane).start(0).wait()
+        self.wait_to_read(self._tensors)
+
+    def _raise_touched(self, versions: Sequence[int]) -> None:
+        mine = [name for (name, _), a, b in zip(self.named, versions, self._versions, strict=True) if a != b]
+        self.note_versions()  # it is said once
+        shown = ", ".join(mine[:_MAX_NAMES]) + (
+            f", ... ({len(mine)} parameters)" if len(mine) > _MAX_NAMES else ""
+        )
+        told = [row.decode() for row in self.lane.all_gather_bytes(shown.encode())]
+        ranks = [rank for rank, text in enumerate(told) if text]
+        raise SynclineError(
+            f"shared parameters were written outside of sl.write_shared, on {describe_ranks(ranks)}: {told[ranks[0]]}. "
+            "All ranks of the host compute with this one copy, so a write is seen by all, at whatever they are just "
+            "doing: write inside of `with sl.write_shared(module):`, which all ranks enter"
+        )
+
+
+class _LoadingHook:
+    """Does not keep its module alive; a copied or pickled one does nothing."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def _copy(self) -> OneCopy | None:
+        module = None if self._module is None else self._module()
+        return None if module is None else _copies.get(module)
+
+
+class _BeforeLoading(_LoadingHook):
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        copy = self._copy()
+        if copy is not None:
+            copy.open()
+
+
+class _AfterLoading(_LoadingHook):
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        copy = self._copy()
+        if copy is not None:
+            copy.close()

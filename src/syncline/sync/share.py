@@ -1,0 +1,184 @@
+"""This rank's share of one bucket: what it reduces, and the pieces in which an optimizer steps it.
+
+Beside the bucket's flat tensor of gradients there is one of parameters, laid out alike, of which the module's
+parameters are views: one for all ranks of a host where the transport can share memory, else one on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import SynclineError
+from syncline.plan.buckets import BucketPlan
+from syncline.plan.shards import Piece, bounds_of
+from syncline.sync.stand_in import ShardGradient, StandIn
+from syncline.transport.base import Transport
+
+__all__ = ["Shard", "Share", "view_like"]
+
+
+class Shard:
+    """One piece: a parameter for the optimizer, over this rank's part of the parameters and gradients.
+
+    Args:
+        piece: where it lies.
+        values: its part of the flat parameters.
+        gradient: its part of the reduced gradients.
+        find_together: see `ShardGradient`.
+    """
+
+    __slots__ = ("gradient", "guarded", "parameter", "piece")
+
+    def __init__(
+        self, piece: Piece, values: Tensor, gradient: Tensor, find_together: Callable[[Tensor], None]
+    ) -> None:
+        self.piece = piece
+        self.parameter = nn.Parameter(values)
+        self.gradient = gradient
+        self.guarded = ShardGradient.of(gradient, find_together)
+
+
+class Share:
+    """One rank's share of one bucket.
+
+    Args:
+        plan: the bucket.
+        members: its parameters, in the plan's order.
+        names: of the members.
+        gradients: the bucket's flat tensor.
+        transport: between the ranks that share; making this is a collective call.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        members: Sequence[Tensor],
+        names: Sequence[str],
+        gradients: Tensor,
+        transport: Transport,
+    ) -> None:
+        self.plan = plan
+        self.members = list(members)
+        self.rank = transport.rank
+        self.dtype, device = members[0].dtype, members[0].device
+        common = transport.share(gradients.numel(), self.dtype, device)
+        self.is_common = common is not None
+        """Whether there is one copy of the parameters for all ranks."""
+        self.values = (
+            torch.zeros(gradients.numel(), dtype=self.dtype, device=device) if common is None else common
+        )
+        self._gradients = gradients
+        self.views = [
+            view_like(self.values, offset, member)
+            for offset, member in zip(plan.offsets, members, strict=True)
+        ]
+        self.stand_ins = [StandIn.of(member, name) for member, name in zip(members, names, strict=True)]
+        self.shards: list[Shard] = []
+        self.set_bounds(bounds_of([plan], transport.size)[0])
+
+    def set_bounds(self, bounds: Sequence[int]) -> None:
+        """Cut the bucket at these offsets (see `plan.shards.bounds_of`); its shards are gone."""
+        self.bounds = tuple(bounds)
+        self.start = bounds[self.rank]
+        self.stop = max(self.start, min(bounds[self.rank + 1], self.plan.numel))
+        self._reduced = self._gradients[self.start : self.stop]
+        self.gradient = self._reduced
+        """The reduced gradients of this rank's span, in the type of the parameters."""
+        if self._gradients.dtype is not self.dtype:
+            self.gradient = torch.empty(
+                self.stop - self.start, dtype=self.dtype, device=self._gradients.device
+            )
+        self.shards = []
+
+    def make_shard(self, piece: Piece, find_together: Callable[[Tensor], None]) -> Shard:
+        """One piece of this span; its gradient is handed to it from now on."""
+        at = piece.start - self.start
+        if piece.is_whole:
+            assert piece.parameter is not None
+            position = self.plan.parameters.index(piece.parameter)
+            values, gradient = self.views[position], view_like(self.gradient, at, self.members[position])
+        else:
+            values = self.values[piece.start : piece.stop]
+            gradient = self.gradient[at : at + piece.stop - piece.start]
+        shard = Shard(piece, values, gradient, find_together)
+        self.shards.append(shard)
+        return shard
+
+    # ------------------------------------------------------------------ during backward
+
+    def take_over(self) -> None:
+        """The gradients are in the bucket: give their memory back."""
+        for member, stand_in in zip(self.members, self.stand_ins, strict=True):
+            if member.grad is not None:
+                member.grad = stand_in
+
+    def divide(self, divisor: float) -> None:
+        """Divide what this rank has reduced."""
+        self._reduced.div_(divisor)
+
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
+        """The span is reduced: let the shards' `.grad` be it. Those of `skip`, parameter indices, get none."""
+        if any_missing:
+            for index, member, stand_in in zip(
+                self.plan.parameters, self.members, self.stand_ins, strict=True
+            ):
+                if index not in skip:
+                    member.grad = stand_in
+        if self.gradient is not self._reduced:
+            self.gradient.copy_(self._reduced)
+        for shard in self.shards:
+            shard.parameter.grad = None if shard.piece.parameter in skip else shard.guarded
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether what was reduced last still counts: nobody has cleared the gradients of all parameters since."""
+        return any(type(member.grad) is StandIn for member in self.members)
+
+    # ------------------------------------------------------------------ the parameters
+
+    def take_values(self) -> None:
+        """Copy the parameters' values to where they are to be."""
+        with torch.no_grad():
+            for member, view in zip(self.members, self.views, strict=True):
+                view.copy_(member)
+
+    def adopt(self) -> None:
+        """Let the parameters be views of the flat tensor."""
+        for member, view in zip(self.members, self.views, strict=True):
+            member.data = view
+
+    def check_adopted(self) -> None:
+        """Raise where somebody has put other memory under a parameter."""
+        for member, view, stand_in in zip(self.members, self.views, self.stand_ins, strict=True):
+            if member.data_ptr() != view.data_ptr():
+                raise SynclineError(
+                    f"{stand_in._name} has other memory than it was given: with sharded=True the parameters are parts "
+                    "of one tensor, which the optimizer steps. Change values in place, inside of "
+                    "sl.write_shared(module); move or convert a module before it is wrapped"
+                )
+
+
+def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """The part of `flat` for one parameter, with the parameter's strides where these are dense.
+
+    Same strides make the optimizer's fused kernels and autograd's accumulation run on plain memory
+    (channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
+    """
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
