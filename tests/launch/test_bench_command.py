@@ -1,0 +1,47 @@
+"""`syncline bench` with real ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "syncline.cli", "bench", "-n", "2"]
+
+
+def test_a_quick_measurement(tmp_path: Path) -> None:
+    options = ["--quick", "--sizes", "1K,64K", "--no-steps", "--json", "measured.json"]
+    done = subprocess.run([*COMMAND, *options], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0][:5] == ["2", "ranks", "x", "1", "thread"]
+    assert ["1", "KiB", "64", "KiB"] in lines
+    summary = json.loads((tmp_path / "measured.json").read_text())
+    assert [row["payload_bytes"] for row in summary["all_reduce"]] == [1024, 65536]
+    for row in summary["all_reduce"]:
+        assert {"syncline", "gloo", "copy"} <= set(row["engines"])
+        for figures in row["engines"].values():
+            assert len(figures["rounds_seconds"]) == 3
+            assert min(figures["rounds_seconds"]) > 0
+
+
+def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--sizes", "64K", "--rounds", "1000000", "--no-steps"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert "all_reduce of 64 KiB" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert output == ""
+    assert "Traceback" not in error

@@ -1,0 +1,363 @@
+"""`syncline bench` without its ranks: turns, figures, tables, options, goals; and an MPI that is made up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.bench import reductions
+from syncline.bench.mpi import MPI, MPIPeer, find_mpi
+from syncline.bench.plot import can_plot, plot
+from syncline.bench.rounds import alternate, calls_for, ratio, timer
+from syncline.bench.summary import summarize
+from syncline.bench.tables import parse_size, report, size_text, table
+from syncline.cli import bench, main
+from syncline.transport.base import Transport
+from syncline.transport.threads import ThreadGroup, run_ranks
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def program(name: str) -> ModuleType:
+    """A program of benchmarks/, as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def raw(*, num_ranks: int = 2, **changes: Any) -> dict[str, Any]:
+    """A measurement of 1 KiB and 100 MiB in three rounds, and of a step."""
+    all_reduce = [
+        {
+            "payload_bytes": size_bytes,
+            "num_calls": dict.fromkeys(("syncline", "gloo", "copy", "Open MPI 5"), 7),
+            "seconds": {
+                "syncline": [2e-6 * scale, 3e-6 * scale, 4e-6 * scale],
+                "gloo": [20e-6 * scale, 60e-6 * scale, 40e-6 * scale],
+                "copy": [1e-6 * scale, 1.5e-6 * scale, 2e-6 * scale],
+                "Open MPI 5": [1e-6 * scale, 2e-6 * scale, 3e-6 * scale],
+            },
+        }
+        for size_bytes, scale in ((1024, 1), (100 << 20, 1000))
+    ]
+    step = {
+        "model": "GPT 5M",
+        "num_parameters": 5_000_000,
+        "num_steps": 2,
+        "seconds": {
+            "not synchronized": [0.010, 0.020, 0.010],
+            "torch DDP, gloo": [0.030, 0.040, 0.030],
+            "torch DDP, gloo, bucket view": [0.020, 0.030, 0.020],
+            "syncline": [0.011, 0.022, 0.011],
+        },
+    }
+    machine = {
+        "cpu": "CPU",
+        "architecture": "x86_64",
+        "num_cores": 2,
+        "memory_bytes": 1 << 34,
+        "load": 0.1,
+        "system": "Linux",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+        "syncline": "0.1.0",
+    }
+    return {
+        "machine": machine,
+        "plan": {"num_rounds": 3, "mpis": [{"name": "Open MPI 5"}]},
+        "num_ranks": num_ranks,
+        "transport": "shared memory",
+        "all_reduce": all_reduce,
+        "steps": [step],
+        "notes": [],
+        **changes,
+    }
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_each_competitor_has_its_turn_in_each_round_and_the_first_two_do_not_count() -> None:
+    turns: list[tuple[str, int]] = []
+
+    def competitor(name: str) -> Callable[[int], float]:
+        def seconds_for(num_calls: int) -> float:
+            turns.append((name, num_calls))
+            return 6.0
+
+        return seconds_for
+
+    seconds = alternate(
+        {"a": competitor("a"), "b": competitor("b")},
+        num_rounds=8,
+        num_calls={"a": 2, "b": 3},
+        transport=ThreadGroup(1).transport(0),
+    )
+    assert seconds == {"a": [3.0] * 8, "b": [2.0] * 8}
+    rounds = [turns[i : i + 2] for i in range(0, len(turns), 2)]
+    assert len(rounds) == 10
+    assert {tuple(one) for one in rounds} == {(("a", 2), ("b", 3)), (("b", 3), ("a", 2))}
+
+
+def test_a_round_takes_what_its_slowest_rank_takes() -> None:
+    def measure(transport: Transport) -> dict[str, list[float]]:
+        rounds = iter([9.0, 9.0, 1.0 + transport.rank, 4.0 - transport.rank])
+        return alternate({"a": lambda _: next(rounds)}, num_rounds=2, num_calls={"a": 1}, transport=transport)
+
+    assert run_ranks(2, measure) == [{"a": [2.0, 4.0]}] * 2
+
+
+def test_slow_calls_are_made_once_and_fast_ones_not_without_limit() -> None:
+    speeds = {"slow": 5.0, "right": 0.1, "fast": 1e-9}
+    timers = {name: (lambda calls, one=one: calls * one) for name, one in speeds.items()}
+    found = calls_for(timers, seconds=1.0, most=100, transport=ThreadGroup(1).transport(0))
+    assert found == {"slow": 1, "right": 10, "fast": 100}
+
+
+def test_a_timer_makes_the_calls() -> None:
+    calls: list[int] = []
+    assert timer(lambda: calls.append(1), ThreadGroup(1).transport(0))(5) > 0
+    assert len(calls) == 5
+
+
+def test_an_engine_that_reduces_wrong_is_found() -> None:
+    tensor = torch.ones(4)
+    mean = {"mean": (lambda: tensor.fill_(1.5), tensor)}
+    calls = reductions.checked(mean, rank=0, size=2)
+    assert list(calls) == ["mean"]
+    assert tensor.tolist() == [0.0] * 4
+    with pytest.raises(RuntimeError, match=r"mean: expected 2 from all_reduce, got \[1.5"):
+        reductions.checked(mean, rank=0, size=3)
+
+
+# ---------------------------------------------------------------------- figures and tables
+
+
+def test_figures_of_all_reduce() -> None:
+    summary = summarize(raw())
+    engines = summary["all_reduce"][0]["engines"]
+    ours = engines["syncline"]
+    assert ours["median_seconds"] == 3e-6
+    assert ours["payload_bytes_per_second"] == pytest.approx(1024 / 3e-6)
+    assert ours["times_as_fast_as_gloo"]["median"] == pytest.approx(10)  # of 10, 20 and 10
+    assert ours["share_of_copy"]["median"] == pytest.approx(0.5)
+    assert engines["copy"]["moved_bytes_per_second"] == pytest.approx(2 * 1024 / 1.5e-6)
+    assert "share_of_copy" not in engines["gloo"]
+    assert ours["rounds_seconds"] == [2e-6, 3e-6, 4e-6]
+
+
+def test_figures_of_steps() -> None:
+    (step,) = summarize(raw())["steps"]
+    assert step["rival"] == "torch DDP, gloo, bucket view"
+    ours = step["competitors"]["syncline"]
+    assert ours["exposed"]["median"] == pytest.approx(0.1)
+    assert ours["ratio"]["median"] == pytest.approx(0.55)
+    assert "exposed" not in step["competitors"]["not synchronized"]
+
+
+def test_a_summary_is_json_with_every_round() -> None:
+    again = json.loads(json.dumps(summarize(raw())))
+    assert again["all_reduce"][0]["engines"]["syncline"]["rounds_seconds"] == [2e-6, 3e-6, 4e-6]
+    assert again["machine"]["torch"] == "2.13.0"
+
+
+def test_the_report_shows_the_machine_and_each_table() -> None:
+    text = report(summarize(raw()))
+    head = text.splitlines()[:3]
+    assert head[0] == "2 ranks x 1 thread on 2 cores of CPU (x86_64), load 0.10"
+    assert "torch 2.13.0, syncline 0.1.0 over shared memory" in head[1]
+    lines = [line.split() for line in text.splitlines()]
+    assert ["syncline", "3.00", "us", "3.00", "ms"] in lines
+    assert ["syncline", "10.0", "[10.0,", "20.0]", "10.0", "[10.0,", "20.0]"] in lines
+    assert ["syncline", "11.0", "ms", "0.55", "[0.55,", "0.73]", "10%", "[10%,", "10%]"] in lines
+    assert "idle" not in text
+    assert "more ranks than cores" not in text
+
+
+def test_the_report_says_what_disturbs() -> None:
+    found = raw(num_ranks=4, transport="gloo", notes=["no MPI: a reason"])
+    found["machine"]["load"] = 1.5
+    text = report(summarize(found))
+    assert "more ranks than cores: 4 ranks share 2" in text
+    assert "not idle" in text
+    assert "no shared memory between these ranks" in text
+    assert "no MPI: a reason" in text
+
+
+def test_a_report_without_steps_or_sizes() -> None:
+    assert "GPT" not in report(summarize(raw(steps=[])))
+    assert "all_reduce" not in report(summarize(raw(all_reduce=[])))
+
+
+def test_many_sizes_go_below_each_other() -> None:
+    found = raw(steps=[])
+    found["all_reduce"] = [{**found["all_reduce"][0], "payload_bytes": 1024 << power} for power in range(16)]
+    lines = report(summarize(found)).splitlines()
+    assert max(map(len, lines)) <= 112
+    assert sum("32 MiB" in line for line in lines) == sum("1 KiB" in line for line in lines)
+
+
+@pytest.mark.parametrize("size_bytes", [4, 1024, 1536, 25 << 20, 3 << 30])
+def test_a_size_is_read_as_it_is_written(size_bytes: int) -> None:
+    assert parse_size(size_text(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "1Q", "-4", "3", "0", "1.3K"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a"):
+        parse_size(text)
+
+
+def test_columns_line_up() -> None:
+    assert table([["", "ab"], ["name", "c"]]).splitlines() == ["      ab", "name   c"]
+
+
+def test_a_ratio_is_of_the_two_times_of_a_round() -> None:
+    assert ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0])[0] == 2.0
+
+
+@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    plot(summarize(raw()), tmp_path / "figure.svg")
+    assert "GPT 5M" in (tmp_path / "figure.svg").read_text()
+
+
+# ---------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "1"], "-n 1: expected at least 2 ranks"),
+        (["-n", "two"], "invalid int value"),
+        (["--sizes", "1K,big"], "--sizes: expected a size such as"),
+        (["--sizes", "6"], "multiple of 4 bytes"),
+        (["--sizes", "900000G"], "would need about"),
+        (["--rounds", "1"], "--rounds 1: expected at least 2"),
+        (["--jsn", "file"], "did you mean --json?"),
+        (["extra"], "unknown argument extra"),
+        (["--json", "no/such/folder/file.json"], "expected a file in a folder that exists"),
+        (["--plot", "figure.pdf"], "ends in .png or .svg"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "can_plot", lambda: False)
+    assert main(["bench", "--plot", "figure.png"]) == 2
+    assert "pip install 'syncline[bench]'" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    assert "usage: syncline bench" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "bench" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- MPI
+
+_FAKE_MPI = """
+IN_PLACE, SUM = object(), object()
+class Ranks:
+    rank, size = 0, 1
+    def Allreduce(self, place, buffer, op): assert place is IN_PLACE and op is SUM
+    def Barrier(self): pass
+COMM_WORLD = Ranks()
+def Get_library_version(): return "MPICH Version:      9.9"
+"""
+
+
+@pytest.fixture
+def fake_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MPI:
+    """An MPI of one rank; its mpiexec is called with -n 1 PROGRAM."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    (tmp_path / "mpi4py" / "MPI.py").write_text(_FAKE_MPI)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    mpiexec.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return MPI(name="MPICH 9.9", python=sys.executable, mpiexec=str(mpiexec))
+
+
+def test_an_mpi_has_its_turn_when_told(fake_mpi: MPI) -> None:
+    with MPIPeer(fake_mpi, num_ranks=1) as peer:
+        peer.prepare(100)
+        assert 0 < peer.seconds_for(10, "mean") < 10
+        assert 0 < peer.timer("sum", ThreadGroup(1).transport(0))(3) < 10
+        process = peer._process
+    assert process.returncode == 0
+
+
+def test_an_mpi_that_ends_is_named_with_its_last_words(fake_mpi: MPI, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py" / "MPI.py").write_text("raise SystemExit('no fabric found')")
+    with pytest.raises(RuntimeError, match=r"MPICH 9.9: its ranks did not start; it said: no fabric found"):
+        MPIPeer(fake_mpi, num_ranks=1)
+
+
+def test_an_mpi_is_found_by_its_mpi4py(fake_mpi: MPI) -> None:
+    found = find_mpi(sys.executable)
+    assert found.name == "MPICH 9.9"
+    assert Path(found.mpiexec).name == "mpiexec"
+
+
+def test_a_python_without_mpi4py_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match="does not work: ImportError: no MPI here"):
+        find_mpi(sys.executable)
+
+
+def test_open_mpi_is_not_bound_to_cores() -> None:
+    command = MPI(name="Open MPI 5", python="python", mpiexec="mpiexec").command(4, "socket")
+    assert command[:3] == ["mpiexec", "--bind-to", "none"]
+    assert command[-3::2] == ["python", "socket"]
+
+
+# ---------------------------------------------------------------------- the programs in benchmarks/
+
+
+def test_goals_are_judged_with_their_figures() -> None:
+    rows = {row[0]: row[1:] for row in program("collectives").goals(summarize(raw()))}
+    assert rows["1 KiB: at least 100x Gloo"] == ["10.0x [10.0x, 20.0x] not met", "-", "-"]
+    assert rows["1 KiB: within 2 us of Open MPI 5"][0] == "-1.0 us [-1.0 us, -1.0 us] met"
+    assert rows["100 MiB: at least 12x Gloo"][0] == "10.0x [10.0x, 20.0x] not met, within noise"
+    assert rows["100 MiB: at least 2x Open MPI 5"][0] == "0.67x [0.50x, 0.75x] not met"
+    assert rows["100 MiB: at least 80% of a copy's speed"][0] == "50% [50%, 50%] not met"
+
+
+def test_more_ranks_than_cores_have_a_goal_of_their_own() -> None:
+    rows = program("collectives").goals(summarize(raw(num_ranks=4)))
+    assert [row[0] for row in rows] == ["1 KiB: at least 5x Gloo", "100 MiB: at least 5x Gloo"]
+    assert all(row[1].endswith(" met") and "not" not in row[1] for row in rows)
+
+
+def test_memory_reads_the_kernels_figure_and_counts_like_people() -> None:
+    memory = program("memory")
+    assert memory.pss_bytes("Rss: 9 kB\nPss:     12 kB\nPss_Anon: 3 kB\n") == 12 * 1024
+    assert memory.parse_count("1.5M") == 1_500_000
+    rows = {
+        "torch DDP": {"pss_bytes": 3 << 30, "before_bytes": 1 << 30},
+        "syncline": {"pss_bytes": 2 << 30, "before_bytes": 1 << 30},
+    }
+    assert memory.report(rows).splitlines()[2].split() == ["syncline", "2", "GiB", "0.67", "1", "GiB", "0.50"]
