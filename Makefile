@@ -41,10 +41,14 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+MPI_VENVS ?=
 bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)
+	$(BIN)/syncline run -n 2 benchmarks/collectives.py $(if $(MPI_VENVS),--mpi-venvs $(MPI_VENVS))
+	$(BIN)/syncline run -n 4 benchmarks/collectives.py $(if $(MPI_VENVS),--mpi-venvs $(MPI_VENVS))
 	$(BIN)/syncline run -n 1 benchmarks/step.py
 	$(BIN)/syncline run -n 2 benchmarks/step.py
 	$(BIN)/syncline run -n 2 benchmarks/step.py --variants
+	$(BIN)/python benchmarks/memory.py
 
 clean: ## remove .venv and caches (downloaded data stays)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
