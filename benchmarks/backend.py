@@ -111,7 +111,7 @@ def measure(
     """Seconds of each round, by backend, by what is called."""
     often = {"num_rounds": arguments.rounds, "seconds": 0.002 if arguments.quick else 0.01}
     jobs: dict[str, dict[str, Call]] = {}
-    barrier = {name: partial(dist.barrier, group) for name, group in groups.items()}
+    barrier: dict[str, Call] = {name: partial(dist.barrier, group) for name, group in groups.items()}
     jobs["barrier"] = barrier
     for size_bytes in arguments.sizes:
         by_backend = {name: calls(group, size_bytes // 4) for name, group in groups.items()}
