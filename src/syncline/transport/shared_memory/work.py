@@ -92,8 +92,12 @@ class SharedMemoryWork(WatchedWork):
                 raise self._health.failure.on_rank(self._health.rank)
             gone = self._transport.peers.gone()
             if gone:
-                if self.is_completed():  # the last thing that it did was to end this
+                outcome = library().poll(handle, queue, ticket)
+                if outcome == Outcome.DONE:  # the last thing that it did was to end this
+                    self._end()
                     return True
+                if outcome != Outcome.PENDING:  # another survivor was faster
+                    raise self._ended_by(outcome)
                 raise self._health.lost(self, self._transport.numbers_of(gone))
             seconds -= _GLANCE_SECONDS
         if self.elapsed_seconds() > SLICE_SECONDS:
