@@ -118,6 +118,7 @@ class Hub:
                 missing = sorted(set(range(1, self.size)) - set(self._connections))
                 raise SynclineError(f"{named_ranks(missing)} did not connect") from None
             try:
+                _check_is_a_rank(connection, everyone)
                 connection.settimeout(_CONNECT_SECONDS)
                 rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
                 if not secrets.compare_digest(its_token, token) or not 0 < rank < self.size:
@@ -163,7 +164,8 @@ class Hub:
             purpose: what it is for, for messages.
 
         Raises:
-            SynclineError: on all ranks alike: there is not enough memory, or a rank has gone.
+            SharedMemoryUnavailable: on all ranks alike: there is not enough memory.
+            SynclineError: a rank has gone.
         """
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         memory: SharedMemory | None = None
@@ -198,7 +200,7 @@ class Hub:
             ) from error
         if any(troubles) or memory is None:
             lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
-            raise SynclineError("\n".join([f"shared memory for {purpose} cannot be had:", *lines]))
+            raise SharedMemoryUnavailable("\n".join([f"shared memory for {purpose} cannot be had:", *lines]))
         memory.release_file()
         return memory
 
@@ -241,6 +243,14 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
         raise SharedMemoryUnavailable(
             "\n".join(["the ranks cannot share memory:", *reasons]), is_worth_a_warning=not others
         )
+
+
+def _check_is_a_rank(connection: socket.socket, everyone: list[_Presence]) -> None:
+    """Before anything is read: nobody waits for a stranger who says nothing."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    if (pid, uid) not in {(presence.pid, presence.uid) for presence in everyone[1:]}:
+        raise SynclineError(f"process {pid} of user {uid} is none of the ranks")
 
 
 def _check_credentials(connection: socket.socket, expected: _Presence, rank: int) -> None:
