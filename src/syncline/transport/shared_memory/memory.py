@@ -19,6 +19,22 @@ _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _RESERVE_BYTES = 64 * 1024 * 1024
 """What is left for others when memory is short."""
+_CONTROL_GROUPS = (
+    (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory.current",
+        "/sys/fs/cgroup/memory.stat",
+        "",
+    ),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_",
+    ),
+)
+"""Limit, use and its parts, by version of control groups, and how the parts' names begin."""
+_PAGES_OF_FILES = ("active_file", "inactive_file")
 
 
 class SharedMemory:
@@ -106,13 +122,14 @@ def available_bytes() -> int | None:
         found.append(int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for limit, used, statistics, prefix in _CONTROL_GROUPS:
         try:
             with open(limit) as limit_file, open(used) as used_file:
-                found.append(int(limit_file.read()) - int(used_file.read()))
+                free = int(limit_file.read()) - int(used_file.read())
+            with open(statistics) as file:
+                pages = dict(line.split() for line in file)
         except (OSError, ValueError):
             continue  # no such version of control groups, or "max"
+        # Pages of files count as used, but are given up when memory is needed.
+        found.append(free + sum(int(pages.get(f"{prefix}{name}", 0)) for name in _PAGES_OF_FILES))
     return min(found, default=None)
