@@ -3,7 +3,7 @@
 A model is a start and, for each process, the atomic steps that it can take next. `explore` follows all of them,
 breadth first. The memory of the models is sequentially consistent: that the core asks for enough order is what
 `test_sanitizers.py` and the notes in core.c are for. Every rule that the core relies on is also broken here on purpose,
-and must be missed.
+and that must be noticed.
 """
 
 from __future__ import annotations
