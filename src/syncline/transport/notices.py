@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from syncline.board import Place
 from syncline.transport.calls import Failure
-from syncline.transport.store_line import StoreLine, line_to
+from syncline.transport.store_line import StoreLine, ends_with_the_network, line_to
 
 __all__ = ["Notices"]
 
@@ -45,7 +45,8 @@ class Notices:
         self._lock = threading.Lock()
         own = store  # Any: torch's stub of Store knows neither `clone` nor `timeout`
         timeout = store.timeout
-        with contextlib.suppress(RuntimeError):  # a store that cannot be cloned is shared
+        # What cannot be cloned is shared.
+        with contextlib.suppress(RuntimeError), ends_with_the_network(store):
             own = store.clone()
             own.set_timeout(_STORE_TIMEOUT)
             if store.timeout != timeout:

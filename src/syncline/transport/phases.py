@@ -11,8 +11,8 @@ a track in the order in which their operations were called: the calls of an engi
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class PhasedWork(WatchedWork):
         queue: of the lane.
     """
 
-    __slots__ = ("_phases", "_queue", "current", "is_done")
+    __slots__ = ("_num_started", "_phases", "_queue", "current", "is_done")
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class PhasedWork(WatchedWork):
         queue: PhaseQueue,
     ) -> None:
         super().__init__(health, lane, timeout_seconds, operation, detail, tensor)
-        self._phases = deque(phases)
+        self._phases = tuple(phases)  # kept to the end: a backend may use what they hold
+        self._num_started = 0
         self._queue = queue
         self.current: Work | None = None
         """The phase under way; None before the first, and between two while other operations go first."""
@@ -82,6 +83,11 @@ class PhasedWork(WatchedWork):
             under_way.drive()
         return self.is_done or self._health.failure is not None
 
+    @property
+    def timeout_seconds(self) -> float:
+        """Of the transport."""
+        return self._timeout_seconds
+
     def advance(self, taken: set[str]) -> None:
         """Go as far as is possible now.
 
@@ -94,13 +100,18 @@ class PhasedWork(WatchedWork):
                     break
                 self.current.wait()
                 self.current = None
-            if not self._phases:
-                self.is_done = True
+            if self._num_started == len(self._phases):
+                self.is_done, self._phases = True, ()
                 return
-            if self._phases[0].track in taken:
+            phase = self._phases[self._num_started]
+            if phase.track in taken:
                 break
-            self.current = self._phases.popleft().start()
-        taken.update(phase.track for phase in self._phases if phase.track is not None)
+            self._num_started += 1
+            self.current = phase.start()
+            if isinstance(self.current, WatchedWork):
+                self.current.speak_as(self)
+        to_come = self._phases[self._num_started :]
+        taken.update(phase.track for phase in to_come if phase.track is not None)
 
     def fail(self, error: Exception) -> None:
         """See that all ranks know that this cannot go on."""
@@ -135,7 +146,16 @@ class PhaseQueue:
             self.drive()
 
     def clear(self) -> None:
-        """Forget what is under way: the transport was closed."""
+        """Give up what is under way, but keep it until it cannot be any more.
+
+        Who lets go of a tensor last frees it. A backend's thread that does so while Python ends aborts the process.
+        """
+        if self._works:
+            seconds = max(work.timeout_seconds for work in self._works)
+            keeper = threading.Timer(seconds + 1, id, args=(self._works,))
+            keeper.daemon = True
+            with contextlib.suppress(RuntimeError):  # Python is ending, and starts no threads
+                keeper.start()
         self._works = []
         under_way.remove(self)
 

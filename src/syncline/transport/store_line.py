@@ -3,6 +3,9 @@
 A TCPStore ends with the process that opened it, often rank 0. Whoever talks to it afterwards is not only told so by
 an exception: torch prints a C++ stack trace to stderr first, at the end of a program in which nothing went wrong. So
 an idle connection of our own tells, by having been closed.
+
+A network that is gone closes nothing: torch waits for an answer without end. So the kernel is asked to end a connection
+on which nothing is confirmed any more.
 """
 
 from __future__ import annotations
@@ -11,12 +14,15 @@ import contextlib
 import os
 import select
 import socket
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-__all__ = ["StoreLine", "line_to"]
+__all__ = ["StoreLine", "ends_with_the_network", "line_to"]
 
 _CONNECT_SECONDS = 1.0
+_SILENCE_SECONDS = 4
+"""How long the other side's kernel may confirm nothing before a connection ends."""
 
 
 class StoreLine:
@@ -40,13 +46,44 @@ class StoreLine:
             os.close(self._file_descriptor)
 
 
+@contextlib.contextmanager
+def ends_with_the_network(store: Any) -> Iterator[None]:
+    """Connections to `store`'s server that are made within raise when the network is gone, instead of waiting on."""
+    port = getattr(_innermost(store), "port", None)
+    before = _sockets()
+    yield
+    for file_descriptor in _sockets() - before if port is not None else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
+
+
+def _sockets() -> set[int]:
+    """This process's, where the system tells."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    found.add(int(name))
+    return found
+
+
+def _innermost(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
 _lines: WeakValueDictionary[tuple[int, str, int], StoreLine] = WeakValueDictionary()
 
 
 def line_to(store: Any) -> StoreLine | None:
     """The line to `store`'s server, one for each server; None for a store without one, or that cannot be reached."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _innermost(store)
     if not hasattr(store, "host"):
         return None
     key = os.getpid(), store.host, store.port

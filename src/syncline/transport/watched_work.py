@@ -117,6 +117,11 @@ class WatchedWork(Work):
         """Time since the call."""
         return time.monotonic() - self._started
 
+    def speak_as(self, whole: WatchedWork) -> None:
+        """Let messages name the operation that this is a part of."""
+        self._operation, self._detail, self._tensor = whole._operation, whole._detail, whole._tensor
+        self._lane, self._number, self._started = whole._lane, whole._number, whole._started
+
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
         """What the peers are told of a wait for this."""
         tensor = self._tensor
