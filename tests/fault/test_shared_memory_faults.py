@@ -1,0 +1,392 @@
+"""Ranks that share memory when a rank is killed or stopped, memory is short, or a stranger calls."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import soak
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import syncline as sl
+from syncline.errors import PeerLost, SynclineError
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory import hub, memory
+from syncline.transport.shared_memory import library as library_module
+from syncline.transport.shared_memory.find_library import find_library
+from syncline.transport.shared_memory.library import SharedMemoryUnavailable, library
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.world import transport_of
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
+
+CPU = torch.device("cpu")
+LARGE_NUMEL = 3_000_000
+
+
+def met(timeout_seconds: float = 30) -> SharedMemoryTransport:
+    transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=timeout_seconds))
+    assert isinstance(transport, SharedMemoryTransport)
+    return transport
+
+
+def store() -> dist.Store:
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+
+def die() -> None:
+    """End at once, having told when."""
+    store().set("the moment", repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_lost(t: Transport, rank: int, tensor: Tensor) -> None:
+    """Calls end with an error that names the rank, within a second of its death; and go on to do so."""
+    with pytest.raises(PeerLost) as caught:
+        while True:
+            t.all_reduce(tensor, "max").wait()
+    since_death = time.monotonic() - float(store().get("the moment"))
+    text = str(caught.value)
+    assert f"rank {rank}: its process has ended" in text
+    assert since_death < 1, f"{since_death:.2f} s after it had died:\n{text}"
+    with pytest.raises(PeerLost, match=f"rank {rank}: its process has ended"):
+        t.barrier().wait()
+
+
+# ---------------------------------------------------------------------- SIGKILL
+
+
+@pytest.mark.ranks(3, killed=[1])
+def test_a_rank_that_is_killed_before_it_calls_is_lost() -> None:
+    t = met()
+    t.barrier().wait()
+    if t.rank == 1:
+        die()
+    assert_lost(t, 1, torch.ones(1))
+
+
+@pytest.mark.parametrize("numel", [1, LARGE_NUMEL])
+@pytest.mark.ranks(3, killed=[1])
+def test_what_a_rank_had_done_before_it_was_killed_counts(numel: int) -> None:
+    t = met()
+    tensor = torch.full((numel,), float(t.rank + 1))
+    t.all_reduce(tensor).wait()
+    if t.rank == 1:
+        die()
+    assert (tensor == 6).all()
+    assert_lost(t, 1, tensor)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.ranks(3, killed=[1])
+def test_a_rank_that_is_killed_in_the_middle_is_lost(is_in_place: bool, seed: int) -> None:
+    t = met()
+    tensor = t.allocate(LARGE_NUMEL, torch.float32, CPU) if is_in_place else torch.ones(LARGE_NUMEL)
+    t.barrier().wait()
+    if t.rank == 1:
+        soak.after(random.Random(seed).uniform(0.01, 0.08), die)
+        while True:
+            t.all_reduce(tensor, "max").wait()
+    assert_lost(t, 1, tensor)
+
+
+@pytest.mark.ranks(4, killed=[1, 2])
+def test_of_two_ranks_that_are_killed_one_at_least_is_named() -> None:
+    t = met()
+    t.barrier().wait()
+    if t.rank in (1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost, match=r"ranks? [12].*: (its process has|their processes have) ended"):
+        t.all_reduce(torch.ones(LARGE_NUMEL)).wait()
+
+
+@pytest.mark.ranks(2, killed=[1])
+def test_nothing_is_left_of_a_rank_that_was_killed() -> None:
+    made = []
+    original = hub._listener
+
+    def noted(size: int) -> object:
+        made.append(original(size))
+        store().set("address", made[0].getsockname()[1:])
+        return made[0]
+
+    hub._listener = noted  # type: ignore[assignment]
+    try:
+        t = met()
+    finally:
+        hub._listener = original
+    address = store().get("address").decode()
+    tensor = t.allocate(LARGE_NUMEL, torch.float32, CPU)
+    t.barrier().wait()
+    if t.rank == 1:
+        die()
+    assert "memfd:syncline" in Path("/proc/self/maps").read_text()
+    assert_lost(t, 1, tensor)
+    assert not [name for name in os.listdir("/dev/shm") if "syncline" in name]
+    t.close()
+    del t, tensor
+    gc.collect()
+    assert "memfd:syncline" not in Path("/proc/self/maps").read_text()
+    assert not [target for target in open_files() if "memfd:syncline" in target]
+    assert address not in Path("/proc/net/unix").read_text()
+
+
+def open_files() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/self/fd/{name}")
+
+
+@pytest.mark.ranks(2, killed=[0])
+def test_an_address_goes_with_the_rank_that_listens_there() -> None:
+    if dist.get_rank() == 0:
+        original = hub._listener
+
+        def listen_and_die(size: int) -> None:
+            listener = original(size)
+            address = listener.getsockname()[1:].decode()
+            assert address in Path("/proc/net/unix").read_text()
+            store().set("address", address)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        hub._listener = listen_and_die  # type: ignore[assignment]
+    with pytest.raises(SynclineError):
+        met()
+    assert store().get("address").decode() not in Path("/proc/net/unix").read_text()
+
+
+# ---------------------------------------------------------------------- SIGSTOP
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_stopped_is_named_and_all_goes_on_when_it_continues() -> None:
+    t = met()
+    total = torch.full((LARGE_NUMEL,), float(t.rank + 1))
+    if t.rank == 1:
+        store().wait(["stopped"])
+        t.all_reduce(total).wait()
+        assert (total == 3).all()
+        return
+    pid = t.peers.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while t.peers.stopped() != [1]:
+        assert time.monotonic() < deadline
+    store().set("stopped", "")
+    told: list[tuple[str, float]] = []
+    began = time.monotonic()
+
+    def continue_it(message: Warning | str, *_: object, **__: object) -> None:
+        told.append((str(message), time.monotonic() - began))
+        os.kill(pid, signal.SIGCONT)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = continue_it
+        t.all_reduce(total).wait()
+    assert (total == 3).all()
+    ((text, seconds),) = told
+    assert "waits in all_reduce(sum) of 3000000 elements, torch.float32 (call " in text
+    assert "for rank 1, whose process is stopped" in text
+    assert seconds < 1
+
+
+# ---------------------------------------------------------------------- too little memory
+
+
+@pytest.mark.parametrize("poor_rank_has_bytes", [0, 65 * 2**20], ids=["none at all", "not for the lanes"])
+@pytest.mark.ranks(3)
+def test_too_little_memory_to_meet_is_said_on_all_ranks(poor_rank_has_bytes: int) -> None:
+    before = memory.available_bytes
+    memory.available_bytes = lambda: poor_rank_has_bytes  # type: ignore[assignment]
+    try:
+        with pytest.raises(SharedMemoryUnavailable) as caught:
+            met()
+    finally:
+        memory.available_bytes = before
+    assert "rank 0: " in str(caught.value)
+    assert "MB of shared memory are needed, but only" in str(caught.value)
+    assert_same_on_all_ranks(str(caught.value))
+
+
+@pytest.mark.ranks(2)
+def test_auto_falls_back_when_there_is_too_little_memory() -> None:
+    before = memory.available_bytes
+    memory.available_bytes = lambda: 65 * 2**20  # type: ignore[assignment]
+    try:
+        assert_falls_back("MB of shared memory are needed")
+    finally:
+        memory.available_bytes = before
+
+
+@pytest.mark.ranks(3)
+def test_a_limit_of_the_system_is_an_error_on_all_ranks_and_the_group_goes_on() -> None:
+    """File sizes are limited on rank 0, which makes the memory: the system itself refuses."""
+    t = met()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if t.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, hard))
+    try:
+        with pytest.raises(SynclineError) as caught:
+            t.allocate(2**21, torch.float32, CPU)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    text = str(caught.value)
+    assert text.startswith("shared memory for 2097152 elements of torch.float32 cannot be had:\nrank 0: ")
+    assert "File too large" in text
+    assert_same_on_all_ranks(text)
+    tensor = t.allocate(2**21, torch.float32, CPU)
+    tensor.fill_(1)
+    t.all_reduce(tensor).wait()
+    assert (tensor == 3).all()
+
+
+def assert_same_on_all_ranks(text: str) -> None:
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert set(texts) == {text}
+
+
+def test_pages_of_files_do_not_count_as_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "max": "1000000",
+        "current": "900000",
+        "stat": "anon 1\nactive_file 300000\ninactive_file 50000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    paths = (*(str(tmp_path / name) for name in files), "")
+    monkeypatch.setattr(memory, "_CONTROL_GROUPS", (paths,))
+    assert memory.available_bytes() == 450_000
+    (tmp_path / "max").write_text("max")
+    assert memory.available_bytes() != 450_000
+
+
+# ---------------------------------------------------------------------- strangers
+
+STRANGER = """
+import socket, sys
+address, hello = sys.argv[1:]
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+connection.settimeout(60)
+connection.connect(b"\\0" + address.encode())
+try:
+    connection.sendall(bytes.fromhex(hello))
+    print("called", flush=True)
+    print("turned away" if connection.recv(1) == b"" else "let in", flush=True)
+except (ConnectionResetError, BrokenPipeError):
+    print("turned away", flush=True)
+"""
+TOKEN = bytes(range(32))
+HELLOS = {
+    "with a wrong token": struct.pack("<I32s", 1, b"?" * 32),
+    "with the right token": struct.pack("<I32s", 1, TOKEN),
+    "that says nothing": b"",
+}
+
+
+@pytest.mark.parametrize("who", HELLOS)
+@pytest.mark.ranks(2)
+def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
+    if dist.get_rank():
+        met().barrier().wait()
+        return
+    original, token_bytes = hub._listener, hub.secrets.token_bytes
+    strangers = []
+
+    def listener_with_a_stranger(size: int) -> object:
+        listener = original(size)
+        hub.secrets.token_bytes = lambda n: TOKEN[:n]
+        arguments = [listener.getsockname()[1:].decode(), HELLOS[who].hex()]
+        stranger = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", STRANGER, *arguments], stdout=subprocess.PIPE, text=True
+        )
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "called\n"
+        strangers.append(stranger)
+        return listener
+
+    hub._listener = listener_with_a_stranger  # type: ignore[assignment]
+    hub.secrets.token_bytes = lambda n: TOKEN[:n]
+    began = time.monotonic()
+    try:
+        t = met()
+    finally:
+        hub._listener, hub.secrets.token_bytes = original, token_bytes
+    t.barrier().wait()
+    output, _ = strangers[0].communicate(timeout=20)
+    assert output == "turned away\n"
+    assert time.monotonic() - began < 15, "the ranks waited for the stranger"
+
+
+# ---------------------------------------------------------------------- no library
+
+
+@contextlib.contextmanager
+def without_library() -> Iterator[None]:
+    library_module.find_library = lambda: None  # type: ignore[assignment]
+    library.cache_clear()
+    try:
+        yield
+    finally:
+        library_module.find_library = find_library
+        library.cache_clear()
+
+
+def assert_falls_back(reason: str) -> None:
+    """auto takes Gloo, and rank 0 says why, once."""
+    sys.modules["syncline.world"]._has_warned = False  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world = sl.init()
+        tensor = torch.tensor([float(world.rank + 1)])
+        for _ in range(2):
+            sl.all_reduce_(tensor, op="sum")
+        again = dist.new_group()
+        sl.barrier(group=again)
+        name = transport_of(None).name
+    assert name == "gloo"
+    assert tensor.item() == 6
+    texts = [str(warning.message) for warning in caught if "share" in str(warning.message)]
+    assert len(texts) == (1 if world.rank == 0 else 0), texts
+    for text in texts:
+        assert reason in text
+        assert "Tensors on the CPU travel by gloo instead, more slowly" in text
+
+
+@pytest.mark.ranks(2)
+def test_auto_without_the_library_falls_back_and_says_so_once() -> None:
+    with without_library():
+        assert_falls_back("the native library was not built")
+
+
+@pytest.mark.ranks(2)
+def test_shm_without_the_library_raises() -> None:
+    with without_library(), pytest.raises(SynclineError, match="the native library was not built"):
+        sl.init(transport="shm")
+        sl.barrier()
+
+
+# ---------------------------------------------------------------------- by lot
+
+
+def test_a_short_soak() -> None:
+    lines: list[str] = []
+    assert soak.soak(5.0, 1, lines.append) == len(lines) >= 1
+    assert all(": right, " in line for line in lines)
