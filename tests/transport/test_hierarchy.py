@@ -78,6 +78,22 @@ def test_the_transport_follows_from_who_lives_where(hosts: str, name: str) -> No
     t.barrier().wait()
 
 
+@pytest.mark.ranks(3)
+def test_where_another_backend_serves_another_device_lanes_are_made_all_the_same() -> None:
+    beneath = C10dTransport(timeout_seconds=30)
+    beneath._backends = {"cpu": "gloo", "cuda": "nccl"}  # which has no lanes
+    t = HierarchicalTransport.over(beneath, host="aba"[beneath.rank])
+    assert t.name == "shared memory within 2 hosts, gloo across, nccl (cuda)"
+    lanes = [t, t.lane("gradients"), t.lane("gradients"), t.lane("buffers")]
+    tensors = [torch.full((1000 + 7 * i,), float(t.rank)) for i in range(4)]
+    works = [lane.all_reduce(tensor) for lane, tensor in zip(lanes, tensors, strict=True)]
+    for work in works if t.rank else reversed(works):
+        work.wait()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[3.0]] * 4
+    lanes[2].close()
+    t.barrier().wait()
+
+
 @pytest.mark.ranks(4)
 def test_a_part_is_what_its_ranks_can_have() -> None:
     t = over_hosts("aabb")
@@ -97,7 +113,7 @@ def test_a_part_is_what_its_ranks_can_have() -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("where", ["library", "listener", "memory"])
+@pytest.mark.parametrize("where", ["library", "listener", "memory", "memory for lanes"])
 def test_one_rank_that_cannot_share_memory_is_enough_for_all_to_do_without(where: str) -> None:
     beneath = C10dTransport(timeout_seconds=30)
 
@@ -110,8 +126,11 @@ def test_one_rank_that_cannot_share_memory_is_enough_for_all_to_do_without(where
                 patch.setattr(hub, "library", refuse)
             elif where == "listener":
                 patch.setattr(hub.Hub, "_connect", refuse)
-            else:
+            elif where == "memory":
                 patch.setattr(SharedMemory, "create", refuse)
+            else:  # after the proof, and what the group needs
+                makers = iter([SharedMemory.create] * 3)
+                patch.setattr(SharedMemory, "create", lambda num_bytes: next(makers, refuse)(num_bytes))
         with pytest.raises(SharedMemoryUnavailable, match=f"no {where} here"):
             HierarchicalTransport.over(beneath, host="aabb"[beneath.rank])
     total = torch.ones(2)

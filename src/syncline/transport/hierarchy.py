@@ -27,7 +27,7 @@ from syncline.board import MAIN_LANE
 from syncline.errors import PeerFailed, SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.calls import Failure, lane_name
+from syncline.transport.calls import Failure, lane_name, named_ranks
 from syncline.transport.health import CLOSED, Lane
 from syncline.transport.opening import exchange
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
@@ -122,20 +122,25 @@ class HierarchicalTransport(Transport):
         self.health.backend = self.name
 
     def _open(self, beneath: C10dTransport, title: str) -> None:
-        """The connections of one lane; a collective call."""
+        """The connections of one lane; a collective call, which fails on all ranks alike."""
         tokens = exchange(beneath, title, [], payload=secrets.token_bytes(_TOKEN_BYTES))
         leaders, name = self._hosts.leaders, self.own_lane.name
         self._beneath = beneath
         self._queue = PhaseQueue()
         self._is_closed = False
-        inside = self._inside
-        self._up = None if inside is None else inside.lane_agreed(f"{name}, up")
-        self._down = None if inside is None else inside.lane_agreed(f"{name}, down")
-        self._across = None
+        self._up = self._down = self._across = None
+        trouble = ""
+        try:
+            if self._inside is not None:
+                self._up = self._inside.lane_agreed(f"{name}, up")
+                self._down = self._inside.lane_agreed(f"{name}, down")
+        except (SynclineError, MemoryError) as error:
+            trouble = str(error) or type(error).__name__
         if self._is_leader:
             token = tokens[leaders[0]][:_TOKEN_BYTES]
             self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
-        beneath.barrier().wait()  # a rank that closed it at once would cut off others that still connect
+        # A rank that closed it before all are here would cut off others that still connect.
+        _raise_if_any(beneath, trouble)
 
     @staticmethod
     def over(beneath: C10dTransport, *, host: str = "") -> Transport:
@@ -158,7 +163,12 @@ class HierarchicalTransport(Transport):
             return SharedMemoryTransport.over(beneath)
         if hosts.widest == 1 or not beneath.is_gloo_on_cpu:
             return beneath
-        return HierarchicalTransport(beneath, hosts, _shared_memory_inside(beneath, hosts), host)
+        try:
+            return HierarchicalTransport(beneath, hosts, _shared_memory_inside(beneath, hosts), host)
+        except SharedMemoryUnavailable:
+            beneath.health.on_failure.clear()
+            beneath.health.backend = beneath.name
+            raise
 
     @property
     def name(self) -> str:
@@ -321,7 +331,10 @@ class HierarchicalTransport(Transport):
         part = self._beneath.split(color)
         if not isinstance(part, C10dTransport):
             return part
-        return HierarchicalTransport.over(part, host=self._host)
+        try:
+            return HierarchicalTransport.over(part, host=self._host)
+        except SharedMemoryUnavailable:  # there was enough of it for the whole, but not for this part as well
+            return part
 
     def abort(self, reason: str) -> None:
         self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
@@ -371,7 +384,7 @@ def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryT
         rows = beneath.all_gather_bytes(payload)
         return [rows[rank] for rank in members]
 
-    hub, inside, trouble = None, None, ""
+    inside, trouble = None, ""
     try:
         if len(members) > 1:
             hub = Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here)
@@ -386,18 +399,19 @@ def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryT
                 numbers=members,
             )
     except (SynclineError, OSError, MemoryError) as error:
-        trouble = str(error) or type(error).__name__
+        text = str(error) or type(error).__name__
+        trouble = f"{named_ranks(members)}, numbered from 0 on their host: {text}"
     while num_exchanges < NUM_EXCHANGES:  # those that other hosts may still need
         exchange_here(b"")
+    _raise_if_any(beneath, trouble)
+    return inside
+
+
+def _raise_if_any(beneath: C10dTransport, trouble: str) -> None:
+    """All ranks go on, or none does; nobody goes on before all are here."""
     told = [row.decode() for row in beneath.all_gather_bytes(trouble.encode())]
     if any(told):
-        if hub is not None:
-            hub.close()
-        beneath.health.on_failure.clear()
-        beneath.health.backend = beneath.name
-        lines = list(dict.fromkeys(text for text in told if text))
-        raise SharedMemoryUnavailable("\n".join(lines))
-    return inside
+        raise SharedMemoryUnavailable("\n".join(dict.fromkeys(text for text in told if text)))
 
 
 # ---------------------------------------------------------------------- small steps
