@@ -1,0 +1,367 @@
+"""Shared memory, where the suite for all engines does not go: sizes at every edge, addresses, threads, many ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.errors import CollectiveMismatch, SynclineError
+from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory.engine import LaneSizes
+from syncline.transport.shared_memory.find_library import find_library
+from syncline.transport.shared_memory.memory import available_bytes
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
+
+CPU = torch.device("cpu")
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+SIZES = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3, 5)]
+HUGE_NUMEL = 2**31 + 4097
+
+
+def met() -> SharedMemoryTransport:
+    transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=40))
+    assert isinstance(transport, SharedMemoryTransport)
+    return transport
+
+
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of many sizes, so that the order of a sum is seen in its bits."""
+    generator = torch.Generator().manual_seed(1000 * rank + numel)
+    if not dtype.is_floating_point:
+        return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+    exponents = torch.randint(-6, 6, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator, dtype=torch.float64) * 2.0**exponents).to(dtype)
+
+
+def in_rank_order(size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> Tensor:
+    """What one process makes of all ranks' values, one after the other."""
+    wide = WIDE.get(dtype, dtype)
+    total = values(0, numel, dtype).to(wide)
+    for rank in range(1, size):
+        total = total + values(rank, numel, dtype).to(wide)
+    return (total / size if op == "mean" else total).to(dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+# ---------------------------------------------------------------------- sizes and bits
+
+
+def edges(of_bytes: int, itemsize: int, num_slots: int) -> list[int]:
+    numel = of_bytes // itemsize
+    return [0, 1, numel - 1, numel, numel + 1, num_slots * numel, num_slots * numel + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_have_the_bits_of_rank_order_at_every_edge(size: int, dtype: torch.dtype) -> None:
+    t = met()
+    sizes = LaneSizes(size)
+    op: ReduceOp
+    for op in ("sum", "mean"):
+        for numel in edges(sizes.chunk_bytes, dtype.itemsize, sizes.num_slots):
+            tensor = values(t.rank, numel, dtype)
+            t.all_reduce(tensor, op).wait()
+            assert same_bits(tensor, in_rank_order(size, numel, dtype, op)), f"all_reduce of {numel}"
+        for numel in edges(sizes.chunk_bytes // size, dtype.itemsize, sizes.num_slots):
+            part = torch.empty(numel, dtype=dtype)
+            t.reduce_scatter(part, values(t.rank, numel * size, dtype), op).wait()
+            whole = in_rank_order(size, numel * size, dtype, op)
+            assert same_bits(part, whole[t.rank * numel : (t.rank + 1) * numel]), f"reduce_scatter of {numel}"
+        for numel in (2**16, 2**17 + 1, 300_001):  # more than one piece
+            target = t.allocate(numel, dtype, CPU)
+            target.copy_(values(t.rank, numel, dtype))
+            t.all_reduce(target, op).wait()
+            assert same_bits(target, in_rank_order(size, numel, dtype, op)), f"in place, {numel}"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_arrive_at_every_edge(size: int) -> None:
+    t = met()
+    sizes = LaneSizes(size)
+    after, before = (t.rank + 1) % size, (t.rank - 1) % size
+    for numel in edges(sizes.chunk_bytes, 1, sizes.num_slots):
+        everyone = torch.empty(size * numel, dtype=torch.uint8)
+        t.all_gather(everyone, values(t.rank, numel, torch.uint8)).wait()
+        assert torch.equal(everyone, torch.cat([values(rank, numel, torch.uint8) for rank in range(size)]))
+        tensor = values(t.rank, numel, torch.uint8)
+        t.broadcast(tensor, size - 1).wait()
+        assert torch.equal(tensor, values(size - 1, numel, torch.uint8))
+    for numel in edges(sizes.message_bytes, 1, 2):
+        incoming = torch.empty(numel, dtype=torch.uint8)
+        works = [t.send(values(t.rank, numel, torch.uint8), after), t.recv(incoming, before)]
+        for work in works:
+            work.wait()
+        assert torch.equal(incoming, values(before, numel, torch.uint8))
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_more_than_two_gibibytes() -> None:
+    t = met()
+    enough = t.all_gather_bytes(bytes([(available_bytes() or 0) > 10e9]))
+    if b"\0" in enough:
+        pytest.skip("needs 10 GB of free memory")
+    tensor = torch.zeros(HUGE_NUMEL, dtype=torch.uint8)
+    places = [0, 2**31 - 1, 2**31, 2**31 + 1, HUGE_NUMEL - 1]
+    for n, place in enumerate(places):
+        tensor[place] = 10 * n + 1 + t.rank
+    t.all_reduce(tensor, "max").wait()
+    assert [int(tensor[place]) for place in places] == [10 * n + 2 for n in range(len(places))]
+    for place in places:
+        tensor[place] = 0
+    assert not tensor.view(-1)[: HUGE_NUMEL // 8 * 8].view(torch.int64).any()
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_may_lie_anywhere(size: int) -> None:
+    """Read from a file or a message, a tensor may begin at any byte."""
+    t = met()
+
+    def shifted(source: Tensor, offset: int) -> Tensor:
+        data = bytearray(source.numel() * source.itemsize + offset)
+        data[offset:] = source.view(torch.uint8).numpy().tobytes()
+        return torch.frombuffer(data, dtype=source.dtype, offset=offset)
+
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+        for numel in (1, 1000, 100_003):
+            offset = 1 + 2 * t.rank % dtype.itemsize  # each rank's another
+            expected = in_rank_order(size, numel, dtype, "sum")
+            tensor = shifted(values(t.rank, numel, dtype), offset)
+            assert tensor.data_ptr() % dtype.itemsize
+            t.all_reduce(tensor).wait()
+            assert same_bits(tensor.clone(), expected), f"all_reduce of {numel} {dtype}"
+            part = shifted(torch.zeros(numel, dtype=dtype), offset)
+            t.reduce_scatter(part, shifted(values(t.rank, numel * size, dtype), offset)).wait()
+            whole = in_rank_order(size, numel * size, dtype, "sum")
+            mine = slice(t.rank * numel, (t.rank + 1) * numel)
+            assert same_bits(part.clone(), whole[mine].clone()), f"reduce_scatter of {numel} {dtype}"
+            everyone = shifted(torch.zeros(numel * size, dtype=dtype), offset)
+            t.all_gather(everyone, shifted(values(t.rank, numel, dtype), offset)).wait()
+            for rank in range(size):
+                assert same_bits(
+                    everyone[rank * numel : (rank + 1) * numel].clone(), values(rank, numel, dtype)
+                )
+
+
+# ---------------------------------------------------------------------- lanes, threads, groups
+
+
+def started(t: Transport, numel: int) -> tuple[Tensor, Work]:
+    tensor = values(t.rank, numel)
+    return tensor, t.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("numel", [10, 2_000_003])
+@pytest.mark.ranks(3)
+def test_lanes_may_be_waited_for_in_opposite_order(numel: int) -> None:
+    t = met()
+    lanes = [t, t.lane("more"), t.lane("more")]
+    expected = in_rank_order(t.size, numel, torch.float32, "sum")
+    for _ in range(5):
+        under_way = [started(lane, numel) for lane in lanes for _ in range(3)]
+        for tensor, work in reversed(under_way) if t.rank % 2 else under_way:
+            work.wait()
+            assert same_bits(tensor, expected)
+
+
+@pytest.mark.ranks(2)
+def test_threads_of_a_rank_each_have_a_lane() -> None:
+    t = met()
+    lanes = [t.lane("a"), t.lane("b")]
+    errors: list[BaseException] = []
+
+    def talk(lane: Transport, numel: int) -> None:
+        try:
+            expected = in_rank_order(t.size, numel, torch.float32, "sum")
+            for _ in range(30):
+                under_way = [started(lane, numel) for _ in range(4)]
+                for tensor, work in reversed(under_way) if t.rank else under_way:
+                    work.wait()
+                    assert same_bits(tensor, expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=talk, args=(lane, 10_001 + n)) for n, lane in enumerate(lanes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not errors, errors
+
+
+@pytest.mark.ranks(3)
+def test_groups_that_overlap_may_be_waited_for_in_opposite_order() -> None:
+    whole = met()
+    again = whole.split(0)
+    pair = whole.split(1 if whole.rank else None)
+    assert again is not None
+    groups = [whole, again] if pair is None else [whole, again, pair]
+    for _ in range(10):
+        under_way = [(group, *started(group, 200_003)) for group in groups]
+        for group, tensor, work in reversed(under_way) if whole.rank % 2 else under_way:
+            work.wait()
+            assert same_bits(tensor, in_rank_order(group.size, 200_003, torch.float32, "sum"))
+    whole.barrier().wait()
+
+
+# ---------------------------------------------------------------------- many ranks
+
+
+def one_of_many(store_path: str, rank: int, size: int) -> None:
+    store = dist.FileStore(store_path, size)
+    t = SharedMemoryTransport.connect(store, rank=rank, size=size, timeout_seconds=60)
+    for numel in (1, 5000, 100_003):
+        tensor = torch.full((numel,), float(rank + 1))
+        t.all_reduce(tensor).wait()
+        assert (tensor == size * (size + 1) / 2).all()
+        t.broadcast(tensor.fill_(rank), size - 1).wait()
+        assert (tensor == size - 1).all()
+        t.barrier().wait()
+    part = torch.empty(3)
+    t.reduce_scatter(part, torch.arange(3.0 * size)).wait()
+    assert part.tolist() == [size * (3.0 * rank + n) for n in range(3)]
+    t.barrier().wait()
+
+
+def many_ranks(size: int, store_path: str) -> None:
+    """All forked from this process, which takes no part: torch is imported once."""
+    pids = []
+    for rank in range(size):
+        pid = os.fork()  # before anything has started a thread
+        if pid == 0:
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                one_of_many(store_path, rank, size)
+                code = 0
+            except BaseException as error:
+                print(f"rank {rank}: {error!r}", file=sys.stderr)
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_many_ranks(size: int, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    program = f"from test_shared_memory import many_ranks; many_ranks({size}, {str(tmp_path / 'store')!r})"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+
+
+# ---------------------------------------------------------------------- different calls
+
+DIFFERENT: dict[str, tuple[Callable[[Transport], Work], Callable[[Transport], Work], str, str]] = {
+    "op": (
+        lambda t: t.all_reduce(torch.ones(3)),
+        lambda t: t.all_reduce(torch.ones(3), "max"),
+        "all_reduce(sum) of 3 elements, torch.float32",
+        "all_reduce(max) of 3 elements, torch.float32",
+    ),
+    "numel": (
+        lambda t: t.all_reduce(torch.ones(3)),
+        lambda t: t.all_reduce(torch.ones(2_000_000)),
+        "all_reduce(sum) of 3 elements, torch.float32",
+        "all_reduce(sum) of 2000000 elements, torch.float32",
+    ),
+    "dtype of the same width": (
+        lambda t: t.broadcast(torch.ones(3)),
+        lambda t: t.broadcast(torch.ones(3, dtype=torch.int32)),
+        "broadcast(from rank 0) of 3 elements, torch.float32",
+        "broadcast(from rank 0) of 3 elements, torch.int32",
+    ),
+    "source": (
+        lambda t: t.broadcast(torch.ones(3)),
+        lambda t: t.broadcast(torch.ones(3), 2),
+        "broadcast(from rank 0) of 3 elements, torch.float32",
+        "broadcast(from rank 2) of 3 elements, torch.float32",
+    ),
+    "operation": (
+        lambda t: t.barrier(),
+        lambda t: t.reduce_scatter(torch.ones(2), torch.ones(6)),
+        "barrier",
+        "reduce_scatter(sum) of 6 elements, torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.ranks(3)
+def test_different_calls_are_told_at_once_on_all_ranks(what: str) -> None:
+    t = met()
+    t.barrier().wait()
+    most, one, words_of_most, words_of_one = DIFFERENT[what]
+    began = time.monotonic()
+    with pytest.raises(CollectiveMismatch) as caught:
+        (one if t.rank == 1 else most)(t).wait()
+    seconds = time.monotonic() - began
+    text = str(caught.value)
+    for rank, words in enumerate((words_of_most, words_of_one, words_of_most)):
+        (line,) = [line for line in text.split("\n") if line.strip().startswith(f"rank {rank}:")]
+        assert f"waiting in {words} (call " in line
+    texts = [""] * t.size
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1
+    assert seconds < 5
+
+
+@pytest.mark.ranks(2)
+def test_a_message_of_another_size_is_told_on_both_sides() -> None:
+    t = met()
+    with pytest.raises(CollectiveMismatch, match=r"send\(to rank 1\) of 3 elements") as caught:
+        (t.recv(torch.ones(4), 0) if t.rank else t.send(torch.ones(3), 1)).wait()
+        t.barrier().wait()
+    assert "recv(from rank 0) of 4 elements" in str(caught.value)
+
+
+# ---------------------------------------------------------------------- fork
+
+
+@pytest.mark.ranks(2)
+def test_a_fork_is_refused_and_its_parent_goes_on() -> None:
+    t = met()
+    lane = t.lane("more")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of any fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for transport in (t, lane):
+                for call in (transport.barrier, lambda: transport.all_reduce(torch.ones(1))):  # noqa: B023
+                    with pytest.raises(SynclineError, match="this process was forked from a rank"):
+                        call()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    for transport in (t, lane):
+        tensor = torch.ones(70_000)
+        transport.all_reduce(tensor).wait()
+        assert (tensor == 2).all()
