@@ -38,6 +38,7 @@ from syncline.sync.inventory import Inventory
 from syncline.sync.items import checked_num_items
 from syncline.sync.join import Iteration, ShadowHook, agree_on_iteration
 from syncline.sync.mixed_precision import MixedPrecision
+from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions
 from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.selection import Selection, select
@@ -229,6 +230,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._open_lanes(has_buffers=bool(chosen.buffers))
         self._wire(chosen)
         self._sharding = self._shard() if self._options.sharded else None
+        if sharded and transport.size == 1:  # so that sl.write_shared is the same alone
+            remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, is_common=True))
 
     def _shard(self) -> Sharding:
         """Move the parameters to where each rank steps its share of them. A collective call."""
@@ -408,7 +411,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         were not reduced (the last backward ran under `no_sync`) is an error too. Attach on all ranks.
 
         With `sharded=True` every optimizer has to be attached: it gets this rank's shards for parameters, and state it
-        has is cut to them. Its `state_dict()` and `load_state_dict()` become collective calls.
+        has is cut to them. Its `state_dict()` becomes a collective call.
 
         Args:
             optimizer: of parameters of this module (others may be among them). A scheduler or a GradScaler may be

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -307,6 +308,80 @@ def test_a_scheduler_made_before_or_after_attaching() -> None:
         theirs = train(transport, sharded=False, before=False)
         assert_equal(train(transport, sharded=True, before=False), theirs)
         assert_equal(train(transport, sharded=True, before=True), theirs)
+
+    run_ranks(2, rank)
+
+
+def test_ranks_with_nothing_to_step() -> None:
+    """Three elements for three ranks: one has none, and takes part in all that is collective."""
+
+    def rank(transport: Transport) -> None:
+        base = nn.Linear(2, 1)
+        with torch.no_grad():
+            base.weight.fill_(0.5)
+            base.bias.fill_(-0.5)
+        for make in (OPTIMIZERS["AdamW, single"], OPTIMIZERS["SGD, fused"], OPTIMIZERS["Adafactor, whole"]):
+            seen, states = [], []
+            for sharded in (False, True):
+                module = copy.deepcopy(base)
+                ddp = DDP(module, process_group=transport, sharded=sharded)
+                optimizer = ddp.attach(make(module))
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    loss = ddp(batch(transport.rank, step)[:, :2]).square().mean()
+                    scaler.scale(loss * (math.inf if (step, transport.rank) == (1, 0) else 1.0)).backward()
+                    scaler.unscale_(optimizer)
+                    ddp.clip_grad_norm_(1e6)
+                    scaler.step(optimizer)
+                    scaler.update()
+                assert scaler.get_scale() == 1.0
+                seen.append([p.detach().clone() for p in module.parameters()])
+                states.append(optimizer.state_dict())
+                optimizer.load_state_dict(states[-1])
+            assert_alike(seen[1], seen[0])
+            assert_equal_states(states[1], states[0], same=False)
+
+    run_ranks(3, rank)
+
+
+def test_nobody_writes_while_another_reads() -> None:
+    """Rank 1 evaluates between its backward and its step, while rank 0 is in `step` already."""
+    boards: dict[int, Any] = {}
+
+    def rank(transport: Transport) -> None:
+        run = Run(transport, OPTIMIZERS["SGD, single"], sharded=True)
+        boards[transport.rank] = transport.board
+        transport.barrier().wait()
+        before = run.values()
+        run.backward(0)
+        if transport.rank == 1:
+            deadline = time.monotonic() + 20
+            while not boards[0].phase.startswith("optimizer.step()"):
+                assert time.monotonic() < deadline, boards[0].phase
+            for _ in range(10):
+                assert_equal(run.values(), before)
+        run.optimizer.step()
+        assert not torch.equal(run.module.last.weight, before[6])
+        after = run.values()
+        transport.barrier().wait()
+        assert_equal(run.values(), after)
+
+    run_ranks(2, rank)
+
+
+def test_a_refused_backward_can_be_made_good() -> None:
+    def rank(transport: Transport) -> None:
+        theirs, ours = (
+            Run(transport, OPTIMIZERS["SGD, single"], sharded=sharded) for sharded in (False, True)
+        )
+        theirs.step(0)
+        ours.step(0)
+        with pytest.raises(SynclineError, match="zero_grad"):
+            ours.backward(1)
+        theirs.step(2)
+        ours.step(2)
+        assert_equal(ours.values(), theirs.values())
 
     run_ranks(2, rank)
 
@@ -721,7 +796,7 @@ def test_a_write_elsewhere_is_an_error_on_both_ranks() -> None:
         run.step(1)
     run.step(2)  # it was said
     run.module.first.weight.data = run.module.first.weight.data.clone()
-    with pytest.raises(SynclineError, match="first.weight has other memory than it was given"):
+    with pytest.raises(SynclineError, match=r"first.weight has other memory than it was given"):
         run.step(3)
 
 

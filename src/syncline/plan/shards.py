@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from syncline.plan.buckets import BucketPlan
 
-__all__ = ["ALIGNMENT_NUMEL", "Piece", "bounds_of", "pieces_of", "spans_in"]
+__all__ = ["ALIGNMENT_NUMEL", "Piece", "bounds_of", "gaps_in", "pieces_of", "spans_in"]
 
 ALIGNMENT_NUMEL = 32
 """Spans and parameters begin at multiples of so many elements: 64 bytes, a cache line, in bfloat16.
 
 Memory that is aligned as torch aligns its own makes matrix products of shared parameters as fast, and their bits the
-same. What lies between two parameters is zero, gradient and all, and stays zero whoever steps it.
+same. What lies between two parameters is nobody's: its gradient is zero, and nobody reads its value.
 """
 
 
@@ -166,6 +166,23 @@ def pieces_of(
     return pieces
 
 
+def gaps_in(plan: BucketPlan) -> list[int]:
+    """The elements between parameters, which belong to none.
+
+    Example:
+        >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 8), num_large=0,
+        ...     numel=11, tail_numel=0, itemsize_bytes=4, numels=(6, 3))
+        >>> gaps_in(plan)
+        [6, 7]
+    """
+    gaps: list[int] = []
+    end = 0
+    for offset, numel in zip(plan.offsets, plan.numels, strict=True):
+        gaps += range(end, offset)
+        end = offset + numel
+    return gaps
+
+
 def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, int]]:
     """The parameters that lie between two elements of a bucket: position in the bucket, and from where to where.
 
@@ -173,7 +190,7 @@ def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, in
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 6), num_large=0,
-        ...     numel=9, tail_numel=0, itemsize_bytes=4)
+        ...     numel=9, tail_numel=0, itemsize_bytes=4, numels=(6, 3))
         >>> spans_in(plan, 2, 8)
         [(0, 2, 6), (1, 0, 2)]
     """

@@ -3,6 +3,9 @@
 selection.py        which parameters and buffers of a module take part
 gradients.py        hooks, buckets in flight, the end of a backward
 bucket.py           one bucket and its states
+share.py            this rank's share of a bucket, where it reduces and steps no more
+stand_in.py         what stands in for gradients that are not all here
+one_copy.py         who may write parameters of which there is one copy, and when
 sparse.py           a bucket of one sparse gradient
 comm_hook.py        a user's hook in place of all_reduce, with torch's interface
 usage.py            which parameters a backward will reach: asked of the engine, or learnt once

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
-from syncline.plan.shards import Piece, bounds_of
+from syncline.plan.shards import Piece, bounds_of, gaps_in
 from syncline.sync.stand_in import ShardGradient, StandIn
 from syncline.transport.base import Transport
 
@@ -76,6 +76,8 @@ class Share:
             for offset, member in zip(plan.offsets, members, strict=True)
         ]
         self.stand_ins = [StandIn.of(member, name) for member, name in zip(members, names, strict=True)]
+        gaps = gaps_in(plan)
+        self._gaps = torch.tensor(gaps, device=device) if gaps else None
         self.shards: list[Shard] = []
         self.set_bounds(bounds_of([plan], transport.size)[0])
 
@@ -111,6 +113,8 @@ class Share:
 
     def take_over(self) -> None:
         """The gradients are in the bucket: give their memory back."""
+        if self._gaps is not None:  # clipping by a norm that is not finite has made them NaN, perhaps
+            self._gradients.index_fill_(0, self._gaps, 0)
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):
             if member.grad is not None:
                 member.grad = stand_in
