@@ -19,7 +19,6 @@ from torch import Tensor
 from syncline.errors import CollectiveMismatch, SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.engine import LaneSizes
 from syncline.transport.shared_memory.find_library import find_library
 from syncline.transport.shared_memory.memory import available_bytes
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
@@ -72,7 +71,7 @@ def edges(of_bytes: int, itemsize: int, num_slots: int) -> list[int]:
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_have_the_bits_of_rank_order_at_every_edge(size: int, dtype: torch.dtype) -> None:
     t = met()
-    sizes = LaneSizes(size)
+    sizes = t.engine_lane.sizes
     op: ReduceOp
     for op in ("sum", "mean"):
         for numel in edges(sizes.chunk_bytes, dtype.itemsize, sizes.num_slots):
@@ -94,7 +93,7 @@ def test_sums_have_the_bits_of_rank_order_at_every_edge(size: int, dtype: torch.
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_arrive_at_every_edge(size: int) -> None:
     t = met()
-    sizes = LaneSizes(size)
+    sizes = t.engine_lane.sizes
     after, before = (t.rank + 1) % size, (t.rank - 1) % size
     for numel in edges(sizes.chunk_bytes, 1, sizes.num_slots):
         everyone = torch.empty(size * numel, dtype=torch.uint8)

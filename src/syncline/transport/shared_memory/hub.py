@@ -51,6 +51,8 @@ class _Presence:
     """The kernel's random number of this boot, and the namespaces within which process numbers and sockets count."""
     unable: str = ""
     """Why this rank cannot share memory at all."""
+    build: str = ""
+    """How its native library lays memory out."""
     address: str = ""
     """Where rank 0 listens."""
     token: str = ""
@@ -92,6 +94,7 @@ class Hub:
             uid=os.getuid(),
             host=host_key(),
             unable=_attempt(library),
+            build=_build(),
             address="" if listener is None else listener.getsockname()[1:].decode(),
             token="" if listener is None else token.hex(),
         )
@@ -233,6 +236,9 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
     others = [rank for rank, presence in enumerate(everyone) if presence.host != everyone[0].host]
     if others:
         reasons.append(f"{named_ranks(others)} run on another host (or in another container) than rank 0")
+    builds = [rank for rank, presence in enumerate(everyone) if presence.build != everyone[0].build]
+    if builds and not others:
+        reasons.append(f"{named_ranks(builds)} run another build of the native library than rank 0")
     users = [rank for rank, presence in enumerate(everyone) if presence.uid != everyone[0].uid]
     if users:
         reasons.append(f"{named_ranks(users)} run as another user than rank 0")
@@ -260,6 +266,14 @@ def _check_credentials(connection: socket.socket, expected: _Presence, rank: int
         raise SynclineError(
             f"process {pid} of user {uid} is not rank {rank}, which is process {expected.pid} of user {expected.uid}"
         )
+
+
+def _build() -> str:
+    try:
+        core = library()
+    except SharedMemoryUnavailable:
+        return ""
+    return f"{core.group_bytes(2)} {core.lane_bytes(2, 4, 4096, 4096)}"
 
 
 def _listener(size: int) -> socket.socket:

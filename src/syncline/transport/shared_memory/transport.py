@@ -33,7 +33,7 @@ from syncline.transport.notices import Notices
 from syncline.transport.opening import exchange
 from syncline.transport.publisher import publisher
 from syncline.transport.shared_memory.codes import REDUCED_DTYPES, Kind, code_of, reduction_codes
-from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
+from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes, is_crowded
 from syncline.transport.shared_memory.hub import Hub
 from syncline.transport.shared_memory.library import library
 from syncline.transport.shared_memory.store_exchange import store_exchange
@@ -115,6 +115,8 @@ class SharedMemoryTransport(Transport):
         self.engine = Engine(
             hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
         )
+        # One layout for all, although some may be confined to fewer cores than others.
+        self._is_crowded = b"crowded" in hub.gather(b"crowded" if is_crowded(self.size) else b"")
         self._open(hub)
         health.backend = self.name
         engine, rank = self.engine, health.rank  # the health must not hold on to its transport
@@ -122,7 +124,8 @@ class SharedMemoryTransport(Transport):
         _live.add(self)
 
     def _open(self, hub: Hub) -> None:
-        sizes = LaneSizes(self.size)
+        is_main = self.own_lane.name == MAIN_LANE
+        sizes = LaneSizes(self.size, is_crowded=self._is_crowded, has_messages=is_main)
         memory = hub.share(sizes.total_bytes, f"the {self.own_lane.name} lane")
         self.engine_lane = EngineLane(self.engine, memory, sizes)
         self._handle = self.engine_lane.handle

@@ -19,7 +19,8 @@
  *
  * Tensors that lie in memory that all ranks have mapped are reduced in place: the chunk is empty, and the work is
  * taken in pieces by whoever has time (slot.claimed): a rank that passes by takes its share, one that waits also the
- * shares of those who are still computing. Sums are taken in rank order whoever takes them: the same bits everywhere, in every run.
+ * shares of those who are still computing. Sums are taken in rank order whoever takes them: the same bits everywhere,
+ * in every run.
  *
  * Nothing blocks but syncline_wait, and that not longer than it is told to.
  */
@@ -42,7 +43,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define ABI 1
 
-enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 2 };
+enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 4 };
 enum { PIECE_BYTES = 256 * 1024, STRIP_BYTES = 16 * 1024, BLOCK_NUMEL = 1024, SPLIT_RANKS = 4, SPLIT_BYTES = 16384 };
 
 enum { OP_SUM, OP_MEAN, OP_MAX, OP_MIN, OP_PRODUCT };
@@ -594,7 +595,7 @@ static bool receive_next(struct lane *lane, int src) {
  * time for what others could do as well. */
 static bool progress(struct lane *lane, bool is_waiting) {
     bool has_moved = false, moves = true;
-    while (moves && !is_aborted(lane->group)) {
+    while (moves) {
         moves = fill(lane);
         moves |= reduce_next(lane);
         moves |= consume(lane, is_waiting);
@@ -622,7 +623,7 @@ static bool progress_others(struct lane *here, bool *has_foreign) {
     for (struct lane *lane = all_lanes; lane; lane = lane->next) {
         if (lane == here) continue;
         pthread_mutex_lock(&lane->mutex); /* never held for longer than copying takes */
-        if (!is_idle(lane)) {
+        if (!is_idle(lane) && !is_aborted(lane->group)) {
             has_moved |= progress(lane, true);
             *has_foreign |= lane->group != here->group && !is_idle(lane);
         }
@@ -642,7 +643,8 @@ static bool has_completed(struct queue *queue, uint64_t ticket) {
     return atomic_load_explicit(&queue->num_completed, memory_order_acquire) >= ticket;
 }
 
-/* One look: do what can be done, and say how things stand. A last look before sleeping has to be one's own; otherwise
+/* One look: do what can be done, and say how things stand. What all had come for before one of them ended the group is
+ * still completed. A last look before sleeping has to be one's own; otherwise
  * it will do that another thread is at it. */
 static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket, bool is_last, bool *has_moved) {
     *has_moved = false;
@@ -783,7 +785,7 @@ static uint64_t start(struct lane *lane, int queue_number, const struct operatio
         *operation_at(queue, queue->num_started) = *o;
         ticket = ++queue->num_started;
         if (queue_number) lane->num_pending_messages++;
-        progress(lane, false);
+        if (!is_aborted(lane->group)) progress(lane, false);
     }
     pthread_mutex_unlock(&lane->mutex);
     *is_done = ticket && has_completed(queue, ticket);
