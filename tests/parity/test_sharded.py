@@ -20,6 +20,7 @@ from syncline.errors import SynclineError
 from syncline.parallel import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.threads import run_ranks
 
 Make = Callable[[nn.Module], Optimizer]
@@ -720,6 +721,15 @@ def test_two_processes_train_what_replicas_train(name: str, group: str) -> None:
 def test_three_processes_train_what_replicas_train(name: str, group: str) -> None:
     """Gloo adds three numbers in another order in its reduce_scatter than in its all_reduce."""
     compare(GROUPS[group](), OPTIMIZERS[name], same=group == "shared memory")
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", ["AdamW, groups", "Adafactor, whole"])
+def test_two_hosts_train_what_replicas_train(name: str) -> None:
+    """Two ranks on one host, one on another: each has its own copy."""
+    beneath = C10dTransport()
+    transport = HierarchicalTransport.over(beneath, host="aab"[beneath.rank])
+    compare(transport, OPTIMIZERS[name], same=False, bucket_cap_mb=0.02)
 
 
 @pytest.mark.ranks(2)
