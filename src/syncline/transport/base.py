@@ -319,6 +319,10 @@ class Transport(ABC):
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
+    def narrow(self, tensor: Tensor, numel: int) -> Tensor:
+        """The first elements of what `allocate` gave, to be reduced as well as all of it; the same on all ranks."""
+        return tensor[:numel]
+
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """One flat tensor of zeros that all ranks have: what one of them writes, all see. None: this engine cannot.
 

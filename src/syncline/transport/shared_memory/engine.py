@@ -12,7 +12,7 @@ from torch import Tensor
 from syncline.transport.shared_memory.library import MAX_ABORT_BYTES, library
 from syncline.transport.shared_memory.memory import SharedMemory
 
-__all__ = ["Engine", "EngineLane", "LaneSizes", "is_crowded"]
+__all__ = ["Engine", "EngineLane", "LaneSizes"]
 
 _SPIN_NANOSECONDS = 200_000
 """How long a wait looks again and again before it sleeps, where each rank has a core of its own."""
@@ -20,18 +20,11 @@ _NUM_YIELDS = 30
 """How often a wait lets other processes go first before it sleeps, where there are more ranks than cores."""
 
 
-def is_crowded(size: int) -> bool:
-    """Whether `size` ranks are more than the cores that this process may use."""
-    return size > len(os.sched_getaffinity(0))
-
-
 class LaneSizes:
     """How the memory of a lane is laid out, the same on all ranks.
 
     Args:
         size: number of ranks.
-        is_crowded: whether there are more ranks than cores. Every chunk then costs a change of processes, so they are
-            larger.
         has_messages: whether large messages between two ranks are to be fast.
 
     Attributes:
@@ -40,11 +33,9 @@ class LaneSizes:
         message_bytes: what a message between two ranks is cut into.
     """
 
-    def __init__(self, size: int, *, is_crowded: bool = False, has_messages: bool = True) -> None:
+    def __init__(self, size: int, *, has_messages: bool = True) -> None:
         self.num_slots = 4
         self.chunk_bytes = 128 * 1024 if size <= 16 else 64 * 1024
-        if is_crowded and size <= 8:
-            self.chunk_bytes = 512 * 1024
         most = 256 * 1024 if has_messages else 8 * 1024
         self.message_bytes = min(most, max(2048, 2**20 // size**2 // 128 * 128))
         self.total_bytes: int = library().lane_bytes(
@@ -65,7 +56,7 @@ class Engine:
         self.rank = rank
         self.size = size
         self._memory = memory
-        spin = 0 if is_crowded(size) else _SPIN_NANOSECONDS
+        spin = _SPIN_NANOSECONDS if size <= len(os.sched_getaffinity(0)) else 0
         self.handle = library().group_open(memory.address, rank, size, spin, _NUM_YIELDS)
         if not self.handle:
             raise MemoryError

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -33,7 +33,7 @@ from syncline.transport.notices import Notices
 from syncline.transport.opening import exchange
 from syncline.transport.publisher import publisher
 from syncline.transport.shared_memory.codes import REDUCED_DTYPES, Kind, code_of, reduction_codes
-from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes, is_crowded
+from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
 from syncline.transport.shared_memory.hub import Hub
 from syncline.transport.shared_memory.library import library
 from syncline.transport.shared_memory.store_exchange import store_exchange
@@ -115,8 +115,6 @@ class SharedMemoryTransport(Transport):
         self.engine = Engine(
             hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
         )
-        # One layout for all, although some may be confined to fewer cores than others.
-        self._is_crowded = b"crowded" in hub.gather(b"crowded" if is_crowded(self.size) else b"")
         self._open(hub)
         health.backend = self.name
         engine, rank = self.engine, health.rank  # the health must not hold on to its transport
@@ -125,7 +123,7 @@ class SharedMemoryTransport(Transport):
 
     def _open(self, hub: Hub) -> None:
         is_main = self.own_lane.name == MAIN_LANE
-        sizes = LaneSizes(self.size, is_crowded=self._is_crowded, has_messages=is_main)
+        sizes = LaneSizes(self.size, has_messages=is_main)
         memory = hub.share(sizes.total_bytes, f"the {self.own_lane.name} lane")
         self.engine_lane = EngineLane(self.engine, memory, sizes)
         self._handle = self.engine_lane.handle
@@ -431,6 +429,14 @@ class SharedMemoryTransport(Transport):
         weakly = weakref.ref(tensor, lambda _: regions.pop(key, None))
         regions[key] = _Region(weakly, memory.address, stride, int.from_bytes(token[:8], "little"))
         return tensor
+
+    def narrow(self, tensor: Tensor, numel: int) -> Tensor:
+        part = tensor[:numel]
+        region = self._regions.get(id(tensor))
+        if region is not None:
+            regions, key = self._regions, id(part)
+            regions[key] = replace(region, tensor=weakref.ref(part, lambda _: regions.pop(key, None)))
+        return part
 
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if device.type != "cpu":
