@@ -18,6 +18,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, R
 import syncline as sl
 from syncline.errors import SynclineError
 from syncline.parallel import DistributedDataParallel as DDP
+from syncline.sync import layout
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
@@ -162,6 +163,22 @@ def test_threads_train_what_replicas_train(name: str, size: int) -> None:
 def test_many_buckets(cap: float) -> None:
     run_ranks(3, lambda t: compare(t, OPTIMIZERS["AdamW, groups"], bucket_cap_mb=cap))
     run_ranks(3, lambda t: compare(t, OPTIMIZERS["Adafactor, whole"], bucket_cap_mb=cap))
+
+
+def test_many_buckets_take_turns_in_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "POOL_BYTES", 0)
+
+    def rank(transport: Transport) -> None:
+        compare(transport, OPTIMIZERS["AdamW, groups"], bucket_cap_mb=0.001)
+        compare(transport, OPTIMIZERS["Adafactor, whole"], bucket_cap_mb=0.001)
+        compare(transport, OPTIMIZERS["SGD, single"], bucket_cap_mb=0.001, find_unused_parameters=True)
+        compare(transport, OPTIMIZERS["SGD, single"], bucket_cap_mb=0.001, static_graph=True)
+        ddp = Run(transport, OPTIMIZERS["SGD, single"], sharded=True, bucket_cap_mb=0.001).ddp
+        buckets = ddp._gradients.layout.buckets
+        assert len(buckets) > 4
+        assert len({b.flat.untyped_storage().data_ptr() for b in buckets}) == 3  # type: ignore[union-attr]
+
+    run_ranks(2, rank)
 
 
 @pytest.mark.parametrize(
@@ -713,6 +730,11 @@ def test_two_processes_train_what_replicas_train(name: str, group: str) -> None:
     transport = GROUPS[group]()
     compare(transport, OPTIMIZERS[name], same="fused" not in name)
     compare(transport, OPTIMIZERS[name], same="fused" not in name, bucket_cap_mb=0.02)
+    layout.POOL_BYTES, pool_bytes = 0, layout.POOL_BYTES
+    try:  # buckets that take turns in the same memory
+        compare(transport, OPTIMIZERS[name], same="fused" not in name, bucket_cap_mb=0.001)
+    finally:
+        layout.POOL_BYTES = pool_bytes
 
 
 @pytest.mark.ranks(3)
@@ -829,6 +851,7 @@ def test_share_and_then_shard() -> None:
         ours_run.step(step)
         their_run.step(step)
     assert_equal(ours_run.values(), their_run.values())
+    dist.barrier()  # both have read
     if dist.get_rank() == 1:
         with torch.no_grad():
             module.frozen.add_(1.0)

@@ -76,6 +76,8 @@ class Bucket(Lifecycle):
         comm_hook: what reduces the flat tensor in place of the transport's all_reduce.
         is_last: whether a hook is told that it is the last one.
         in_place: take the flat tensor from the transport, which makes this a collective call.
+        memory: a flat tensor to use the front of, shared with buckets before this one; None for one of its own.
+        predecessor: the last bucket that used this memory; it is waited for before this one is filled.
         shared_names: all parameters' names, by index, where each rank is to reduce only its share of the bucket; this
             makes it a collective call as well.
     """
@@ -91,6 +93,8 @@ class Bucket(Lifecycle):
         is_last: bool = False,
         in_place: bool = False,
         shared_names: Sequence[str] | None = None,
+        memory: Tensor | None = None,
+        predecessor: Bucket | None = None,
     ) -> None:
         super().__init__(plan, [parameters[i] for i in plan.parameters])
         self._transport = transport
@@ -99,12 +103,19 @@ class Bucket(Lifecycle):
         self._is_last = is_last
         first = self.members[0]
         dtype: torch.dtype = getattr(torch, plan.dtype)
-        allocate = transport.allocate if in_place else _zeros
-        self.flat = allocate(plan.numel + plan.padding_numel + plan.tail_numel, dtype, first.device)
+        numel = plan.numel + plan.padding_numel + plan.tail_numel
+        if memory is not None:
+            self.flat = transport.narrow(memory, numel)
+        else:
+            allocate = transport.allocate if in_place else _zeros
+            self.flat = allocate(numel, dtype, first.device)
+        self._predecessor = predecessor
         self.share: Share | None = None
         if shared_names is not None:
             names = [shared_names[index] for index in plan.parameters]
-            self.share = Share(plan, self.members, names, self.flat, transport)
+            self.share = Share(
+                plan, self.members, names, self.flat, transport, outlives_bucket=memory is not None
+            )
         self.views = [
             view_like(self.flat, offset, parameter)
             for offset, parameter in zip(plan.offsets, self.members, strict=True)
@@ -131,6 +142,8 @@ class Bucket(Lifecycle):
         self, scale: float, missing: frozenset[int], *, tail: Sequence[int] | None, trigger: int | None
     ) -> None:
         """Fill what is not filled yet and send the flat tensor, `tail` behind the gradients."""
+        if self._predecessor is not None:
+            self._predecessor.wait()
         self._fill_small(scale, any_missing=bool(missing))
         if missing:
             self._fill_missing_large(missing, scale)
@@ -205,6 +218,8 @@ class Bucket(Lifecycle):
 
     def wait(self) -> None:
         """Block until the flat tensor holds what was asked for: the sum, or the hook's result."""
+        if self.state is BucketState.REDUCED:  # waited for, because its memory was needed
+            return
         start = time.perf_counter()
         if self._work is not None:
             self._work.wait()
@@ -214,6 +229,8 @@ class Bucket(Lifecycle):
         self.waited_seconds = time.perf_counter() - start
         self._work = self._future = None
         self._transition(BucketState.REDUCED)
+        if self.share is not None:
+            self.share.collect()
 
     def _take(self, result: object) -> None:
         """A hook's result: the flat tensor itself, or another with as many elements."""

@@ -5,11 +5,12 @@ has shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from syncline.plan.buckets import ParameterSpec, plan_buckets
+from syncline.plan.buckets import BucketPlan, ParameterSpec, plan_buckets
 from syncline.plan.shards import ALIGNMENT_NUMEL
 from syncline.sync.bucket import Bucket
 from syncline.sync.comm_hook import CommHook
@@ -21,6 +22,10 @@ from syncline.sync.sparse import SparseBucket
 from syncline.transport.base import Transport
 
 __all__ = ["BucketLayout", "parameter_specs"]
+
+POOL_BYTES = 96 * 1024 * 1024
+"""Sharded buckets that are more take turns in this much memory, or in that of three buckets if that is more."""
+_MIN_TURNS = 3
 
 
 def parameter_specs(
@@ -141,6 +146,10 @@ class BucketLayout:
             align_numel=ALIGNMENT_NUMEL if sharded else 1,
             multiple_of=self._transport.size * ALIGNMENT_NUMEL if sharded else 1,
         )
+        if sharded and (pool := self._pool(plans, in_place=in_place)):
+            self.buckets = self._take_turns(plans, pool)
+            self._note_places()
+            return
         self.buckets = [
             SparseBucket(
                 plan,
@@ -162,6 +171,45 @@ class BucketLayout:
             )
             for plan in plans
         ]
+        self._note_places()
+
+    def _pool(self, plans: Sequence[BucketPlan], *, in_place: bool) -> list[Tensor]:
+        """Memory for sharded buckets to take turns in; none where all of them may have their own."""
+        kinds = {(plan.dtype, plan.device) for plan in plans}
+        largest = max(plans, key=lambda plan: plan.payload_bytes)
+        num_turns = max(_MIN_TURNS, POOL_BYTES // max(1, largest.payload_bytes))
+        if len(kinds) > 1 or len(plans) <= num_turns:
+            return []
+        dtype: torch.dtype = getattr(torch, largest.dtype)
+        device = self._parameters[largest.parameters[0]].device
+        numels = [
+            max(plan.numel + plan.padding_numel for plan in plans[turn::num_turns])
+            for turn in range(num_turns)
+        ]
+        if in_place:
+            return [self._transport.allocate(numel, dtype, device) for numel in numels]
+        return [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
+
+    def _take_turns(self, plans: Sequence[BucketPlan], pool: Sequence[Tensor]) -> list[Bucket | SparseBucket]:
+        """Sharded buckets in the memory of a pool: what a rank does not reduce for itself need not be kept.
+
+        A bucket is filled when it is launched, not before, for only then is the one before it waited for.
+        """
+        buckets: list[Bucket] = []
+        for at, plan in enumerate(plans):
+            buckets.append(
+                Bucket(
+                    replace(plan, num_large=0),
+                    self._parameters,
+                    self._transport,
+                    shared_names=[spec.name for spec in self._specs],
+                    memory=pool[at % len(pool)],
+                    predecessor=buckets[at - len(pool)] if at >= len(pool) else None,
+                )
+            )
+        return [*buckets]
+
+    def _note_places(self) -> None:
         places: dict[int, tuple[Bucket | SparseBucket, Tensor | None]] = {}
         for bucket in self.buckets:
             for at, index in enumerate(bucket.plan.parameters):

@@ -50,6 +50,8 @@ class Share:
         names: of the members.
         gradients: the bucket's flat tensor.
         transport: between the ranks that share; making this is a collective call.
+        outlives_bucket: whether the bucket's memory is used again before the optimizer steps, so that what this rank
+            has reduced is to be kept elsewhere.
     """
 
     def __init__(
@@ -59,7 +61,10 @@ class Share:
         names: Sequence[str],
         gradients: Tensor,
         transport: Transport,
+        *,
+        outlives_bucket: bool = False,
     ) -> None:
+        self._outlives_bucket = outlives_bucket
         self.plan = plan
         self.members = list(members)
         self.rank = transport.rank
@@ -86,7 +91,8 @@ class Share:
         self.bounds = tuple(bounds)
         self.start = bounds[self.rank]
         self.stop = max(self.start, min(bounds[self.rank + 1], self.plan.numel))
-        self._reduced = self._gradients[self.start : self.stop]
+        self._in_bucket = self._gradients[self.start : self.stop]
+        self._reduced = torch.zeros_like(self._in_bucket) if self._outlives_bucket else self._in_bucket
         self.gradient = self._reduced
         """The reduced gradients of this rank's span, in the type of the parameters."""
         if self._gradients.dtype is not self.dtype:
@@ -118,6 +124,11 @@ class Share:
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):
             if member.grad is not None:
                 member.grad = stand_in
+
+    def collect(self) -> None:
+        """The span is reduced."""
+        if self._reduced is not self._in_bucket:
+            self._reduced.copy_(self._in_bucket)
 
     def divide(self, divisor: float) -> None:
         """Divide what this rank has reduced."""
