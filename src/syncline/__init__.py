@@ -12,7 +12,8 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     optim/                      optimizers of which each rank steps its share
     verbs, sharing              synchronization without a wrapper; one copy of parameters for all ranks
     parallel                    DistributedDataParallel
-    launch/, cli/, testing/     `syncline run`; ranks for tests
+    launch/, bench/             ranks as processes; competitors that take turns
+    cli/, testing/              `syncline run`, `syncline bench`; ranks for tests
 """
 
 from __future__ import annotations

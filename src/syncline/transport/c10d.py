@@ -166,10 +166,12 @@ class C10dTransport(Transport):
 
     @property
     def other_devices(self) -> dict[str, str]:
-        """Backend by device type, without the CPU's; empty where one backend serves all alike."""
-        if len(set(self._backends.values())) == 1 and "cpu" in self._backends:
-            return {}
-        return {device: backend for device, backend in self._backends.items() if device != "cpu"}
+        """Backend by device type, of those that may be used besides the CPU here."""
+        others = {device: backend for device, backend in self._backends.items() if device != "cpu"}
+        if set(self._backends.values()) == {"gloo"}:  # which claims every type of device there is
+            present = torch.accelerator.current_accelerator()
+            others = {device: "gloo" for device in others if present is not None and device == present.type}
+        return others
 
     @property
     def is_gloo_on_cpu(self) -> bool:
