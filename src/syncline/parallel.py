@@ -80,8 +80,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             that they are equal.
         process_group: the group to synchronize over: a `torch.distributed` process group, a Syncline transport,
             or None for the default group (or a world of one, where torch.distributed is not initialised).
-        bucket_cap_mb: the largest bucket in MiB (of 2**20 bytes). None lets Syncline choose: on one host whose
-            cores all compute, few large buckets; elsewhere 1 MiB first and 25 MiB after, as torch.
+        bucket_cap_mb: the largest bucket in MiB (of 2**20 bytes). None lets Syncline choose: 8 MiB in shared memory;
+            over Gloo on one host whose cores all compute, few large buckets; elsewhere 1 MiB first and 25 MiB after,
+            as torch.
         find_unused_parameters: a parameter without gradient counts as zero instead of being an error; one that no
             rank used keeps its `.grad` untouched.
         check_reduction: deprecated in torch; accepted, not used.
@@ -204,7 +205,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         hosts = gather_hosts(transport)
         first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
         self._options = GradientOptions(
-            caps=caps or automatic_caps(hosts, device_type=first_type),
+            caps=caps
+            or automatic_caps(hosts, device_type=first_type, reduces_in_place=transport.reduces_in_place),
             as_bucket_view=gradient_as_bucket_view and not sharded,
             allow_unused=find_unused_parameters or static_graph,
             skip_unused=skip_all_reduce_unused_params and find_unused_parameters and not static_graph,

@@ -141,8 +141,11 @@ def test_nothing_is_left_of_a_rank_that_was_killed() -> None:
     assert not [name for name in os.listdir("/dev/shm") if "syncline" in name]
     t.close()
     del t, tensor
-    gc.collect()
-    assert "memfd:syncline" not in Path("/proc/self/maps").read_text()
+    deadline = time.monotonic() + 20
+    while "memfd:syncline" in Path("/proc/self/maps").read_text():
+        # The thread that tells where this rank is may be looking at it just now.
+        assert time.monotonic() < deadline, "something holds on to the memory"
+        gc.collect()
     assert not [target for target in open_files() if "memfd:syncline" in target]
     assert address not in Path("/proc/net/unix").read_text()
 

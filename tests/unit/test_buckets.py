@@ -99,3 +99,6 @@ def test_a_crowded_host_gets_few_large_buckets_and_others_overlap() -> None:
     assert automatic_caps([roomy], device_type="cpu").first_cap_bytes == MIB
     assert automatic_caps([crowded, crowded], device_type="cpu").first_cap_bytes == MIB
     assert automatic_caps([crowded], device_type="cuda").first_cap_bytes == MIB
+    assert automatic_caps([crowded], device_type="cpu", reduces_in_place=True).cap_bytes == 8 * MIB
+    assert automatic_caps([roomy], device_type="cpu", reduces_in_place=True).cap_bytes == 8 * MIB
+    assert automatic_caps([crowded, crowded], device_type="cpu", reduces_in_place=True).cap_bytes == 25 * MIB

@@ -110,13 +110,26 @@ class HostLoad:
     num_threads_per_rank: int
 
 
-def automatic_caps(hosts: Sequence[HostLoad], *, device_type: str) -> BucketCaps:
+_IN_PLACE_CAP_BYTES = 8 * MIB
+
+
+def automatic_caps(
+    hosts: Sequence[HostLoad], *, device_type: str, reduces_in_place: bool = False
+) -> BucketCaps:
     """The caps to use when the user gave none.
 
     Sending while computing pays when something else than the computing cores can do the sending: an accelerator's
     copy engines, a network between hosts, or cores that no rank computes on. Then 1 MiB first and 25 MiB after, as
     torch does. On one host whose cores all compute, each further collective only takes time from the computation:
     there, few and large buckets win.
+
+    Where the ranks take each other's gradients from memory, a bucket costs little, and one that is reduced soon is
+    still in the last cache: there buckets are of medium size.
+
+    Args:
+        hosts: all of them.
+        device_type: where the gradients are.
+        reduces_in_place: whether ranks take each other's gradients from memory.
 
     Example:
         >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
@@ -128,6 +141,8 @@ def automatic_caps(hosts: Sequence[HostLoad], *, device_type: str) -> BucketCaps
     overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB, is_default=True)
     if device_type != "cpu" or len(hosts) > 1:
         return overlapping
+    if reduces_in_place:
+        return BucketCaps(cap_bytes=_IN_PLACE_CAP_BYTES, first_cap_bytes=_IN_PLACE_CAP_BYTES, is_default=True)
     host = hosts[0]
     if host.num_ranks * (host.num_threads_per_rank + 1) <= host.num_cores:
         return overlapping

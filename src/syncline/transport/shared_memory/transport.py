@@ -118,7 +118,8 @@ class SharedMemoryTransport(Transport):
         self._open(hub)
         health.backend = self.name
         engine, rank = self.engine, health.rank  # the health must not hold on to its transport
-        health.on_failure.append(lambda failure: engine.abort(failure.to_json(rank)))
+        self._tell = lambda failure: engine.abort(failure.to_json(rank))
+        health.on_failure.append(self._tell)
         _live.add(self)
 
     def _open(self, hub: Hub) -> None:
@@ -504,6 +505,8 @@ class SharedMemoryTransport(Transport):
             self._beneath.close()
         else:
             self.health.close()
+        if self._tell in self.health.on_failure:
+            self.health.on_failure.remove(self._tell)
         self._hub.close()
 
 

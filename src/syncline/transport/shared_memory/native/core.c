@@ -596,12 +596,14 @@ static bool receive_next(struct lane *lane, int src) {
 static bool progress(struct lane *lane, bool is_waiting) {
     bool has_moved = false, moves = true;
     while (moves) {
-        moves = fill(lane);
+        /* After an abort nothing begins, but what all had come for is completed. */
+        bool may_begin = !is_aborted(lane->group);
+        moves = may_begin && fill(lane);
         moves |= reduce_next(lane);
         moves |= consume(lane, is_waiting);
         if (lane->num_pending_messages)
             for (int r = 0; r < lane->group->size; r++) {
-                moves |= send_next(lane, r);
+                moves |= may_begin && send_next(lane, r);
                 moves |= receive_next(lane, r);
             }
         has_moved |= moves;
@@ -643,8 +645,7 @@ static bool has_completed(struct queue *queue, uint64_t ticket) {
     return atomic_load_explicit(&queue->num_completed, memory_order_acquire) >= ticket;
 }
 
-/* One look: do what can be done, and say how things stand. What all had come for before one of them ended the group is
- * still completed. A last look before sleeping has to be one's own; otherwise
+/* One look: do what can be done, and say how things stand. A last look before sleeping has to be one's own; otherwise
  * it will do that another thread is at it. */
 static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket, bool is_last, bool *has_moved) {
     *has_moved = false;
