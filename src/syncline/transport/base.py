@@ -411,7 +411,7 @@ class Transport(ABC):
         if tensor is not None:
             sizes = counts.payload_bytes
             sizes[operation] = sizes.get(operation, 0) + tensor.numel() * tensor.element_size()
-        return _MeasuredWork(work, counts)
+        return work if work is DONE else _MeasuredWork(work, counts)
 
     def _check_flat(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():
@@ -421,6 +421,8 @@ class Transport(ABC):
             )
 
     def _check_reduction(self, op: str, tensor: Tensor) -> None:
+        if tensor.is_contiguous() and op in _REDUCIBLE.get(tensor.dtype, ()):
+            return
         if op not in REDUCE_OPS:
             raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
         self._check_flat(tensor)
