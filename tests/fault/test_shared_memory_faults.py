@@ -12,8 +12,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
