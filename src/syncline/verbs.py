@@ -20,7 +20,7 @@ from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.metrics import weighted_mean
 from syncline.sync.optimizers import OptimizerNumbers
 from syncline.sync.reduction import check_reducible, reduce_tensors
-from syncline.sync.tensors import TensorBroadcaster, named_tensors
+from syncline.sync.tensors import TensorBroadcaster, is_plain, named_tensors
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.world import transport_of
 
@@ -145,10 +145,14 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)
-    if transport.sees_calls and type(target) is Tensor and target.is_contiguous() and target.is_cpu:
-        check_reducible([("tensor", target)], op)
-        work = transport.all_reduce(target, op)
-        increment_version(target)
+    if transport.sees_calls and type(target) is Tensor and target.is_cpu:
+        # Whether it is plain may differ from rank to rank, but not what is sent.
+        check_reducible(named_tensors(target) if not is_plain(target) else [("tensor", target)], op)
+        if is_plain(target):
+            work = transport.all_reduce(target, op)
+            increment_version(target)
+        else:
+            work = reduce_tensors([target], transport, op)
         if async_op:
             return work
         work.wait()

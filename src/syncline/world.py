@@ -208,9 +208,8 @@ def shutdown() -> None:
         error = sys.exc_info()[1]
         if error is not None and process.exit_code_of(error):  # in a `finally` or `with`, on the way out
             _tell_peers(error, error.__traceback__)
-        for known in _transports.values():
-            if known.transport is not None:
-                known.transport.close()
+        for transport in _made_transports():
+            transport.close()
         _transports.clear()
         if session.destroyer is not None:
             session.destroyer.end(destroy=group_is_live)
@@ -320,10 +319,9 @@ def _tell_peers(error: BaseException, tb: TracebackType | None) -> None:
     """Peers that wait for this rank, or come to, raise `PeerFailed` with this traceback, not a lost connection."""
     lines = traceback.format_exception(type(error), error, tb)
     reason = "it ended by an uncaught exception:\n" + "".join(lines).rstrip()
-    for known in list(_transports.values()):
+    for transport in _made_transports():
         with contextlib.suppress(Exception):
-            if known.transport is not None:
-                known.transport.abort(reason)
+            transport.abort(reason)
 
 
 def _tell_peers_without_session() -> None:
@@ -338,9 +336,8 @@ def _tell_peers_without_session() -> None:
 def _leave_at_exit() -> None:
     """Peers that still wait for this rank, or come to, raise `UnevenInputs`, not a lost connection."""
     if _session is None and not _has_failed():
-        for known in list(_transports.values()):
-            if known.transport is not None:
-                known.transport.leave()
+        for transport in _made_transports():
+            transport.leave()
 
 
 def _has_failed() -> bool:
@@ -430,6 +427,10 @@ def _chosen(c10d: C10dTransport, asked: str) -> Transport:
                 f"{error}\nTensors on the CPU travel by {c10d.name} instead, more slowly", stacklevel=4
             )
         return c10d
+
+
+def _made_transports() -> list[Transport]:
+    return [known.transport for known in list(_transports.values()) if known.transport is not None]
 
 
 def _forget_destroyed_groups() -> None:

@@ -34,7 +34,6 @@
 #define syncline_abort NAME(abort)
 #define syncline_abort_text NAME(abort_text)
 #define syncline_called NAME(called)
-#define syncline_places NAME(places)
 #ifndef CORE
 #define CORE "../../src/syncline/transport/shared_memory/native/core.c"
 #endif
@@ -56,7 +55,6 @@ const struct core NAME(core) = {
     .abort = syncline_abort,
     .abort_text = syncline_abort_text,
     .called = syncline_called,
-    .places = syncline_places,
 };
 
 #else
@@ -211,7 +209,7 @@ static struct pending begun(const struct core *core, struct lane *lane, int rank
             p.to = own + p.span_from * c->itemsize;
             if (!c->is_aliased) p.to = p.out = malloc((p.span_to - p.span_from) * c->itemsize + 1);
         }
-        p.ticket = core->start_in_place(lane, code, base, STRIDE, c->numel, (uint64_t)c->slot + 1, p.to, p.span_from,
+        p.ticket = core->start_in_place(lane, code, base, STRIDE, (uint64_t)c->slot + 1, c->numel, p.to, p.span_from,
                                         p.span_to);
         return p;
     }

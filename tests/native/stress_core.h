@@ -18,14 +18,13 @@ struct core {
                               size_t message_bytes);
     void (*lane_close)(struct lane *lane);
     int64_t (*start)(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel);
-    int64_t (*start_in_place)(struct lane *lane, uint64_t code, void *base, size_t stride, size_t numel,
-                              uint64_t buffer, void *out, size_t from, size_t to);
+    int64_t (*start_in_place)(struct lane *lane, uint64_t code, void *base, size_t stride, uint64_t buffer,
+                              size_t numel, void *out, size_t from, size_t to);
     int (*poll)(struct lane *lane, int queue_number, uint64_t ticket);
     int (*wait)(struct lane *lane, int queue_number, uint64_t ticket, uint64_t timeout_nanoseconds);
     int (*abort)(struct group *group, const char *text, size_t bytes);
     int64_t (*abort_text)(struct group *group, char *text);
     int (*called)(struct lane *lane, uint64_t *pairs);
-    void (*places)(struct lane *lane, uint64_t *filled_and_consumed);
 };
 
 #endif

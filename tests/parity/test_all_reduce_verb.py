@@ -37,6 +37,11 @@ def reduces_trees(t: Transport) -> None:
     single = torch.full((4,), t.rank + 1.0)
     assert sl.all_reduce_(single, "product", group=t) is single
     assert single[0].item() == torch.arange(1.0, t.size + 1).prod().item()
+    pending = torch.tensor([1 + 2j])
+    pending = pending.conj() if t.rank % 2 else pending  # the memory holds what it is conjugated from
+    sl.all_reduce_(pending, "sum", group=t)
+    num_odd = t.size // 2
+    assert pending.item() == complex(t.size, 2 * (t.size - 2 * num_odd))
     module = nn.Linear(3, 2)
     nn.init.constant_(module.weight, float(t.rank))
     sl.all_reduce_(module, group=t)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from syncline.plan.packing import plan_pieces
-from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.sync.tensors import is_plain
+from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of
 
 __all__ = ["check_reducible", "reduce_tensors"]
 
 _Piece = tuple[Work, Sequence[Tensor], list[Tensor]]
 """What is under way, the tensors that it is for, and where their values arrive (nowhere else, if that is empty)."""
-_REAL = ("sum", "mean", "max", "min", "product")
 
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
@@ -24,22 +24,14 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
     Raises:
         ValueError: `op` is unknown, or not defined for a tensor's dtype.
     """
-    if op not in _REAL:
-        raise ValueError(f"expected op to be one of {', '.join(_REAL)}; got {op!r}")
+    if op not in REDUCE_OPS:
+        raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
     for name, tensor in named:
-        dtype = tensor.dtype
-        if dtype.is_floating_point and dtype.itemsize > 1:
-            continue
-        if dtype.is_complex and op in ("sum", "mean"):
-            continue
-        if dtype is torch.bool and op in ("max", "min"):
-            continue
-        if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool) and op != "mean":
-            continue
-        raise ValueError(
-            f"op={op!r} is not defined for {name}, {dtype}: leave it out, or convert it first (integers can be summed, "
-            "and give their maximum or minimum, but have no mean)"
-        )
+        if op not in reductions_of(tensor.dtype):
+            raise ValueError(
+                f"op={op!r} is not defined for {name}, {tensor.dtype}: leave it out, or convert it first (integers can "
+                "be summed, and give their maximum or minimum, but have no mean)"
+            )
 
 
 def reduce_tensors(tensors: Sequence[Tensor], transport: Transport, op: ReduceOp) -> Work:
@@ -72,7 +64,7 @@ def reduce_tensors(tensors: Sequence[Tensor], transport: Transport, op: ReduceOp
 def _packed(members: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """What travels, and the part of it for each member; none where the member itself travels."""
     first = members[0]
-    if len(members) == 1 and first.is_contiguous() and first.device == device and not _is_lazy(first):
+    if len(members) == 1 and is_plain(first) and first.device == device:
         return first.view(-1), []
     flat = torch.empty(sum(member.numel() for member in members), dtype=first.dtype, device=device)
     parts = flat.split([member.numel() for member in members])
@@ -80,11 +72,6 @@ def _packed(members: Sequence[Tensor], device: torch.device) -> tuple[Tensor, li
     for view, member in zip(views, members, strict=True):
         view.copy_(member)
     return flat, views
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether a conjugation or a sign is still pending, so that the memory does not hold the values."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 class _Reduction(Work):

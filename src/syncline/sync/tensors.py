@@ -17,7 +17,7 @@ from syncline.plan.trees import leaves
 from syncline.sync.optimizers import optimizer_leaves
 from syncline.transport.base import Transport, Work
 
-__all__ = ["TensorBroadcaster", "broadcast_tensors", "named_tensors"]
+__all__ = ["TensorBroadcaster", "broadcast_tensors", "is_plain", "named_tensors"]
 
 
 # ---------------------------------------------------------------------- which tensors
@@ -224,7 +224,7 @@ class _Piece:
         self._num_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         # Bytes of contiguous tensors can be copied as they are, at any offset. Others (strided, or with a
         # pending conjugation) are first copied to a contiguous twin.
-        self._strided = [tensor for tensor in tensors if not _is_plain(tensor)]
+        self._strided = [tensor for tensor in tensors if not is_plain(tensor)]
         self._tensors = tensors
         self._twins: list[Tensor] = []
         self._bytes: list[Tensor] = []
@@ -256,7 +256,7 @@ class _Piece:
     def _allocate(self) -> None:
         self._twins = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in self._strided]
         twins = iter(self._twins)
-        self._bytes = [_as_bytes(t if _is_plain(t) else next(twins)) for t in self._tensors]
+        self._bytes = [_as_bytes(t if is_plain(t) else next(twins)) for t in self._tensors]
         if len(self._bytes) == 1 and self._bytes[0].device == self._device:
             self._wire = self._bytes[0]
             return
@@ -264,7 +264,8 @@ class _Piece:
         self._slots = list(torch.split(self._wire, self._num_bytes))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the memory holds the values one after the other: no strides, no pending conjugation or sign."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from syncline.board import Board
 
-__all__ = ["DONE", "REDUCE_OPS", "ReduceOp", "Statistics", "Transport", "Work"]
+__all__ = ["DONE", "REDUCE_OPS", "ReduceOp", "Statistics", "Transport", "Work", "reductions_of"]
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -38,6 +38,11 @@ _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
     **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
     torch.bool: ("max", "min"),
 }
+
+
+def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """By what tensors of a dtype can be reduced, on every engine; by nothing, if it is empty."""
+    return _REDUCIBLE.get(dtype, ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,12 +426,12 @@ class Transport(ABC):
             )
 
     def _check_reduction(self, op: str, tensor: Tensor) -> None:
-        if tensor.is_contiguous() and op in _REDUCIBLE.get(tensor.dtype, ()):
+        if tensor.is_contiguous() and op in reductions_of(tensor.dtype):
             return
         if op not in REDUCE_OPS:
             raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
         self._check_flat(tensor)
-        possible = _REDUCIBLE.get(tensor.dtype, ())
+        possible = reductions_of(tensor.dtype)
         if op not in possible:
             hint = (
                 f"it can be reduced by {', '.join(possible)}; convert it first for anything else"

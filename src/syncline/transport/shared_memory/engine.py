@@ -116,12 +116,6 @@ class EngineLane:
         num = library().called(self.handle, pairs)
         return [(pairs[2 * i], pairs[2 * i + 1]) for i in range(num)]
 
-    def places(self) -> list[tuple[int, int]]:
-        """How many chunks each rank has put in, and how many it has taken."""
-        pairs = (ctypes.c_uint64 * (2 * self.engine.size))()
-        library().places(self.handle, pairs)
-        return [(pairs[2 * rank], pairs[2 * rank + 1]) for rank in range(self.engine.size)]
-
     def queue_of_sends(self, dst: int) -> int:
         """The core's number for messages to `dst`."""
         return 1 + dst

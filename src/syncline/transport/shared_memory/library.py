@@ -12,7 +12,7 @@ from syncline.transport.shared_memory.find_library import find_library
 
 __all__ = ["MAX_ABORT_BYTES", "MAX_RANKS", "Library", "Outcome", "SharedMemoryUnavailable", "library"]
 
-_ABI = 1
+_ABI = 2
 MAX_RANKS = 256
 MAX_ABORT_BYTES = 65536
 
@@ -51,14 +51,13 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "start": (c_int64, [c_void_p, c_uint64, c_void_p, c_void_p, c_size_t]),
     "start_in_place": (
         c_int64,
-        [c_void_p, c_uint64, c_void_p, c_size_t, c_size_t, c_uint64, c_void_p, c_size_t, c_size_t],
+        [c_void_p, c_uint64, c_void_p, c_size_t, c_uint64, c_size_t, c_void_p, c_size_t, c_size_t],
     ),
     "poll": (c_int, [c_void_p, c_int, c_uint64]),
     "wait": (c_int, [c_void_p, c_int, c_uint64, c_uint64]),
     "abort": (c_int, [c_void_p, c_char_p, c_size_t]),
     "abort_text": (c_int64, [c_void_p, c_char_p]),
     "called": (c_int, [c_void_p, c_void_p]),
-    "places": (None, [c_void_p, c_void_p]),
 }
 
 

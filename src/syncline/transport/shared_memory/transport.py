@@ -13,11 +13,10 @@ import os
 import secrets
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,14 +61,15 @@ _FORKED = Failure(
 _live: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class _Region:
-    """Memory in which each rank has a tensor of its own, `stride_bytes` after the one before."""
+class _Region(NamedTuple):
+    """Memory in which each rank has a tensor of its own, as the core is told of it."""
 
-    tensor: weakref.ref[Tensor]
     address: int
+    """Of rank 0's tensor."""
     stride_bytes: int
+    """From one rank's to the next."""
     token: int
+    """Tells it from others, the same on all ranks."""
 
 
 class SharedMemoryTransport(Transport):
@@ -128,7 +128,7 @@ class SharedMemoryTransport(Transport):
         memory = hub.share(sizes.total_bytes, f"the {self.own_lane.name} lane")
         self.engine_lane = EngineLane(self.engine, memory, sizes)
         self._handle = self.engine_lane.handle
-        self._native_start = library().start
+        self._start_native, self._start_in_place = library().start, library().start_in_place
 
     @staticmethod
     def over(beneath: C10dTransport) -> Transport:
@@ -220,39 +220,26 @@ class SharedMemoryTransport(Transport):
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_all_reduce(tensor, op)
-        numel, pointer = tensor.numel(), tensor.data_ptr()
-        dtype = tensor.dtype
-        if dtype.is_complex:
-            numel *= 2
+        numel = _core_numel(tensor)
         if self._regions and (region := self._regions.get(id(tensor))) is not None:
-            code = _CODES[Kind.ALL_REDUCE_IN_PLACE][dtype, op]
-            return self._begin_in_place(region, code, numel, 0, 0, 0, "all_reduce", op, tensor)
-        return self._begin(
-            _CODES[Kind.ALL_REDUCE][dtype, op], pointer, pointer, numel, "all_reduce", op, (tensor,)
-        )
+            code = _CODES[Kind.ALL_REDUCE_IN_PLACE][tensor.dtype, op]
+            arguments = (code, *region, numel, 0, 0, 0)
+            return self._begin("all_reduce", op, (tensor,), self._start_in_place, *arguments)
+        code, pointer = _CODES[Kind.ALL_REDUCE][tensor.dtype, op], tensor.data_ptr()
+        return self._begin("all_reduce", op, (tensor,), self._start_native, code, pointer, pointer, numel)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if not input.is_cpu:
             return self._transport_beneath(input)._start_reduce_scatter(output, input, op)
-        numel = output.numel() * (2 if output.dtype.is_complex else 1)
+        numel, tensors, target = _core_numel(output), (input, output), output.data_ptr()
         if self._regions and (region := self._regions.get(id(input))) is not None:
             code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][input.dtype, op]
             from_ = self.rank * numel
-            return self._begin_in_place(
-                region,
-                code,
-                self.size * numel,
-                output.data_ptr(),
-                from_,
-                from_ + numel,
-                "reduce_scatter",
-                op,
-                input,
-                output,
-            )
+            arguments = (code, *region, self.size * numel, target, from_, from_ + numel)
+            return self._begin("reduce_scatter", op, tensors, self._start_in_place, *arguments)
         code = _CODES[Kind.REDUCE_SCATTER][input.dtype, op]
         return self._begin(
-            code, input.data_ptr(), output.data_ptr(), numel, "reduce_scatter", op, (input, output)
+            "reduce_scatter", op, tensors, self._start_native, code, input.data_ptr(), target, numel
         )
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
@@ -262,66 +249,57 @@ class SharedMemoryTransport(Transport):
         code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][tensor.dtype, op]
         width = 2 if tensor.dtype.is_complex else 1
         from_, to = bounds[self.rank], bounds[self.rank + 1]
-        output = tensor.data_ptr() + from_ * tensor.element_size()
-        return self._begin_in_place(
-            region,
-            code,
-            tensor.numel() * width,
-            output,
-            from_ * width,
-            to * width,
-            "reduce_spans",
-            op,
-            tensor,
-        )
+        target = tensor.data_ptr() + from_ * tensor.element_size()
+        arguments = (code, *region, _core_numel(tensor), target, from_ * width, to * width)
+        return self._begin("reduce_spans", op, (tensor,), self._start_in_place, *arguments)
 
     def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
         if not input.is_cpu:
             return self._transport_beneath(input)._start_all_gather(output, input)
-        code = code_of(Kind.ALL_GATHER, input.dtype)
-        return self._begin(
-            code, input.data_ptr(), output.data_ptr(), input.numel(), "all_gather", "", (input, output)
+        arguments = (
+            code_of(Kind.ALL_GATHER, input.dtype),
+            input.data_ptr(),
+            output.data_ptr(),
+            input.numel(),
         )
+        return self._begin("all_gather", "", (input, output), self._start_native, *arguments)
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_broadcast(tensor, src)
-        code = code_of(Kind.BROADCAST, tensor.dtype, peer=src)
-        pointer = tensor.data_ptr()
+        code, pointer = code_of(Kind.BROADCAST, tensor.dtype, peer=src), tensor.data_ptr()
         detail = f"from rank {self._numbers[src]}"
-        return self._begin(code, pointer, pointer, tensor.numel(), "broadcast", detail, (tensor,))
+        arguments = (code, pointer, pointer, tensor.numel())
+        return self._begin("broadcast", detail, (tensor,), self._start_native, *arguments)
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_send(tensor, dst)
-        code = code_of(Kind.SEND, tensor.dtype, peer=dst)
-        queue = self.engine_lane.queue_of_sends(dst)
-        detail = f"to rank {self._numbers[dst]}"
-        return self._begin(code, tensor.data_ptr(), 0, tensor.numel(), "send", detail, (tensor,), queue, dst)
+        arguments = (code_of(Kind.SEND, tensor.dtype, peer=dst), tensor.data_ptr(), 0, tensor.numel())
+        queue, detail = self.engine_lane.queue_of_sends(dst), f"to rank {self._numbers[dst]}"
+        return self._begin("send", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=dst)
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_recv(tensor, src)
-        code = code_of(Kind.RECV, tensor.dtype, peer=src)
-        queue = self.engine_lane.queue_of_receives(src)
-        detail = f"from rank {self._numbers[src]}"
-        return self._begin(code, 0, tensor.data_ptr(), tensor.numel(), "recv", detail, (tensor,), queue, src)
+        arguments = (code_of(Kind.RECV, tensor.dtype, peer=src), 0, tensor.data_ptr(), tensor.numel())
+        queue, detail = self.engine_lane.queue_of_receives(src), f"from rank {self._numbers[src]}"
+        return self._begin("recv", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=src)
 
     def _start_barrier(self) -> Work:
-        return self._begin(Kind.BARRIER, 0, 0, 0, "barrier", "", ())
+        return self._begin("barrier", "", (), self._start_native, Kind.BARRIER, 0, 0, 0)
 
     def _begin(
         self,
-        code: int,
-        input: int,
-        output: int,
-        numel: int,
         operation: str,
         detail: str,
         tensors: Sequence[Tensor],
+        start: Callable[..., int],
+        *arguments: int,
         queue: int = 0,
         peer: int | None = None,
     ) -> Work:
+        """Begin an operation by the core's function `start`, which is given the lane and `arguments`."""
         health = self.health
         if health.failure is not None:
             raise health.failure.on_rank(health.rank)
@@ -331,45 +309,10 @@ class SharedMemoryTransport(Transport):
             raise CLOSED.on_rank(health.rank)
         if not queue:
             self.own_lane.num_started += 1
-        ticket = self._native_start(self._handle, code, input, output, numel)
+        ticket = start(self._handle, *arguments)
         if ticket < 0:
             return DONE
         return self._under_way(operation, detail, tensors, queue, ticket, peer)
-
-    def _begin_in_place(
-        self,
-        region: _Region,
-        code: int,
-        numel: int,
-        output: int,
-        from_: int,
-        to: int,
-        operation: str,
-        detail: str,
-        *tensors: Tensor,
-    ) -> Work:
-        health = self.health
-        if health.failure is not None:
-            raise health.failure.on_rank(health.rank)
-        if get_ident() != health.calling_thread:
-            health.called_from(get_ident())
-        if self._handle is None:
-            raise CLOSED.on_rank(health.rank)
-        self.own_lane.num_started += 1
-        ticket = library().start_in_place(
-            self._handle,
-            code,
-            region.address,
-            region.stride_bytes,
-            numel,
-            region.token,
-            output,
-            from_,
-            to,
-        )
-        if ticket < 0:
-            return DONE
-        return self._under_way(operation, detail, tensors, 0, ticket, None)
 
     def _under_way(
         self,
@@ -426,17 +369,19 @@ class SharedMemoryTransport(Transport):
         memory = self._hub.share(self.size * stride, f"{numel} elements of {dtype}")
         # The tensor holds the mapping, and nothing else does.
         tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self.rank * stride)
-        regions, key = self._regions, id(tensor)
-        weakly = weakref.ref(tensor, lambda _: regions.pop(key, None))
-        regions[key] = _Region(weakly, memory.address, stride, int.from_bytes(token[:8], "little"))
+        self._note_region(tensor, _Region(memory.address, stride, int.from_bytes(token[:8], "little")))
         return tensor
+
+    def _note_region(self, tensor: Tensor, region: _Region) -> None:
+        """`tensor` is reduced in place, as long as it lives."""
+        self._regions[id(tensor)] = region
+        weakref.finalize(tensor, self._regions.pop, id(tensor), None).atexit = False
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         part = tensor[:numel]
         region = self._regions.get(id(tensor))
         if region is not None:
-            regions, key = self._regions, id(part)
-            regions[key] = replace(region, tensor=weakref.ref(part, lambda _: regions.pop(key, None)))
+            self._note_region(part, region)
         return part
 
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -508,6 +453,11 @@ class SharedMemoryTransport(Transport):
         if self._tell in self.health.on_failure:
             self.health.on_failure.remove(self._tell)
         self._hub.close()
+
+
+def _core_numel(tensor: Tensor) -> int:
+    """Elements as the core counts them: a complex number is a pair."""
+    return tensor.numel() * (2 if tensor.dtype.is_complex else 1)
 
 
 def _refuse_in_the_fork() -> None:

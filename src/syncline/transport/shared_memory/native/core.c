@@ -26,7 +26,6 @@
  */
 
 #define _GNU_SOURCE
-#include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -41,7 +40,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define ABI 1
+#define ABI 2
 
 enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100 };
 enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 4 };
@@ -174,17 +173,12 @@ struct header { /* of a cell: what its rank called */
     uint64_t buffer;
 };
 
-struct place { /* how far a rank is in a lane; for whoever asks, nothing relies on it */
-    _Alignas(LINE_BYTES) counter num_filled;
-    counter num_consumed;
-};
-
 struct channel { /* messages from one rank to another */
     _Alignas(LINE_BYTES) counter sent;
     _Alignas(LINE_BYTES) counter received;
 };
 
-/* A lane's memory: places, slots, cells by (slot, rank), channels by (src, dst) with their cells. */
+/* A lane's memory: slots, cells by (slot, rank), channels by (src, dst) with their cells. */
 
 /* ------------------------------------------------------------------ what is private */
 
@@ -222,7 +216,6 @@ struct group {
 struct lane {
     struct group *group;
     pthread_mutex_t mutex; /* of what is below */
-    struct place *places;
     struct slot *slots;
     char *cells, *channels;
     int num_slots;
@@ -367,7 +360,6 @@ static bool fill(struct lane *lane) {
     copy_in(lane, o, (char *)(header + 1));
     if (++o->num_filled == o->num_chunks) queue->num_filled++;
     lane->fill_at++;
-    atomic_store_explicit(&lane->places[rank].num_filled, lane->fill_at, memory_order_relaxed);
     count_up(lane, &slot->arrived, all_of(lane, at));
     return true;
 }
@@ -521,7 +513,6 @@ static bool consume(struct lane *lane, bool is_waiting) {
     copy_out(lane, o, at);
     bool is_operation_complete = ++o->num_consumed == o->num_chunks;
     lane->consume_at++;
-    atomic_store_explicit(&lane->places[lane->group->rank].num_consumed, lane->consume_at, memory_order_relaxed);
     if (count_up(lane, &slot->consumed, all_of(lane, at))) {
         atomic_store_explicit(&slot->reduced, 0, memory_order_relaxed);
         atomic_store_explicit(&slot->claimed, 0, memory_order_relaxed);
@@ -542,6 +533,13 @@ static struct header *message_of(struct lane *lane, struct channel *channel, uin
     return (struct header *)((char *)(channel + 1) + at % MESSAGE_SLOTS * cell_bytes);
 }
 
+/* A chunk of a message was sent or received; perhaps it was the last. */
+static void chunk_has_passed(struct lane *lane, struct queue *queue, struct operation *o) {
+    if (++o->num_filled < o->num_chunks) return;
+    lane->num_pending_messages--;
+    atomic_fetch_add(&queue->num_completed, 1);
+}
+
 static bool send_next(struct lane *lane, int dst) {
     struct queue *queue = &lane->sends[dst];
     uint64_t completed = atomic_load_explicit(&queue->num_completed, memory_order_relaxed);
@@ -556,10 +554,7 @@ static bool send_next(struct lane *lane, int dst) {
     if (bytes) memcpy(header + 1, o->in + chunk_from(o, o->num_filled) * o->itemsize, bytes);
     atomic_store(&channel->sent, at + 1);
     ring_if_asleep(lane->group, dst);
-    if (++o->num_filled == o->num_chunks) {
-        lane->num_pending_messages--;
-        atomic_fetch_add(&queue->num_completed, 1);
-    }
+    chunk_has_passed(lane, queue, o);
     return true;
 }
 
@@ -583,10 +578,7 @@ static bool receive_next(struct lane *lane, int src) {
     if (bytes) memcpy(o->out + chunk_from(o, o->num_filled) * o->itemsize, header + 1, bytes);
     atomic_store(&channel->received, at + 1);
     ring_if_asleep(lane->group, src);
-    if (++o->num_filled == o->num_chunks) {
-        lane->num_pending_messages--;
-        atomic_fetch_add(&queue->num_completed, 1);
-    }
+    chunk_has_passed(lane, queue, o);
     return true;
 }
 
@@ -711,8 +703,8 @@ static size_t channel_bytes(size_t message_bytes) {
 
 EXPORT size_t syncline_lane_bytes(int size, int num_slots, size_t chunk_bytes, size_t message_bytes) {
     size_t n = (size_t)size;
-    return n * sizeof(struct place) + (size_t)num_slots * sizeof(struct slot) +
-           (size_t)num_slots * n * cell_bytes(chunk_bytes) + n * n * channel_bytes(message_bytes);
+    return (size_t)num_slots * sizeof(struct slot) + (size_t)num_slots * n * cell_bytes(chunk_bytes) +
+           n * n * channel_bytes(message_bytes);
 }
 
 EXPORT void syncline_lane_close(struct lane *lane) {
@@ -749,8 +741,7 @@ EXPORT struct lane *syncline_lane_open(struct group *group, void *memory, int nu
     lane->message_bytes = message_bytes;
     lane->cell_bytes = cell_bytes(chunk_bytes);
     lane->channel_bytes = channel_bytes(message_bytes);
-    lane->places = memory;
-    lane->slots = (struct slot *)(lane->places + n);
+    lane->slots = memory;
     lane->cells = (char *)(lane->slots + num_slots);
     lane->channels = lane->cells + (size_t)num_slots * n * lane->cell_bytes;
     lane->sends = calloc(n, sizeof *lane->sends);
@@ -843,8 +834,8 @@ EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, 
 /* The same for tensors in memory that all ranks have mapped: rank r's lies at base + r * stride. `buffer` tells which
  * is meant, the same on every rank. Of a reduce_scatter this rank gets the elements from `from` to `to`, in `out`,
  * which may be where they lie in its own tensor; no two ranks' spans overlap. */
-EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, size_t numel,
-                                       uint64_t buffer, void *out, size_t from, size_t to) {
+EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, uint64_t buffer,
+                                       size_t numel, void *out, size_t from, size_t to) {
     struct operation o = decoded(lane, code, numel);
     o.base = base;
     o.stride = stride;
@@ -945,12 +936,4 @@ EXPORT int syncline_called(struct lane *lane, uint64_t *pairs) {
     }
     pthread_mutex_unlock(&lane->mutex);
     return num;
-}
-
-/* How many chunks each rank has put into this lane, and how many it has taken. */
-EXPORT void syncline_places(struct lane *lane, uint64_t *filled_and_consumed) {
-    for (int r = 0; r < lane->group->size; r++) {
-        filled_and_consumed[2 * r] = atomic_load_explicit(&lane->places[r].num_filled, memory_order_relaxed);
-        filled_and_consumed[2 * r + 1] = atomic_load_explicit(&lane->places[r].num_consumed, memory_order_relaxed);
-    }
 }
