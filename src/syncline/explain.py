@@ -48,8 +48,8 @@ class Plan:
     """Those that were attached."""
     sharded: bool = False
     """Each rank reduces and steps its share."""
-    one_copy: bool = False
-    """Sharded parameters are in memory that all ranks share."""
+    num_copies: int = 0
+    """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +120,10 @@ def _parameters_row(plan: Plan) -> Row:
     else:
         when, how = "never: init_sync=False", "the caller vouches that they are equal"
     if plan.sharded:
-        how = "values of rank 0" if plan.init_sync or plan.one_copy else how
-        if plan.one_copy:
-            when, how = "at every step", f"one copy for all ranks, {how}; a barrier before and after writing"
+        how = "values of rank 0" if plan.init_sync or plan.num_copies == 1 else how
+        if plan.num_copies:
+            where = "for all ranks" if plan.num_copies == 1 else f"on each of {plan.num_copies} hosts"
+            when, how = "at every step", f"one copy {where}, {how}; a barrier before and after writing"
         else:
             when, how = "at every step", f"{how} at construction, then all_gather of the shares"
     return Row(
@@ -190,11 +191,13 @@ def _last_done(plan: Plan, backward: BackwardRecord, buffers: BufferRecord | Non
     else:
         sent = f"not sent: {buffers.reason}"
     parameters = "at construction" if plan.init_sync and plan.num_ranks > 1 else "nothing sent"
+    if plan.sharded:
+        parameters = {0: "see step", 1: "nothing sent: one copy"}.get(
+            plan.num_copies, "nothing sent: one copy a host"
+        )
     return {
         "gradients": gradients,
-        "parameters": ("nothing sent: one copy" if plan.one_copy else "see step")
-        if plan.sharded
-        else parameters,
+        "parameters": parameters,
         "buffers": sent,
         "optimizer": "nothing sent",
         "loss, metrics": "see sl.mean",
@@ -223,13 +226,13 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
 def _step(plan: Plan) -> str:
     if not plan.sharded:
         return "nothing sent; every rank applies the same update to the same parameters"
-    share = f"steps its share of {plan.num_ranks}"
-    if plan.one_copy:
+    if plan.num_copies:
+        one = "there is one copy" if plan.num_copies == 1 else "each host has one copy"
         return (
-            "nothing sent: there is one copy of the parameters. Each rank waits until all backwards are over, "
-            f"{share}, and waits until all have written"
+            f"nothing sent: {one} of the parameters. Each rank waits until all backwards are over, steps its share "
+            f"of {plan.num_ranks // plan.num_copies}, and waits until all have written"
         )
-    return f"each rank {share}; then all_gather: every rank gets the others' parameters"
+    return f"each rank steps its share of {plan.num_ranks}; then all_gather: every rank gets the others' parameters"
 
 
 def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
@@ -237,7 +240,7 @@ def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
         return [("forward", "nothing sent: there is one rank")]
     parameters = "parameters  nothing sent: "
     if plan.sharded:
-        parameters += "the last step has " + ("written the one copy" if plan.one_copy else "gathered them")
+        parameters += "the last step has " + ("written the one copy" if plan.num_copies else "gathered them")
     else:
         parameters += (
             "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"

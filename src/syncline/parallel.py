@@ -233,7 +233,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._wire(chosen)
         self._sharding = self._shard() if self._options.sharded else None
         if sharded and transport.size == 1:  # so that sl.write_shared is the same alone
-            remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, is_common=True))
+            remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
 
     def _shard(self) -> Sharding:
         """Move the parameters to where each rank steps its share of them. A collective call."""
@@ -244,7 +244,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             self._open_lane("shards"),
             by_parameter=self._options.allow_unused,
         )
-        self._plan = replace(self._plan, one_copy=sharding.is_common)
+        self._plan = replace(self._plan, num_copies=sharding.num_copies)
         return sharding
 
     def _refuse_sharded(self, what: str) -> None:

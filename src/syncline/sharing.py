@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from syncline.sync.agreement import agree, describe_tensors
 from syncline.sync.one_copy import OneCopy, one_copy_of, remember_one_copy
 from syncline.sync.share import view_like
+from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 
@@ -32,16 +33,16 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
 
     Args:
         module: the same on all ranks, on the CPU.
-        group: of ranks on one host, that share memory: a `torch.distributed` process group, a Syncline transport, or
-            None for the default group.
+        group: of ranks that share memory, on one host or on several with as many ranks each: a `torch.distributed`
+            process group, a Syncline transport, or None for the default group.
 
     Returns:
         `module` itself.
 
     Raises:
         TypeError: not a module.
-        ValueError: the group has no shared memory (ranks on several hosts, or an explicit `c10d`), or a parameter is
-            not on the CPU; on all ranks.
+        ValueError: the group has no shared memory (each rank on a host of its own, say, or an explicit `c10d`), or a
+            parameter is not on the CPU; on all ranks.
         ContractMismatch: the ranks' modules differ; the same text on every rank.
 
     Example:
@@ -59,23 +60,26 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
     if lane is not transport:
         weakref.finalize(module, lane.close)
     views = _allocate([p for _, p in named], transport)
+    team = transport.team(torch.device("cpu"))
     with torch.no_grad():
-        if lane.rank == 0:
+        if team.size < lane.size:
+            TensorBroadcaster([p.detach() for _, p in named], lane).start(0).wait()
+        if team.position == 0:
             for view, (_, parameter) in zip(views, named, strict=True):
                 view.copy_(parameter)
     lane.barrier().wait()
     for view, (_, parameter) in zip(views, named, strict=True):
         parameter.data = view
-    remember_one_copy(module, OneCopy(named, lane, is_common=True))
+    remember_one_copy(module, OneCopy(named, lane, num_copies=lane.size // team.size))
     return module
 
 
 def write_shared(module: nn.Module) -> AbstractContextManager[None]:
     """A context in which shared parameters may be written: by one rank for all, or by all the same.
 
-    A collective call on entering (all ranks have come, so nobody reads) and on leaving (all have written). Where each
-    rank has a copy of its own (`sharded=True` without shared memory), rank 0's values go to all on leaving: let rank 0
-    write, and the program is right on both.
+    A collective call on entering (all ranks have come, so nobody reads) and on leaving (all have written). Where there
+    are several copies (one a host, or with `sharded=True` and without shared memory one a rank), the values of rank 0's
+    go to all on leaving: let rank 0 write, and the program is right everywhere.
 
     Args:
         module: that was given to `sl.share_` or wrapped with `sharded=True`; or the wrapper.
@@ -110,8 +114,8 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
         if flat is None:
             raise ValueError(
                 f"sl.share_: expected ranks that share memory, got {transport.name} and a parameter on "
-                f"{members[0].device}. Shared memory serves CPU tensors of ranks on one host "
-                '(sl.init(transport="shm") says why it cannot be had)'
+                f"{members[0].device}. Shared memory serves CPU tensors of ranks on one host, or on several with as "
+                'many ranks each (on one host, sl.init(transport="shm") says why it cannot be had)'
             )
         for member, offset in zip(members, offsets, strict=True):
             views[id(member)] = view_like(flat, offset, member)

@@ -141,7 +141,9 @@ def network() -> torch.nn.Module:
 
 
 def train(module: torch.nn.Module, net: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if isinstance(module, sl.DistributedDataParallel):
+        optimizer = module.attach(optimizer)
     for step in range(4):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(module(inputs[step]), targets[step]).backward()
@@ -155,7 +157,7 @@ def trained_as_by_one_process() -> None:
     targets = torch.randn(4, 8 * world.size, 2, generator=generator, dtype=torch.float64)
     net = network()
     net[1].eval()  # type: ignore[index]  # its running statistics would be of a part of the batch
-    ddp = sl.DistributedDataParallel(net, buffers="broadcast")
+    ddp = sl.DistributedDataParallel(net, buffers="broadcast", sharded="SHARDED" in os.environ)
     mine = slice(8 * world.rank, 8 * world.rank + 8)
     train(ddp, net, inputs[:, mine], targets[:, mine])
     alone = network()
@@ -222,6 +224,17 @@ def test_two_hosts_train_as_one_process_does(two_hosts: TwoHosts, hosts: str, tr
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
         head = out.splitlines()[0]
         assert head.endswith(f"{len(hosts)} ranks on 2 hosts, transport: {transport}"), head
+
+
+@pytest.mark.parametrize(
+    ("hosts", "copies"),
+    [("aabb", "one copy on each of 2 hosts, values of rank 0"), ("abb", "then all_gather of the shares")],
+)
+def test_two_hosts_have_a_copy_each_where_both_can(two_hosts: TwoHosts, hosts: str, copies: str) -> None:
+    two_hosts.start("trained_as_by_one_process", hosts, SHARDED="1")
+    for rank, (code, out, err) in enumerate(two_hosts.outputs(90)):
+        assert (code, err) == (0, ""), f"rank {rank}: {err}"
+        assert copies in out, out
 
 
 def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(two_hosts: TwoHosts) -> None:

@@ -747,11 +747,102 @@ def test_three_processes_train_what_replicas_train(name: str, group: str) -> Non
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", ["AdamW, groups", "Adafactor, whole"])
-def test_two_hosts_train_what_replicas_train(name: str) -> None:
+def test_two_hosts_of_different_size_train_what_replicas_train(name: str) -> None:
     """Two ranks on one host, one on another: each has its own copy."""
+    compare(on_hosts("aab"), OPTIMIZERS[name], same=False, bucket_cap_mb=0.02)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abba"])
+@pytest.mark.parametrize("name", ["AdamW, groups", "AdamW, fused", "Adafactor, whole"])
+def test_two_hosts_with_a_copy_each_train_what_replicas_train(name: str, hosts: str) -> None:
+    transport = on_hosts(hosts)
+    for cap in (None, 0.02):
+        compare(transport, OPTIMIZERS[name], same="fused" not in name, bucket_cap_mb=cap)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_a_host_has_one_copy_that_is_loaded_saved_clipped_and_written_as_one(hosts: str) -> None:
+    transport = on_hosts(hosts)
+    theirs, ours = (
+        Run(transport, OPTIMIZERS["AdamW, foreach"], sharded=sharded) for sharded in (False, True)
+    )
+
+    def step(number: int) -> None:
+        norms = []
+        for run in (theirs, ours):
+            run.optimizer.zero_grad()
+            run.backward(number)
+            norms.append(run.ddp.clip_grad_norm_(0.05))
+            run.optimizer.step()
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(ours.values(), theirs.values(), rtol=1e-4, atol=1e-6)
+
+    def seen_by_all(tensor: Tensor) -> list[float]:
+        return [float(row) for row in transport.all_gather_bytes(str(tensor.sum().item()).encode())]
+
+    step(0)
+    num_state = sum(
+        value.numel()
+        for state in ours.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    num_trained = sum(p.numel() for p in ours.module.parameters() if p.requires_grad)
+    assert num_state <= num_trained + 32 * 7, "two values for half of the elements"
+    assert "one copy on each of 2 hosts, values of rank 0" in str(ours.ddp.contract)
+    assert "steps its share of 2" in ours.ddp.explain()
+    saved = ours.optimizer.state_dict()  # torch's form, the same as that of replicas
+    for of_ours, of_theirs in zip(
+        saved["state"].values(), theirs.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        torch.testing.assert_close(of_ours, of_theirs, rtol=1e-4, atol=1e-7)
+    before = {key: value.clone() for key, value in ours.ddp.state_dict().items()}
+    step(1)
+    ours.optimizer.load_state_dict(saved)
+    ours.ddp.load_state_dict(before)
+    theirs.optimizer.load_state_dict(saved)
+    theirs.ddp.load_state_dict(before)
+    step(1)
+    weight = ours.module.first.weight
+    transport.barrier().wait()  # all have read
+    if ours.rank == 0:  # behind everybody's back: it is one memory a host
+        weight.data.fill_(7.0)
+    transport.barrier().wait()
+    seen = seen_by_all(weight)
+    assert [total == 7.0 * weight.numel() for total in seen] == [host == "a" for host in hosts]
+    with sl.write_shared(ours.ddp), torch.no_grad():
+        if ours.rank == 0:
+            weight.fill_(0.5)
+    assert seen_by_all(weight) == [0.5 * weight.numel()] * 4
+
+
+@pytest.mark.ranks(4)
+def test_sharing_over_two_hosts_gives_each_of_them_rank_0s_values() -> None:
+    transport = on_hosts("abba")
+    module = net()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(transport.rank + 1.0)
+    sl.share_(module, group=transport)
+    assert all(bool((p == 1.0).all()) for p in module.parameters())
+    with sl.write_shared(module), torch.no_grad():
+        if transport.rank in (0, 3):  # both on host a: one memory, so both count
+            (module.first if transport.rank else module.middle).bias.fill_(2.0)
+    assert bool((module.first.bias == 2.0).all())
+    assert bool((module.middle.bias == 2.0).all())
+    transport.barrier().wait()  # all have read
+    if transport.rank == 2:
+        with torch.no_grad():
+            module.middle.bias.add_(1.0)
+    with pytest.raises(SynclineError, match=r"on rank 2: middle\.bias"), sl.write_shared(module):
+        pass
+
+
+def on_hosts(hosts: str) -> Transport:
     beneath = C10dTransport()
-    transport = HierarchicalTransport.over(beneath, host="aab"[beneath.rank])
-    compare(transport, OPTIMIZERS[name], same=False, bucket_cap_mb=0.02)
+    return HierarchicalTransport.over(beneath, host=hosts[beneath.rank])
 
 
 @pytest.mark.ranks(2)

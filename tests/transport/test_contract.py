@@ -120,18 +120,44 @@ def reduce_scatter_every_type_and_operation(t: Transport) -> None:
 
 
 def reduce_spans_leaves_each_rank_its_own(t: Transport) -> None:
-    numel = 7 * t.size + 3
-    equal = [rank * 7 for rank in range(t.size)] + [7 * t.size]
-    uneven = [0] + [min(numel, 2 * rank * rank) for rank in range(1, t.size)] + [numel]
+    team = t.team(torch.device("cpu"))
+    numel = 7 * team.size + 3
+    equal = [member * 7 for member in range(team.size)] + [7 * team.size]
+    uneven = [0] + [min(numel, 2 * member * member) for member in range(1, team.size)] + [numel]
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
         for bounds in (equal, uneven):
             tensor = values(t.rank, bounds[-1], dtype)
             expected = reference(t.size, bounds[-1], dtype, "sum")
             t.reduce_spans(tensor, bounds).wait()
-            mine = slice(bounds[t.rank], bounds[t.rank + 1])
+            mine = slice(bounds[team.position], bounds[team.position + 1])
             assert_close(tensor[mine], expected[mine], t.size, f"{dtype} in spans {bounds}")
     with pytest.raises(ValueError, match="bounds that do not decrease"):
-        t.reduce_spans(torch.zeros(4), [1, *[4] * t.size])
+        t.reduce_spans(torch.zeros(4), [1, *[4] * team.size])
+
+
+def what_one_of_a_team_writes_all_of_it_see(t: Transport) -> None:
+    cpu = torch.device("cpu")
+    team = t.team(cpu)
+    told = [row.decode() for row in t.all_gather_bytes(f"{team.position} of {team.members}".encode())]
+    assert t.size % team.size == 0
+    every = [f"{position} of {team.members}" for position in range(team.size)]
+    assert sorted(told) == sorted(every * (t.size // team.size))
+    assert [told[rank] for rank in team.members] == every
+    for numel, dtype in ((0, torch.bfloat16), (5, torch.float32)):
+        flat = t.share(numel, dtype, cpu)
+        if flat is None:
+            return
+        assert (flat.shape, flat.dtype, flat.any().item()) == ((numel,), dtype, False)
+    t.barrier().wait()
+    if team.position == team.size - 1:
+        flat[2] = 7.0
+    t.barrier().wait()
+    assert flat.tolist() == [0, 0, 7, 0, 0]
+    t.barrier().wait()
+    flat[3] = float(t.rank)  # nobody on another host is told
+    t.barrier().wait()
+    seen = [float(row) for row in t.all_gather_bytes(str(flat[3].item()).encode())]
+    assert len(set(seen)) == t.size // team.size
 
 
 def allocated_memory_is_reduced_like_any_other(t: Transport) -> None:
@@ -151,8 +177,9 @@ def allocated_memory_is_reduced_like_any_other(t: Transport) -> None:
                     assert_close(target, expected, t.size, f"{op} of {numel} {dtype}")
                     assert_same_bits_on_all_ranks(t, target, op)
             tensor.copy_(values(t.rank, numel, dtype))
-            bounds = [rank * numel // t.size for rank in range(t.size + 1)]
-            mine = slice(bounds[t.rank], bounds[t.rank + 1])
+            team = t.team(cpu)
+            bounds = [member * numel // team.size for member in range(team.size + 1)]
+            mine = slice(bounds[team.position], bounds[team.position + 1])
             t.reduce_spans(tensor, bounds).wait()
             expected = reference(t.size, numel, dtype, "sum")
             assert_close(tensor[mine], expected[mine], t.size, f"spans of {numel} {dtype}")
@@ -460,6 +487,7 @@ PROGRAMS: dict[str, Callable[[Transport], None]] = {
         all_reduce_a_large_tensor_repeats_its_bits,
         reduce_scatter_every_type_and_operation,
         reduce_spans_leaves_each_rank_its_own,
+        what_one_of_a_team_writes_all_of_it_see,
         allocated_memory_is_reduced_like_any_other,
         any_shape_will_do,
         all_gather_every_type,
@@ -517,7 +545,8 @@ def test_shared_memory(program: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "hosts", [pytest.param(hosts, marks=pytest.mark.ranks(len(hosts))) for hosts in ("aab", "abba", "abcac")]
+    "hosts",
+    [pytest.param(hosts, marks=pytest.mark.ranks(len(hosts))) for hosts in ("aab", "abba", "abcac", "aabb")],
 )
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_hierarchy(program: str, hosts: str) -> None:

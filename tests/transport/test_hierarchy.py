@@ -60,6 +60,32 @@ def test_hosts_are_even_when_rank_order_is_host_order(keys: str, is_even: bool) 
     assert Hosts.of(keys).is_even is is_even
 
 
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("what", ["allocate", "share"])
+def test_a_host_without_memory_is_an_error_on_all_hosts(what: str) -> None:
+    t = over_hosts("aabb")
+    make = getattr(t, what)
+
+    def refuse(num_bytes: int) -> SharedMemory:
+        raise SharedMemoryUnavailable("no memory left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if t.rank == 2:
+            patch.setattr(SharedMemory, "create", refuse)
+        with pytest.raises(
+            SharedMemoryUnavailable, match=r"ranks 2, 3, numbered from 0 on their host: .* 100000 elements"
+        ):
+            make(100_000, torch.float32, torch.device("cpu"))
+    tensor = make(100_000, torch.float32, torch.device("cpu"))
+    assert tensor.numel() == 100_000
+    total = torch.ones(2)
+    t.all_reduce(total).wait()
+    assert total.tolist() == [4.0, 4.0]
+
+
 # ---------------------------------------------------------------------- what is chosen
 
 

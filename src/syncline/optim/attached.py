@@ -117,7 +117,7 @@ class AttachedShards:
         pieces = pieces_of(
             [share.plan for share in self._shares],
             [share.bounds for share in self._shares],
-            self._lane.rank,
+            self._shares[0].team.position,
             self.group_of,
             whole=self.whole,
             by_parameter=self._by_parameter,

@@ -58,18 +58,20 @@ class Sharding:
         self._shares = list(shares)
         self._lane = lane
         self._by_parameter = by_parameter
-        self.is_common = all(share.is_common for share in shares)
+        self._team = shares[0].team
         self._private = [share for share in shares if not share.is_common]
+        self.num_copies = 0 if self._private else lane.size // self._team.size
+        """How many hosts have one copy of the parameters each; 0 where each rank has its own."""
         for share in shares:
-            if lane.rank == 0 or not share.is_common:
+            if self._team.position == 0 or not share.is_common:
                 share.take_values()
-        lane.barrier().wait()  # rank 0 has written what all are about to see
+        lane.barrier().wait()  # who is first in a team has written what all of it are about to see
         for share in shares:
             share.adopt()
         former = one_copy_of(module)
         rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
         self.copy = OneCopy(
-            [*named, *rest], lane, is_common=not self._private, check=lambda: _check_adopted(shares)
+            [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(shares)
         )
         remember_one_copy(module, self.copy)
 
@@ -130,7 +132,7 @@ class Sharding:
         for attached in self.optimizers:
             if attached.whole:
                 whole = whole | set(attached.group_of)
-        bounds = bounds_of([share.plan for share in self._shares], self._lane.size, whole=whole)
+        bounds = bounds_of([share.plan for share in self._shares], self._team.size, whole=whole)
         changed = [
             share for share, cuts in zip(self._shares, bounds, strict=True) if share.bounds != tuple(cuts)
         ]
@@ -207,7 +209,7 @@ class Sharding:
         return total
 
     def _total_norm(self, gradients: Sequence[Tensor], order: float, counting: Sequence[Share]) -> Tensor:
-        """Each rank's norm is gathered and all combine them in rank order: the same bits everywhere."""
+        """Each rank's norm is gathered and all combine a team's in rank order: the same bits everywhere."""
         lane = self._lane
         lane.board.phase = "clip_grad_norm_"
         device = lane.sending_device(self._shares[0].values.device)
@@ -217,7 +219,7 @@ class Sharding:
         )
         norms = torch.zeros(lane.size, dtype=torch.float64, device=device)
         lane.all_gather(norms, own.view(1)).wait()
-        total = torch.linalg.vector_norm(norms, order)
+        total = torch.linalg.vector_norm(norms[list(self._team.members)], order)
         dtype = torch.float32
         for share in counting[:1]:
             dtype = share.dtype.to_real()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,10 +131,11 @@ def gather_state(
         (shard.piece.bucket, shard.piece.start): state for shard, state in zip(shards, states, strict=True)
     }
     for share in shares:
+        members = share.team.members
         keys = {
             key: dtype
-            for row in rows
-            for bucket, _, _, values in row
+            for rank in members
+            for bucket, _, _, values in rows[rank]
             if bucket == share.plan.index
             for key, (kind, dtype, _) in values.items()
             if kind == "cut"
@@ -144,10 +146,10 @@ def gather_state(
             for shard in shards:
                 if shard.piece.bucket == share.plan.index and key in own[share.plan.index, shard.piece.start]:
                     _place(flat, shard, share, own[share.plan.index, shard.piece.start][key])
-            _spread(flat, share.bounds, lane)
+            _spread(flat, share.bounds, members, lane)
             flats[key] = flat
-        for rank, row in enumerate(rows):
-            for bucket, start, stop, values in row:
+        for rank in members:
+            for bucket, start, stop, values in rows[rank]:
                 if bucket == share.plan.index and values:
                     state = own.get((bucket, start), {}) if rank == lane.rank else {}
                     ready = dict(_values(values, state, rank, lane, share.values.device))
@@ -182,12 +184,12 @@ def _place(flat: Tensor, shard: Shard, share: Share, value: Tensor) -> None:
         flat[shard.piece.start : shard.piece.stop].copy_(value)
 
 
-def _spread(flat: Tensor, bounds: Sequence[int], lane: Transport) -> None:
-    """Each rank has its span; then all have all."""
+def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: Transport) -> None:
+    """Each member has its span; then all ranks have all."""
     works = [
-        lane.broadcast(flat[bounds[rank] : bounds[rank + 1]], rank)
-        for rank in range(lane.size)
-        if bounds[rank] < bounds[rank + 1]
+        lane.broadcast(flat[start:stop], rank)
+        for rank, (start, stop) in zip(members, pairwise(bounds), strict=True)
+        if start < stop
     ]
     for work in works:
         work.wait()

@@ -144,7 +144,7 @@ class BucketLayout:
             caps=self._options.caps,
             tail_numel=0 if is_apart else numel,
             align_numel=ALIGNMENT_NUMEL if sharded else 1,
-            multiple_of=self._transport.size * ALIGNMENT_NUMEL if sharded else 1,
+            multiple_of=self._num_shares * ALIGNMENT_NUMEL if sharded else 1,
         )
         if sharded and (pool := self._pool(plans, in_place=in_place)):
             self.buckets = self._take_turns(plans, pool)
@@ -172,6 +172,10 @@ class BucketLayout:
             for plan in plans
         ]
         self._note_places()
+
+    @property
+    def _num_shares(self) -> int:
+        return self._transport.team(self._parameters[0].device).size
 
     def _pool(self, plans: Sequence[BucketPlan], *, in_place: bool) -> list[Tensor]:
         """Memory for sharded buckets to take turns in; none where all of them may have their own."""

@@ -45,7 +45,7 @@ class OneCopy:
     Args:
         named: the parameters.
         lane: between the ranks that have them; nothing else travels by it at the same time.
-        is_common: whether all ranks have the same memory. Otherwise each has its own, which the optimizer keeps equal.
+        num_copies: how many there are, one on each host; 0 where each rank has its own. The optimizer keeps them equal.
         check: raises where the memory of a parameter is not what it was.
     """
 
@@ -54,11 +54,13 @@ class OneCopy:
         named: Sequence[tuple[str, Tensor]],
         lane: Transport,
         *,
-        is_common: bool,
+        num_copies: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.lane = lane
-        self.is_common = is_common
+        self.is_common = num_copies > 0
+        """Whether other ranks have the same memory."""
+        self._num_copies = num_copies
         self.named = list(named)
         self._tensors = [tensor for _, tensor in named]
         self._check = check
@@ -118,7 +120,9 @@ class OneCopy:
         self._depth -= 1
         if self._depth:
             return
-        if not self.is_common:
+        if self._num_copies != 1:
+            if self.is_common:
+                self.lane.barrier().wait()  # whoever on rank 0's host writes has written
             TensorBroadcaster([tensor.detach() for tensor in self._tensors], self.lane).start(0).wait()
         self.wait_to_read(self._tensors)
 

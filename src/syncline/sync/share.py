@@ -49,7 +49,7 @@ class Share:
         members: its parameters, in the plan's order.
         names: of the members.
         gradients: the bucket's flat tensor.
-        transport: between the ranks that share; making this is a collective call.
+        transport: between the ranks; making this is a collective call.
         outlives_bucket: whether the bucket's memory is used again before the optimizer steps, so that what this rank
             has reduced is to be kept elsewhere.
     """
@@ -67,11 +67,12 @@ class Share:
         self._outlives_bucket = outlives_bucket
         self.plan = plan
         self.members = list(members)
-        self.rank = transport.rank
         self.dtype, device = members[0].dtype, members[0].device
+        self.team = transport.team(device)
+        """Who has the other shares of this bucket."""
         common = transport.share(gradients.numel(), self.dtype, device)
         self.is_common = common is not None
-        """Whether there is one copy of the parameters for all ranks."""
+        """Whether there is one copy of the parameters for the ranks of a host."""
         self.values = (
             torch.zeros(gradients.numel(), dtype=self.dtype, device=device) if common is None else common
         )
@@ -84,13 +85,14 @@ class Share:
         gaps = gaps_in(plan)
         self._gaps = torch.tensor(gaps, device=device) if gaps else None
         self.shards: list[Shard] = []
-        self.set_bounds(bounds_of([plan], transport.size)[0])
+        self.set_bounds(bounds_of([plan], self.team.size)[0])
 
     def set_bounds(self, bounds: Sequence[int]) -> None:
         """Cut the bucket at these offsets (see `plan.shards.bounds_of`); its shards are gone."""
         self.bounds = tuple(bounds)
-        self.start = bounds[self.rank]
-        self.stop = max(self.start, min(bounds[self.rank + 1], self.plan.numel))
+        position = self.team.position
+        self.start = bounds[position]
+        self.stop = max(self.start, min(bounds[position + 1], self.plan.numel))
         self._in_bucket = self._gradients[self.start : self.stop]
         self._reduced = torch.zeros_like(self._in_bucket) if self._outlives_bucket else self._in_bucket
         self.gradient = self._reduced

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from syncline.board import Board
 
-__all__ = ["DONE", "REDUCE_OPS", "ReduceOp", "Statistics", "Transport", "Work", "reductions_of"]
+__all__ = ["DONE", "REDUCE_OPS", "ReduceOp", "Statistics", "Team", "Transport", "Work", "reductions_of"]
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -169,6 +169,20 @@ class _MeasuredWork(Work):
         return self._inner.is_completed()
 
 
+class Team(NamedTuple):
+    """Ranks that together have all of what is sharded, once. There may be several, which then have the same."""
+
+    members: tuple[int, ...]
+    """The ranks of the first team: told the same on all ranks, so all of them can ask these for the whole."""
+    position: int
+    """Where this rank stands in its own team."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks a team has."""
+        return len(self.members)
+
+
 class Transport(ABC):
     """Moves flat tensors between the ranks of one group.
 
@@ -209,24 +223,27 @@ class Transport(ABC):
         return self._started("reduce_scatter", input, self._start_reduce_scatter(output, input, op))
 
     def reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp = "sum") -> Work:
-        """Reduce `tensor` so that rank r ends with elements `bounds[r]` to `bounds[r + 1]` of it, in place.
+        """Reduce `tensor` over all ranks so that member p of each team ends with its elements `bounds[p]` to
+        `bounds[p + 1]`, in place.
 
         The rest of the tensor is undefined afterwards: it is what another rank has, or what it was.
 
         Args:
             tensor: flat, with as many elements on all ranks.
-            bounds: size + 1 offsets that do not decrease, from 0 to the number of elements; the same on all ranks.
+            bounds: offsets that do not decrease, from 0 to the number of elements, one more than a team has members
+                (see `team`: as a rule the team is all ranks); the same on all ranks.
             op: how.
         """
         self._check_reduction(op, tensor)
+        num_spans = self.team(tensor.device).size
         if (
-            len(bounds) != self.size + 1
+            len(bounds) != num_spans + 1
             or bounds[0] != 0
             or bounds[-1] != tensor.numel()
             or list(bounds) != sorted(bounds)
         ):
             raise ValueError(
-                f"expected {self.size + 1} bounds that do not decrease, from 0 to {tensor.numel()}, got {list(bounds)}"
+                f"expected {num_spans + 1} bounds that do not decrease, from 0 to {tensor.numel()}, got {list(bounds)}"
             )
         return self._started("reduce_spans", tensor, self._start_reduce_spans(tensor, bounds, op))
 
@@ -329,12 +346,16 @@ class Transport(ABC):
         return tensor[:numel]
 
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """One flat tensor of zeros that all ranks have: what one of them writes, all see. None: this engine cannot.
+        """One flat tensor of zeros for a team: what one of its members writes, all see. None: this engine cannot.
 
         A collective call: every rank must make it, with the same arguments, and all get None or none does. Who writes
         when is the callers' affair: `barrier` is what they have.
         """
         return None
+
+    def team(self, device: torch.device) -> Team:
+        """Among whom sharded state is divided: all ranks, unless each of several hosts has a copy of its own."""
+        return Team(tuple(range(self.size)), self.rank)
 
     # ------------------------------------------------------------------ what an engine implements
 

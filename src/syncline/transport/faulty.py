@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import CollectiveTimeout, PeerLost
-from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Team, Transport, Work
 
 __all__ = ["Fault", "FaultyTransport"]
 
@@ -141,6 +141,9 @@ class FaultyTransport(Transport):
         """A plain transport: faults stay here."""
         self._fail_if_due("split")
         return self._inner.split(color)
+
+    def team(self, device: torch.device) -> Team:
+        return self._inner.team(device)
 
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         self._fail_if_due("share")

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from syncline.board import MAIN_LANE
 from syncline.errors import PeerFailed, SynclineError
-from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Team, Transport, Work
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.calls import Failure, lane_name, named_ranks
 from syncline.transport.health import CLOSED, Lane
@@ -83,7 +84,12 @@ class Hosts:
     def is_even(self) -> bool:
         """Whether the hosts, one after the other, hold all ranks in order, and each as many."""
         in_order = [rank for ranks in self.members for rank in ranks] == list(range(len(self.host_of)))
-        return in_order and len({len(ranks) for ranks in self.members}) == 1
+        return in_order and self.are_alike
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all hosts have as many ranks."""
+        return len({len(ranks) for ranks in self.members}) == 1
 
 
 # ---------------------------------------------------------------------- the transport
@@ -306,11 +312,44 @@ class HierarchicalTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":
             return super().allocate(numel, dtype, device)
-        title, lines = "allocate", [f"{numel} elements of {dtype}"]
-        token, *_ = exchange(self, title, lines, payload=secrets.token_bytes(_TOKEN_BYTES))
+        lines = [f"{numel} elements of {dtype}"]
+        token, *_ = exchange(self, "allocate", lines, payload=secrets.token_bytes(_TOKEN_BYTES))
         if self._inside is None:
-            return super().allocate(numel, dtype, device)
-        return self._inside.allocate_agreed(numel, dtype, token)
+            make = partial(super().allocate, numel, dtype, device)
+        else:
+            make = partial(self._inside.allocate_agreed, numel, dtype, token)
+        return self._made_on_all_hosts(make)
+
+    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        if not self._has_teams(device):
+            return None
+        assert self._inside is not None
+        exchange(self, "share", [f"{numel} elements of {dtype}, one copy a host"])
+        return self._made_on_all_hosts(partial(self._inside.share_agreed, numel, dtype))
+
+    def team(self, device: torch.device) -> Team:
+        if not self._has_teams(device):
+            return super().team(device)
+        return Team(self._hosts.members[0], self._members.index(self.rank))
+
+    def _has_teams(self, device: torch.device) -> bool:
+        """Whether each host has a copy of what is shared.
+
+        Hosts with different numbers of ranks would cut it in different places, and an optimizer whose kernels round a
+        tensor's last elements in another way would let their copies drift apart.
+        """
+        return device.type == "cpu" and self._hosts.are_alike
+
+    def _made_on_all_hosts(self, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives; an error on all ranks where a host has not the memory."""
+        made, trouble = None, ""
+        try:
+            made = make()
+        except (SynclineError, OSError, MemoryError) as error:
+            trouble = _trouble_on_host(self._members, error)
+        _raise_if_any(self._beneath, trouble)
+        assert made is not None
+        return made
 
     # ------------------------------------------------------------------ lanes and groups
 
@@ -399,12 +438,15 @@ def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryT
                 numbers=members,
             )
     except (SynclineError, OSError, MemoryError) as error:
-        text = str(error) or type(error).__name__
-        trouble = f"{named_ranks(members)}, numbered from 0 on their host: {text}"
+        trouble = _trouble_on_host(members, error)
     while num_exchanges < NUM_EXCHANGES:  # those that other hosts may still need
         exchange_here(b"")
     _raise_if_any(beneath, trouble)
     return inside
+
+
+def _trouble_on_host(members: Sequence[int], error: Exception) -> str:
+    return f"{named_ranks(members)}, numbered from 0 on their host: {str(error) or type(error).__name__}"
 
 
 def _raise_if_any(beneath: C10dTransport, trouble: str) -> None:

@@ -387,8 +387,12 @@ class SharedMemoryTransport(Transport):
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if device.type != "cpu":
             return None
+        exchange(self, "share", [f"{numel} elements of {dtype}"])
+        return self.share_agreed(numel, dtype)
+
+    def share_agreed(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """As `share`, for ranks that have agreed already."""
         what = f"{numel} elements of {dtype}, one copy for all ranks"
-        exchange(self, "share", [what])
         memory = self._hub.share(max(1, numel) * dtype.itemsize, what)
         # The tensor holds the mapping, and nothing else does.
         return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
