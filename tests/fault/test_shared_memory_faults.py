@@ -272,19 +272,64 @@ def assert_same_on_all_ranks(text: str) -> None:
     assert set(texts) == {text}
 
 
-def test_pages_of_files_do_not_count_as_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "max": "1000000",
-        "current": "900000",
-        "stat": "anon 1\nactive_file 300000\ninactive_file 50000\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    paths = (*(str(tmp_path / name) for name in files), "")
-    monkeypatch.setattr(memory, "_CONTROL_GROUPS", (paths,))
-    assert memory.available_bytes() == 450_000
-    (tmp_path / "max").write_text("max")
-    assert memory.available_bytes() != 450_000
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+LIMITED = """
+import sys
+from pathlib import Path
+rank, group = int(sys.argv[1]), Path(sys.argv[2])
+(group / "cgroup.procs").write_text("0")
+import torch
+import torch.distributed as dist
+import syncline as sl
+from syncline.errors import SynclineError
+from syncline.world import transport_of
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
+sl.init()
+t = transport_of()
+def make(megabytes):
+    return t.allocate(megabytes * 2**18, torch.float32, torch.device("cpu"))
+small = make(8)
+try:
+    make(600)
+except SynclineError as error:
+    print(str(error).replace(chr(10), " "))
+small.fill_(1)
+t.all_reduce(small).wait()
+print(small.sum().item(), flush=True)
+"""
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """A control group of version 1 that may use 1 GB."""
+    group = MEMORY_GROUPS / f"syncline-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(10**9))
+    except OSError as error:
+        pytest.skip(f"control groups of memory cannot be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_the_limit_of_a_control_group_is_an_error_on_all_ranks_and_nobody_is_killed(
+    limited_group: Path, tmp_path: Path
+) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LIMITED, str(rank), str(limited_group), f"file://{tmp_path}/meet"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=60)
+        assert rank.returncode == 0, err
+        told, total = out.splitlines()
+        assert "MB of shared memory are needed, but only" in told
+        assert float(total) == 2 * 8 * 2**18
 
 
 # ---------------------------------------------------------------------- strangers

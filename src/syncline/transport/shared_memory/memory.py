@@ -12,29 +12,14 @@ import mmap
 import os
 
 from syncline.errors import SynclineError
+from syncline.transport.shared_memory.room import available_bytes
 
-__all__ = ["SharedMemory", "available_bytes"]
+__all__ = ["SharedMemory"]
 
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _RESERVE_BYTES = 64 * 1024 * 1024
 """What is left for others when memory is short."""
-_CONTROL_GROUPS = (
-    (
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory.current",
-        "/sys/fs/cgroup/memory.stat",
-        "",
-    ),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-        "total_",
-    ),
-)
-"""Limit, use and its parts, by version of control groups, and how the parts' names begin."""
-_PAGES_OF_FILES = ("active_file", "inactive_file")
 
 
 class SharedMemory:
@@ -65,12 +50,7 @@ class SharedMemory:
         Raises:
             SynclineError: there is not enough memory.
         """
-        available = available_bytes()
-        if available is not None and num_bytes + _RESERVE_BYTES > available:
-            raise SynclineError(
-                f"{num_bytes / 1e6:.1f} MB of shared memory are needed, but only {available / 1e6:.1f} MB of memory "
-                "are free"
-            )
+        _check_room(num_bytes)
         descriptor = os.memfd_create("syncline", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -93,6 +73,7 @@ class SharedMemory:
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         if to <= from_:
             return
+        _check_room(to - from_)  # this rank's limit may be another one than rank 0's
         try:
             try:
                 self.map.madvise(_MADV_POPULATE_WRITE, from_, to - from_)
@@ -113,23 +94,10 @@ class SharedMemory:
         self.release_file()
 
 
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping, of the machine and of this process's control group; None: unknown."""
-    found = []
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    for limit, used, statistics, prefix in _CONTROL_GROUPS:
-        try:
-            with open(limit) as limit_file, open(used) as used_file:
-                free = int(limit_file.read()) - int(used_file.read())
-            with open(statistics) as file:
-                pages = dict(line.split() for line in file)
-        except (OSError, ValueError):
-            continue  # no such version of control groups, or "max"
-        # Pages of files count as used, but are given up when memory is needed.
-        found.append(free + sum(int(pages.get(f"{prefix}{name}", 0)) for name in _PAGES_OF_FILES))
-    return min(found, default=None)
+def _check_room(num_bytes: int) -> None:
+    available = available_bytes()
+    if available is not None and num_bytes + _RESERVE_BYTES > available:
+        raise SynclineError(
+            f"{num_bytes / 1e6:.1f} MB of shared memory are needed, but only {available / 1e6:.1f} MB of memory "
+            "are free"
+        )
