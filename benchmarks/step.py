@@ -13,7 +13,9 @@ over rounds.
 
 Without --variants the model is a GPT and torch's class runs with and without gradient_as_bucket_view, and the better
 one is what all are divided by; the last line divides our better one by it. "exposed" is what a step takes longer than
-one of the bare module, which synchronizes nothing, in percent of that. Our class with sharded=True is a row as well.
+one of the bare module, which synchronizes nothing, in percent of that. Part of it no synchronization can avoid: ranks
+that wait for each other in every step take the sum of the slowest steps. "bare module, in step" shows it: its ranks
+reduce one number after each backward. Our class with sharded=True is a row as well.
 With --variants, each variant of `step_variants.py` is a row: both classes are given the same model and the same
 switches.
 """
@@ -45,6 +47,8 @@ from syncline.world import transport_of
 
 Wrap = Callable[[nn.Module], nn.Module]
 
+BARE, IN_STEP = "bare module", "bare module, in step"
+
 
 def wrappers(num_ranks: int) -> dict[str, Wrap]:
     """How each competitor wraps the module."""
@@ -52,7 +56,7 @@ def wrappers(num_ranks: int) -> dict[str, Wrap]:
         "syncline": lambda m: sl.DistributedDataParallel(m),
         "syncline, bucket view": lambda m: sl.DistributedDataParallel(m, gradient_as_bucket_view=True),
     }
-    bare: dict[str, Wrap] = {"bare module": lambda m: m}
+    bare: dict[str, Wrap] = {BARE: lambda m: m}
     if num_ranks == 1:
         return bare | ours
     torch_ddp = torch.nn.parallel.DistributedDataParallel
@@ -63,7 +67,7 @@ def wrappers(num_ranks: int) -> dict[str, Wrap]:
     if can_shard():
         wrap: Any = sl.DistributedDataParallel
         ours[SHARDED] = lambda m: wrap(m, sharded=True)
-    return bare | theirs | ours
+    return bare | {IN_STEP: lambda m: m} | theirs | ours
 
 
 class Competitor:
@@ -73,10 +77,12 @@ class Competitor:
         module: what is trained.
         wrap: makes it a replica.
         attaches: whether the wrapper has to know of the optimizer.
+        waits: whether the ranks reduce one number after each backward.
     """
 
-    def __init__(self, module: nn.Module, wrap: Wrap, *, attaches: bool = False) -> None:
+    def __init__(self, module: nn.Module, wrap: Wrap, *, attaches: bool = False, waits: bool = False) -> None:
         self.module = wrap(module)
+        self.number = torch.zeros(1) if waits else None
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), fused=True)
         if attaches:
             assert isinstance(self.module, sl.DistributedDataParallel)
@@ -84,6 +90,8 @@ class Competitor:
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.module(*batch).backward()
+        if self.number is not None:
+            sl.all_reduce_(self.number)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -94,7 +102,7 @@ def measure(size: str, *, num_rounds: int, num_steps: int, world: sl.World) -> d
     base = GPT(SIZES[size])
     batch = random_batch(SIZES[size], seed=world.rank)
     competitors = {
-        name: Competitor(copy.deepcopy(base), wrap, attaches=name == SHARDED)
+        name: Competitor(copy.deepcopy(base), wrap, attaches=name == SHARDED, waits=name == IN_STEP)
         for name, wrap in wrappers(world.size).items()
     }
     steps = {name: partial(competitor.step, batch) for name, competitor in competitors.items()}
@@ -127,8 +135,8 @@ def count_python_calls(size: str, world: sl.World) -> tuple[int, int, int]:
 def report(size: str, seconds: dict[str, list[float]], calls: tuple[int, int, int]) -> dict[str, Any]:
     """Print one table; return what it shows."""
     medians = {name: statistics.median(rounds) for name, rounds in seconds.items()}
-    theirs = [name for name in medians if "syncline" not in name and name != "bare module"]
-    rival = min(theirs or ["bare module"], key=lambda name: medians[name])
+    theirs = [name for name in medians if "syncline" not in name and name not in (BARE, IN_STEP)]
+    rival = min(theirs or [BARE], key=lambda name: medians[name])
     num_parameters = sum(p.numel() for p in GPT(SIZES[size]).parameters())
     print(f"\nGPT {size} ({num_parameters / 1e6:.2f} M parameters): ratio to {rival}")
     rows: dict[str, Any] = {}
@@ -136,8 +144,8 @@ def report(size: str, seconds: dict[str, list[float]], calls: tuple[int, int, in
         middle, low, high = ratio(seconds[name], seconds[rival])
         rows[name] = {"median_ms": median * 1e3, "ratio": middle, "ratio_low": low, "ratio_high": high}
         line = f"  {name:24} {median * 1e3:8.2f} ms   {middle:.3f}  [{low:.3f}, {high:.3f}]"
-        if "bare module" not in (name, rival):
-            exposed = [x - 1 for x in ratio(seconds[name], seconds["bare module"])]
+        if BARE not in (name, rival):
+            exposed = [x - 1 for x in ratio(seconds[name], seconds[BARE])]
             rows[name] |= dict(zip(("exposed", "exposed_low", "exposed_high"), exposed, strict=True))
             line += "   exposed {:6.1%}  [{:.1%}, {:.1%}]".format(*exposed)
         print(line)
