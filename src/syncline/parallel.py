@@ -36,7 +36,7 @@ from syncline.sync.gradients import GradientSync
 from syncline.sync.in_backward import optimizers_in_backward
 from syncline.sync.inventory import Inventory
 from syncline.sync.items import checked_num_items
-from syncline.sync.join import Iteration, ShadowHook, agree_on_iteration
+from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions
@@ -337,7 +337,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             self._before_synchronized_forward()
         self._gradients.forward_begins()
         if self._join_config.enable:
-            self._before_joined_forward(synchronizes=synchronizes)
+            joined_forward_begins(
+                self,
+                self._transport,
+                self._gradients,
+                self._buffers_sync,
+                synchronizes=synchronizes,
+                counts_all_ranks=self._divide_by_initial_world_size,
+            )
         elif self._buffer_hook is None:
             self._buffers_sync.before_forward(next_is_due=synchronizes)
         else:
@@ -689,7 +696,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """
         if not enable or self._transport.size == 1:
             return nullcontext()
-        self._refuse_sharded("a rank without inputs would have to step its share, so join() is not possible")
+        self._refuse_sharded(NOT_WITH_JOIN)
         if self.process_group is None:
             raise ValueError(
                 f"join needs a torch.distributed process group; this module is synchronized over {self._plan.transport}"
@@ -702,12 +709,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`, also beside other joinables."""
-        self._refuse_sharded("a rank without inputs would have to step its share, so join() is not possible")
+        self._refuse_sharded(NOT_WITH_JOIN)
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         if not self._is_agreed:  # now, for a rank without any input has no first forward
             self._agree_before_the_first_step()
-        return ShadowHook(self._transport, self._gradients, self._sync_buffers_of, self._make_all_equal_to)
+        return ShadowHook(self._transport, self._gradients, self._buffers_sync, self._make_all_equal_to)
 
     @property
     def join_device(self) -> torch.device:
@@ -719,23 +726,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """What `Join` counts over."""
         assert self.process_group is not None
         return self.process_group
-
-    def _before_joined_forward(self, *, synchronizes: bool) -> None:
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-            if not self._divide_by_initial_world_size:
-                self._gradients.num_contributing = int(work.result()[0].item())
-        iteration = agree_on_iteration(self._transport, has_inputs=True, synchronizes=synchronizes)
-        self._sync_buffers_of(iteration)
-
-    def _sync_buffers_of(self, iteration: Iteration) -> None:
-        self._buffers_sync.before_forward(
-            next_is_due=iteration.synchronizes,
-            src=iteration.buffers_from,
-            counts=iteration.has_inputs,
-            num_counting=iteration.num_with_inputs,
-        )
 
     def _make_all_equal_to(self, src: int) -> None:
         self._authoritative_rank = src

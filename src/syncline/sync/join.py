@@ -11,12 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from syncline.sync.buffers import BufferSync
 from syncline.sync.gradients import GradientSync
 from syncline.transport.base import Transport
 
-__all__ = ["Iteration", "ShadowHook", "agree_on_iteration"]
+__all__ = ["NOT_WITH_JOIN", "Iteration", "ShadowHook", "agree_on_iteration", "joined_forward_begins"]
+
+NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
+"""Why sharded replicas cannot join."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,13 +51,50 @@ def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: 
     )
 
 
+def joined_forward_begins(
+    joinable: Joinable,
+    transport: Transport,
+    gradients: GradientSync,
+    buffers: BufferSync,
+    *,
+    synchronizes: bool,
+    counts_all_ranks: bool,
+) -> None:
+    """What a rank with inputs does before a forward inside of `join`.
+
+    Args:
+        joinable: the wrapper, whose peers are told that it goes on.
+        transport: of the wrapper.
+        gradients: its gradient synchronization.
+        buffers: its buffers, which are made equal where that is due.
+        synchronizes: whether this iteration reduces gradients on this rank.
+        counts_all_ranks: divide gradients by the number of all ranks, not of those that still have inputs.
+    """
+    work = Join.notify_join_context(joinable)
+    if work is not None:
+        work.wait()
+        if not counts_all_ranks:
+            gradients.num_contributing = int(work.result()[0].item())
+    _sync_buffers(buffers, agree_on_iteration(transport, has_inputs=True, synchronizes=synchronizes))
+
+
+def _sync_buffers(buffers: BufferSync, iteration: Iteration) -> None:
+    """As a forward does."""
+    buffers.before_forward(
+        next_is_due=iteration.synchronizes,
+        src=iteration.buffers_from,
+        counts=iteration.has_inputs,
+        num_counting=iteration.num_with_inputs,
+    )
+
+
 class ShadowHook(JoinHook):
     """What a rank does while it has no inputs left.
 
     Args:
         transport: of the wrapped module.
         gradients: its gradient synchronization.
-        sync_buffers: synchronize buffers as a forward does, from the rank it is given.
+        buffers: its buffers.
         sync_module: make parameters and buffers those of the rank it is given.
     """
 
@@ -61,19 +102,19 @@ class ShadowHook(JoinHook):
         self,
         transport: Transport,
         gradients: GradientSync,
-        sync_buffers: Callable[[Iteration], None],
+        buffers: BufferSync,
         sync_module: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._transport = transport
         self._gradients = gradients
-        self._sync_buffers = sync_buffers
+        self._buffers = buffers
         self._sync_module = sync_module
 
     def main_hook(self) -> None:
         """Match the collectives of one iteration of the others."""
         iteration = agree_on_iteration(self._transport, has_inputs=False, synchronizes=False)
-        self._sync_buffers(iteration)
+        _sync_buffers(self._buffers, iteration)
         if iteration.synchronizes:
             with torch.no_grad():
                 self._gradients.shadow()
