@@ -1,7 +1,7 @@
 """DistributedDataParallel: wires a module's hooks to the parts that synchronize it.
 
-The flow of one step is drawn in `docs/architecture.md`. What torch's class is asked for under private names is in
-`torch_names.py`.
+The flow of one step is drawn in `docs/architecture.md`. What torch's class is asked for beyond its documented
+methods is in `torch_names.py`.
 """
 
 from __future__ import annotations
@@ -628,39 +628,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             )
         with self._gradients.normalizer.block(checked_num_items(num_items)):
             yield
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward synchronizes: what `no_sync` switches, and some frameworks set."""
-        return self._gradients.enabled
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._gradients.enabled = value
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Whether the next forward may synchronize buffers: the previous one ran outside of no_sync and no_grad."""
-        return self._buffers_sync.due
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        self._buffers_sync.due = value
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Whether forwards synchronize buffers."""
-        return self._buffers_sync.enabled
-
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, value: bool) -> None:
-        self._buffers_sync.enabled = value
-
-    broadcast_buffers = forward_sync_buffers
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward sends buffers."""
-        return self._buffers_sync.due and self._buffers_sync.enabled and bool(self._selection.buffers)
 
     def equalize_buffers_(self) -> None:
         """Make the buffers of all ranks equal now, by their policy ("none": rank 0's); a collective call.

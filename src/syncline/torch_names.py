@@ -1,4 +1,4 @@
-"""Private names of torch's DistributedDataParallel that users and frameworks call, as far as they can be honoured.
+"""Undocumented names of torch's DistributedDataParallel that users and frameworks call, as far as can be honoured.
 
 Found in use: Lightning (`reducer`, `_set_static_graph`, `_register_builtin_comm_hook`), Accelerate and Megatron
 (`bucket_bytes_cap`, `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec
@@ -139,7 +139,6 @@ class TorchNames:
         def _wire_again(self) -> None: ...
         def _use_comm_hook(self, hook: CommHook) -> None: ...
         def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
-        def will_sync_module_buffers(self) -> bool: ...
 
     # ------------------------------------------------------------------ facts
 
@@ -259,6 +258,39 @@ class TorchNames:
             )
 
     # ------------------------------------------------------------------ switches
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward synchronizes: what `no_sync` switches, and some frameworks set."""
+        return self._gradients.enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._gradients.enabled = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward may synchronize buffers: the previous one ran outside of no_sync and no_grad."""
+        return self._buffers_sync.due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_sync.due = value
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forwards synchronize buffers."""
+        return self._buffers_sync.enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._buffers_sync.enabled = value
+
+    broadcast_buffers = forward_sync_buffers
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward sends buffers."""
+        return self._buffers_sync.due and self._buffers_sync.enabled and bool(self._selection.buffers)
 
     def _set_static_graph(self) -> None:
         """As `static_graph=True` at construction. Only before the first backward."""
