@@ -1,16 +1,14 @@
 """DistributedDataParallel: wires a module's hooks to the parts that synchronize it.
 
-The flow of one step is drawn in `docs/architecture.md`. What torch's class is asked for beyond its documented
-methods is in `torch_names.py`.
+The flow of one step is drawn in `docs/architecture.md`. Those parts are held by a `Replica` (`replica.py`); what
+torch's class is asked for beyond its documented methods is in `torch_names.py`.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -22,38 +20,25 @@ from torch.utils._pytree import tree_map_only
 
 from syncline.arguments import check_sharded, checked_buffers, checked_caps, checked_device_ids, group_of_mesh
 from syncline.contract import Contract
-from syncline.errors import SynclineError
 from syncline.events import BackwardRecord
-from syncline.explain import Evidence, contract_of, explain
-from syncline.optim.sharded import Sharding
+from syncline.explain import contract_of, explain
 from syncline.plan.buckets import automatic_caps
+from syncline.replica import Replica
 from syncline.sync.agreement import agree
-from syncline.sync.attached import AttachedOptimizer
-from syncline.sync.buffers import BufferPolicy, BufferSync
-from syncline.sync.comm_hook import CommHook, checked_comm_hook
+from syncline.sync.buffers import BufferPolicy
+from syncline.sync.comm_hook import checked_comm_hook
 from syncline.sync.compilation import NotTraced
-from syncline.sync.gradients import GradientSync
-from syncline.sync.in_backward import optimizers_in_backward
-from syncline.sync.inventory import Inventory
 from syncline.sync.items import checked_num_items
 from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions
 from syncline.sync.outputs import tensors_in, when_backward_reaches
-from syncline.sync.selection import Selection, select
+from syncline.sync.selection import select
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
-from syncline.wrapping import (
-    agree_on_module,
-    are_of_the_bare_module,
-    broadcast_new_values,
-    broadcast_values,
-    gather_hosts,
-    plan_after_change,
-    plan_of,
-)
+from syncline.wrapping import are_of_the_bare_module, broadcast_values, gather_hosts
 
 __all__ = ["DistributedDataParallel"]
 
@@ -171,9 +156,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
         caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
         group = group_of_mesh(process_group, device_mesh, module)
-        self._buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
+        buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
         self.module = module
-        self._ignore = tuple(ignore)
         self.dim = dim
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -184,15 +168,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
-        self.parameters_to_ignore = set(chosen.ignored)
         self._lowered = (
             None
             if mixed_precision is None
-            else MixedPrecision(module, mixed_precision, self.parameters_to_ignore)
+            else MixedPrecision(module, mixed_precision, frozenset(chosen.ignored))
         )
         if reduce_dtype is None and self._lowered is not None:
             reduce_dtype = self._lowered.reduce_dtype
-        self._transport = transport = transport_of(group)
+        transport = transport_of(group)
         check_sharded(
             module,
             chosen,
@@ -204,7 +187,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         )
         hosts = gather_hosts(transport)
         first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
-        self._options = GradientOptions(
+        options = GradientOptions(
             caps=caps
             or automatic_caps(hosts, device_type=first_type, reduces_in_place=transport.reduces_in_place),
             as_bucket_view=gradient_as_bucket_view and not sharded,
@@ -216,139 +199,46 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             delayed=frozenset(name for name, _ in chosen.delayed),
             sharded=sharded and transport.size > 1,
         )
-        self._plan = plan_of(
+        self._replica = Replica(
             module,
             chosen,
-            self._options,
             transport,
+            options,
             num_hosts=len(hosts),
             init_sync=init_sync,
             init_buffers=init_sync and init_buffers,
-            buffer_policy=self._buffer_policy,
+            buffer_policy=buffer_policy,
+            ignore=ignore,
         )
-        agree_on_module(chosen, contract_of(self._plan), self._options, transport)
-        if init_sync:
-            broadcast_values(chosen, transport, src=0, buffers=init_buffers)
-        self._open_lanes(has_buffers=bool(chosen.buffers))
-        self._wire(chosen)
-        self._sharding = self._shard() if self._options.sharded else None
         if sharded and transport.size == 1:  # so that sl.write_shared is the same alone
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
-
-    def _shard(self) -> Sharding:
-        """Move the parameters to where each rank steps its share of them. A collective call."""
-        sharding = Sharding(
-            self.module,
-            list(zip(self._gradients.names, self._gradients.parameters, strict=True)),
-            self._gradients.layout.shares(),
-            self._open_lane("shards"),
-            by_parameter=self._options.allow_unused,
-        )
-        self._plan = replace(self._plan, num_copies=sharding.num_copies)
-        return sharding
-
-    def _refuse_sharded(self, what: str) -> None:
-        if self._sharding is not None:
-            raise ValueError(f"with sharded=True {what}: wrap the module without sharded=True")
-
-    def _open_lanes(self, *, has_buffers: bool) -> None:
-        """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
-        else that a rank does at the same time. A collective call.
-        """
-        self._has_lanes = True
-        self._gradient_lane = self._open_lane("gradients")
-        self._buffer_lane = self._open_lane("buffers") if has_buffers else self._transport
-
-    def _open_lane(self, purpose: str) -> Transport:
-        lane = self._transport.lane(f"{purpose} of {type(self.module).__name__}")
-        if lane is not self._transport:
-            weakref.finalize(self, lane.close)
-        return lane
-
-    def _wire(self, chosen: Selection) -> None:
-        """Put the hooks on. A collective only with sharded=True."""
-        self._selection = chosen
-        self._gradients = GradientSync(
-            [*chosen.trained, *chosen.delayed],
-            self._gradient_lane,
-            self._options,
-            has_own_connection=self._gradient_lane is not self._transport,
-        )
-        self._gradients.before_first = _weakly(self._agree_before_the_first_step)
-        self._buffers_sync = BufferSync(
-            self.module,
-            self._buffer_lane,
-            agreeing=self._transport,
-            policy=self._buffer_policy,
-            ignored=self.parameters_to_ignore,
-        )
-        self._inventory = Inventory(self.module)
-        self._is_agreed = False
-        # It must not hold on to what holds on to the wrapper.
-        self._hooks_finalizer = weakref.finalize(self, _remove_all, self._gradients.handles)
-
-    def _wire_again(self, chosen: Selection | None = None) -> None:
-        """Take the place of the present hooks, over the lanes and by `_options` as they are now."""
-        self._refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
-        former, former_buffers = self._gradients, self._buffers_sync
-        self._hooks_finalizer.detach()
-        self._wire(chosen or self._chosen_again())
-        self._gradients.continues(former)
-        self._buffers_sync.continues(former_buffers)
-
-    def _chosen_again(self) -> Selection:
-        delayed = [(n, p) for n, p in self.module.named_parameters() if n in self._options.delayed]
-        return select(self.module, ignore=self._ignore, delayed=delayed, must_match=False)
-
-    def _follow_changes(self) -> None:
-        """The module was changed after wrapping: agree on what it is now, and go on with that. A collective call."""
-        self._transport.board.phase = (
-            f"forward, where {type(self.module).__name__} has changed since it was wrapped"
-        )
-        before, chosen = self._selection, self._chosen_again()
-        self._plan = plan_after_change(self._plan, chosen)
-        self._options = replace(
-            self._options, sparse=chosen.sparse, delayed=frozenset(name for name, _ in chosen.delayed)
-        )
-        agree_on_module(
-            chosen,
-            contract_of(self._plan),
-            self._options,
-            self._transport,
-            remedy="Change a wrapped module in the same way on every rank, between the same two steps.",
-        )
-        self.parameters_to_ignore = set(chosen.ignored)
-        if chosen.buffers and not before.buffers:
-            self._buffer_lane = self._open_lane("buffers")
-        if self._plan.init_sync:
-            broadcast_new_values(chosen, before, self._transport)
-        self._wire_again(chosen)
 
     # ------------------------------------------------------------------ a step
 
     @NotTraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, buffers synchronized first where that is due."""
-        synchronizes = torch.is_grad_enabled() and self._gradients.enabled
-        board = self._transport.board
+        replica = self._replica
+        synchronizes = torch.is_grad_enabled() and replica.gradients.enabled
+        board = replica.transport.board
         board.phase = "forward"
         if synchronizes:
-            board.step = self._gradients.step + 1
-            self._before_synchronized_forward()
-        self._gradients.forward_begins()
+            board.step = replica.gradients.step + 1
+            replica.before_synchronized_forward(inside_join=self._join_config.enable)
+        replica.gradients.forward_begins()
         if self._join_config.enable:
             joined_forward_begins(
                 self,
-                self._transport,
-                self._gradients,
-                self._buffers_sync,
+                replica.transport,
+                replica.gradients,
+                replica.buffers,
                 synchronizes=synchronizes,
                 counts_all_ranks=self._divide_by_initial_world_size,
             )
-        elif self._buffer_hook is None:
-            self._buffers_sync.before_forward(next_is_due=synchronizes)
+        elif replica.buffer_hook is None:
+            replica.buffers.before_forward(next_is_due=synchronizes)
         else:
-            self._run_buffer_hook(next_is_due=synchronizes)
+            self._before_hooked_forward(replica.buffer_hook, next_is_due=synchronizes)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(
@@ -359,56 +249,18 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         else:
             with self._inside_ddp_forward():
                 output = self._lowered(inputs, kwargs)
-        if self._buffer_hook is not None:
-            self._run_buffer_hook_after_forward()
+        if replica.buffer_hook is not None and replica.buffer_hook.after_forward:
+            self._run_buffer_hook(replica.buffer_hook)
         if self.static_graph and torch.is_grad_enabled():
             # A re-entrant checkpoint's backward runs inside of the one that begins at an output.
-            hook = self._gradients.outermost_hook()
+            hook = replica.gradients.outermost_hook()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     when_backward_reaches(tensor, hook)
-        if synchronizes and self.training and self._transport.size > 1:
-            self._gradients.guard.forward_ended(output)
+        if synchronizes and self.training and replica.transport.size > 1:
+            replica.gradients.guard.forward_ended(output)
         board.phase = "after forward"
         return output
-
-    def _before_synchronized_forward(self) -> None:
-        has_changed = self._inventory.has_changed() or not self._gradients.layout.fits()
-        if self._join_config.enable:
-            if has_changed:
-                raise SynclineError(
-                    f"rank {self._transport.rank}: {type(self.module).__name__} was changed inside of join(), where "
-                    "ranks without inputs cannot follow: change it before or after"
-                )
-            return
-        if has_changed:
-            self._follow_changes()
-        if not self._is_agreed:
-            self._agree_before_the_first_step()
-
-    def _agree_before_the_first_step(self) -> None:
-        """What was registered after construction must be the same on all ranks."""
-        self._is_agreed = True
-        self._gradients.before_first = None
-        step = optimizers_in_backward(self._gradients.parameters)
-        hook = self._gradients.comm_hook
-        agree(
-            self._transport,
-            f"DistributedDataParallel({type(self.module).__name__}), before its first step",
-            [
-                f"communication hook: {'none' if hook is None else hook.name}",
-                f"buffer hook: {'none' if self._buffer_hook is None else self._buffer_hook.name}",
-                f"optimizers step inside backward: {'no' if step is None else 'yes'}",
-                *(f"attached optimizer {name}" for name in self._plan.optimizers),
-                *(() if self._sharding is None else self._sharding.describe()),
-            ],
-            remedy="Register and attach the same on every rank, before the first forward.",
-        )
-        if not self._has_lanes:  # it was unpickled, which is not a collective
-            self._open_lanes(has_buffers=bool(self._selection.buffers))
-            self._wire_again()
-            self._is_agreed = True
-        self._gradients.on_reduced = step
 
     # ------------------------------------------------------------------ what is registered
 
@@ -444,53 +296,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> print(ddp.contract["optimizer"].when)
             never: equal by construction
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        guard = self._gradients.guard
-        if any(attached.optimizer is optimizer for attached in guard.optimizers):
-            return optimizer
-        own = {id(parameter) for parameter in self.module.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f"this {type(optimizer).__name__} has no parameter of {type(self.module).__name__}: attach it to the "
-                "module that it trains"
-            )
-        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._gradients.parameters):
-            raise RuntimeError(
-                "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
-            )
-        name = type(optimizer).__name__
-        if self._sharding is not None:
-            has_begun = bool(self._gradients.step)
-            name = self._sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
-        guard.optimizers.append(AttachedOptimizer(optimizer, _weakly(self._before_optimizer_step)))
-        self._plan = replace(self._plan, optimizers=(*self._plan.optimizers, name))
-        self._is_agreed = False
+        self._replica.attach(optimizer, elementwise=elementwise)
         return optimizer
-
-    def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
-        if self._transport.size == 1:
-            return
-        self._refuse_unreduced("optimizer.step()")
-        if attached.told_settings in (None, attached.settings()):
-            return
-        # Changed since the backward that compared them; on all ranks, or this will say who is where.
-        self._transport.board.phase = "optimizer.step(), where settings have changed since the backward"
-        agree(
-            self._transport,
-            f"the settings of an attached {type(attached.optimizer).__name__}, at its step",
-            attached.describe(0),
-            remedy="Change settings on all ranks alike, best between a step and the next backward.",
-        )
-        attached.told_settings = attached.settings()
-
-    def _refuse_unreduced(self, what: str) -> None:
-        if self._gradients.has_unreduced:
-            raise SynclineError(
-                f"rank {self._transport.rank}, {what} after step {self._gradients.step}: expected reduced gradients, "
-                "but the last backward ran under no_sync, so .grad holds this rank's alone. Run the last micro-batch "
-                "outside of no_sync, or clear the gradients first"
-            )
 
     def clip_grad_norm_(
         self,
@@ -525,11 +332,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> ddp.clip_grad_norm_(1.0)
             tensor(141.4214)
         """
-        self._refuse_unreduced("clip_grad_norm_()")
-        if self._sharding is not None:
-            return self._sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        replica = self._replica
+        replica.refuse_unreduced("clip_grad_norm_()")
+        if replica.sharding is not None:
+            return replica.sharding.clip_grad_norm_(
+                max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
         return torch.nn.utils.clip_grad_norm_(
-            self._gradients.parameters,
+            replica.gradients.parameters,
             max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -563,12 +373,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> print(ddp.contract["gradients"].how)
             by communication hook as_they_are
         """
-        self._refuse_sharded("buckets are reduced by spans, which no communication hook does")
-        self._use_comm_hook(checked_comm_hook(state, hook))
-
-    def _use_comm_hook(self, hook: CommHook) -> None:
-        self._gradients.use_comm_hook(hook)
-        self._plan = replace(self._plan, comm_hook=hook.name)
+        self._replica.use_comm_hook(checked_comm_hook(state, hook))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -585,12 +390,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> ddp.module.bias.grad
             tensor([2.])
         """
-        before = self._gradients.enabled
-        self._gradients.enabled = False
+        before = self._replica.gradients.enabled
+        self._replica.gradients.enabled = False
         try:
             yield
         finally:
-            self._gradients.enabled = before
+            self._replica.gradients.enabled = before
 
     @contextmanager
     def normalize_by(self, num_items: int) -> Iterator[None]:
@@ -620,13 +425,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> ddp.module.weight.grad
             tensor([[1.]])
         """
-        hook = self._gradients.comm_hook
+        gradients = self._replica.gradients
+        hook = gradients.comm_hook
         if hook is not None:
             raise ValueError(
                 f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
                 "Use one or the other"
             )
-        with self._gradients.normalizer.block(checked_num_items(num_items)):
+        with gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
     def equalize_buffers_(self) -> None:
@@ -635,9 +441,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         After the last step each rank has the running statistics of its own last batch: call it before a checkpoint
         or an evaluation.
         """
-        self._transport.board.phase = "equalize_buffers_"
-        agree(self._transport, "equalize_buffers_", [f"module: {type(self.module).__name__}"])
-        self._buffers_sync.equalize()
+        replica = self._replica
+        replica.transport.board.phase = "equalize_buffers_"
+        agree(replica.transport, "equalize_buffers_", [f"module: {type(self.module).__name__}"])
+        replica.buffers.equalize()
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -661,12 +468,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         Raises:
             ValueError: the module is not synchronized over a torch.distributed group.
         """
-        if not enable or self._transport.size == 1:
+        replica = self._replica
+        if not enable or replica.transport.size == 1:
             return nullcontext()
-        self._refuse_sharded(NOT_WITH_JOIN)
+        replica.refuse_sharded(NOT_WITH_JOIN)
         if self.process_group is None:
             raise ValueError(
-                f"join needs a torch.distributed process group; this module is synchronized over {self._plan.transport}"
+                "join needs a torch.distributed process group; this module is synchronized over "
+                f"{replica.plan.transport}"
             )
         return Join(
             [self],
@@ -676,12 +485,13 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For `torch.distributed.algorithms.join.Join`, also beside other joinables."""
-        self._refuse_sharded(NOT_WITH_JOIN)
+        replica = self._replica
+        replica.refuse_sharded(NOT_WITH_JOIN)
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        if not self._is_agreed:  # now, for a rank without any input has no first forward
-            self._agree_before_the_first_step()
-        return ShadowHook(self._transport, self._gradients, self._buffers_sync, self._make_all_equal_to)
+        if not replica.is_agreed:  # now, for a rank without any input has no first forward
+            replica.agree_before_the_first_step()
+        return ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
 
     @property
     def join_device(self) -> torch.device:
@@ -696,39 +506,34 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def _make_all_equal_to(self, src: int) -> None:
         self._authoritative_rank = src
-        broadcast_values(self._selection, self._transport, src=src, buffers=self.forward_sync_buffers)
+        replica = self._replica
+        broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
 
     # ------------------------------------------------------------------ what is, and what was
 
     @property
     def contract(self) -> Contract:
         """What is synchronized, when and how; after the first step, with what was last done."""
-        return contract_of(self._plan, self._evidence())
+        return contract_of(self._replica.plan, self._replica.evidence())
 
     def explain(self) -> str:
         """One step as a timeline, in words: recorded after the first step, planned before it."""
+        gradients = self._replica.gradients
         return explain(
-            self._plan,
-            self._evidence(),
-            [b.plan for b in self._gradients.layout.buckets],
-            self._gradients.names,
+            self._replica.plan,
+            self._replica.evidence(),
+            [b.plan for b in gradients.layout.buckets],
+            gradients.names,
         )
 
     @property
     def last_step(self) -> BackwardRecord | None:
         """The most recent backward as it was recorded on this rank; None before the first."""
-        return self._gradients.ledger.last()
+        return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:
         """Collectives, bytes and time waiting, of everything that used this module's transport on this rank."""
-        return self._transport.statistics()
-
-    def _evidence(self) -> Evidence:
-        return Evidence(
-            rank=self._transport.rank,
-            backward=self._gradients.ledger.last(),
-            buffers=self._buffers_sync.last_forward(),
-        )
+        return self._replica.transport.statistics()
 
     def train(self, mode: bool = True) -> Self:
         """As `torch.nn.Module.train`."""
@@ -746,46 +551,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
+        self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
         self._check_default_group()
-        state = dict(self.__dict__)
-        for name in _HELD:
-            del state[name]  # they hold hooks and connections
-        return state
+        return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Over the default group. Hooks and optimizers have to be registered again."""
-        nn.Module.__setstate__(self, state)
-        self._transport = self._gradient_lane = self._buffer_lane = transport_of(None)
-        self._has_lanes = False
-        self._plan = replace(self._plan, comm_hook=None, optimizers=())
-        self._wire(self._chosen_again())
-
-
-_HELD = (
-    "_gradients",
-    "_buffers_sync",
-    "_transport",
-    "_gradient_lane",
-    "_buffer_lane",
-    "_selection",
-    "_inventory",
-    "_hooks_finalizer",
-)
-
-
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A call of a bound method that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        target = reference()
-        if target is not None:
-            target(*args)
-
-    return call
+        nn.Module.__setstate__(self, state)  # torch's own would build its reducer

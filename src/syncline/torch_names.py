@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.errors import SynclineError
-from syncline.sync.comm_hook import CommHook, checked_comm_hook, qualified_name
+from syncline.replica import Replica
+from syncline.sync.buffer_hook import BufferHook
+from syncline.sync.comm_hook import checked_comm_hook
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 
 if TYPE_CHECKING:
-    from syncline.explain import Plan
-    from syncline.sync.buffers import BufferSync
     from syncline.sync.gradients import GradientSync
-    from syncline.sync.options import GradientOptions
-    from syncline.sync.selection import Selection
 
 __all__ = ["REFUSED", "TorchNames"]
 
@@ -62,19 +59,6 @@ REFUSED = {
     "_sync_module_buffers": _BUFFERS,
 }
 """Methods of torch's class that drive its reducer, and what to use instead."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _BufferHook:
-    """What synchronizes buffers in place of our broadcast."""
-
-    state: object
-    hook: Callable[[Any, dict[str, Tensor]], Any]
-    after_forward: bool
-
-    @property
-    def name(self) -> str:
-        return qualified_name(self.hook)
 
 
 class _NoReducer:
@@ -114,19 +98,11 @@ class TorchNames:
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool
-    parameters_to_ignore: set[str]
-    _gradients: GradientSync
-    _buffers_sync: BufferSync
-    _options: GradientOptions
-    _plan: Plan
-    _selection: Selection
-    _transport: Transport
-    _is_agreed: bool
+    _replica: Replica
 
     broadcast_bucket_size = 250 * 1024 * 1024
     use_side_stream_for_tensor_copies = False
     logger = None
-    _buffer_hook: _BufferHook | None = None
     _divide_by_initial_world_size = True
     _has_joined = False
     _delay_all_reduce_all_params = False
@@ -135,9 +111,6 @@ class TorchNames:
 
     if TYPE_CHECKING:
 
-        def _open_lanes(self, *, has_buffers: bool) -> None: ...
-        def _wire_again(self) -> None: ...
-        def _use_comm_hook(self, hook: CommHook) -> None: ...
         def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any: ...
 
     # ------------------------------------------------------------------ facts
@@ -145,8 +118,7 @@ class TorchNames:
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The torch.distributed group under the transport; None where there is none."""
-        transport = self._transport
-        return transport.group
+        return self._replica.transport.group
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
@@ -155,12 +127,12 @@ class TorchNames:
     @property
     def reducer(self) -> _NoReducer:
         """What is left of torch's reducer."""
-        return _NoReducer(self._gradients)
+        return _NoReducer(self._replica.gradients)
 
     @property
     def device(self) -> torch.device:
         """Where the module's first parameter lives."""
-        return self._gradients.parameters[0].device
+        return self._replica.gradients.parameters[0].device
 
     @property
     def device_type(self) -> str:
@@ -175,17 +147,22 @@ class TorchNames:
     @property
     def bucket_bytes_cap(self) -> int:
         """The largest cap, in bytes; torch.compile splits graphs by it."""
-        return self._options.caps.largest_bytes
+        return self._replica.options.caps.largest_bytes
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
         """The caps of the first buckets, where they were given one by one."""
-        return list(self._options.caps.listed_bytes)
+        return list(self._replica.options.caps.listed_bytes)
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
         """Whether no caps were given."""
-        return self._options.caps.is_default
+        return self._replica.options.caps.is_default
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of the parameters and buffers that are left alone."""
+        return self._replica.ignored
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -199,37 +176,38 @@ class TorchNames:
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._selection.parameters]
+        return [parameter for _, parameter in self._replica.selection.parameters]
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._gradients.layout.order_is_learnt
+        return self._replica.gradients.layout.order_is_learnt
 
     @property
     def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:
-        hook = self._gradients.comm_hook
+        hook = self._replica.gradients.comm_hook
         return [] if hook is None else [(hook.hook, hook.state)]
 
     @property
     def _distributed_rank(self) -> int:
-        return self._transport.rank
+        return self._replica.transport.rank
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What torch's logger says, where we know it."""
-        last = self._gradients.ledger.last()
+        replica = self._replica
+        last = replica.gradients.ledger.last()
         parameters = self._module_parameters
-        plans = [bucket.plan for bucket in self._gradients.layout.buckets]
+        plans = [bucket.plan for bucket in replica.gradients.layout.buckets]
         bucket_sizes = ", ".join(str(plan.numel * plan.itemsize_bytes) for plan in plans)
         data: dict[str, Any] = {
-            "world_size": self._transport.size,
-            "rank": self._transport.rank,
-            "backend_name": self._transport.name,
+            "world_size": replica.transport.size,
+            "rank": replica.transport.rank,
+            "backend_name": replica.transport.name,
             "module_name": type(self.module).__name__,
-            "iteration": self._gradients.step,
+            "iteration": replica.gradients.step,
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": bucket_sizes,
             "initial_bucket_sizes": bucket_sizes,
-            "broadcast_buffers": int(self._buffers_sync.enabled),
+            "broadcast_buffers": int(replica.buffers.enabled),
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
@@ -239,13 +217,13 @@ class TorchNames:
             "num_parameter_tensors": len(parameters),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "has_error": int(self._gradients.trouble.text is not None),
+            "has_error": int(replica.gradients.trouble.text is not None),
         }
-        hook = self._gradients.comm_hook
+        hook = replica.gradients.comm_hook
         if hook is not None:
             data["comm_hook"] = hook.name
-        if self._gradients.trouble.text is not None:
-            data["error"] = self._gradients.trouble.text
+        if replica.gradients.trouble.text is not None:
+            data["error"] = replica.gradients.trouble.text
         if last is not None:
             data["unused_parameter_size"] = len(last.unused)
             data["num_buckets_reduced"] = len(last.buckets)
@@ -262,69 +240,65 @@ class TorchNames:
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward synchronizes: what `no_sync` switches, and some frameworks set."""
-        return self._gradients.enabled
+        return self._replica.gradients.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._gradients.enabled = value
+        self._replica.gradients.enabled = value
 
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether the next forward may synchronize buffers: the previous one ran outside of no_sync and no_grad."""
-        return self._buffers_sync.due
+        return self._replica.buffers.due
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self._buffers_sync.due = value
+        self._replica.buffers.due = value
 
     @property
     def forward_sync_buffers(self) -> bool:
         """Whether forwards synchronize buffers."""
-        return self._buffers_sync.enabled
+        return self._replica.buffers.enabled
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self._buffers_sync.enabled = value
+        self._replica.buffers.enabled = value
 
     broadcast_buffers = forward_sync_buffers
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward sends buffers."""
-        return self._buffers_sync.due and self._buffers_sync.enabled and bool(self._selection.buffers)
+        replica = self._replica
+        return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
 
     def _set_static_graph(self) -> None:
         """As `static_graph=True` at construction. Only before the first backward."""
         if self.static_graph:
             warnings.warn("static_graph is True already: no need to set it again", stacklevel=2)
             return
-        if self._gradients.step:
+        if self._replica.gradients.step:
             raise RuntimeError(
                 "_set_static_graph should be called before training loop starts, got it after step "
-                f"{self._gradients.step}"
+                f"{self._replica.gradients.step}"
             )
         self.static_graph = True
-        self._options = replace(self._options, static_graph=True, allow_unused=True, skip_unused=False)
-        self._plan = replace(self._plan, allow_unused=True)
-        self._wire_again()
+        self._replica.use_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport | None) -> None:
         """Synchronize over another group from now on; the ranks in it must be equal already."""
-        self._transport = transport_of(new_process_group)
-        self._plan = replace(self._plan, transport=self._transport.name, num_ranks=self._transport.size)
-        self._open_lanes(has_buffers=bool(self._selection.buffers))
-        self._wire_again()
+        self._replica.use_transport(transport_of(new_process_group))
 
     def _remove_autograd_hooks(self) -> None:
-        self._gradients.remove_hooks()
+        self._replica.gradients.remove_hooks()
 
     def _check_default_group(self) -> None:
-        if self._transport is not transport_of(None):
+        if self._replica.transport is not transport_of(None):
             raise RuntimeError(
                 "a wrapper can be pickled or copied only over the default group: copy its module, and wrap the copy"
             )
 
     def _check_reducer_finalized(self) -> None:
-        if self._gradients.is_in_backward:
+        if self._replica.gradients.is_in_backward:
             raise RuntimeError(
                 "expected the previous backward to have ended: an exception ended it early, or it is still going on"
             )
@@ -370,7 +344,7 @@ class TorchNames:
         if comm_hook_type not in hooks:
             raise ValueError(f"expected one of {', '.join(map(str, hooks))}; got {comm_hook_type}")
         hook = checked_comm_hook(self.process_group, hooks[comm_hook_type], label=str(comm_hook_type))
-        self._use_comm_hook(hook)
+        self._replica.use_comm_hook(hook)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         from torch.distributed.algorithms import _optimizer_overlap
@@ -387,14 +361,13 @@ class TorchNames:
         if not callable(hook):
             raise TypeError(f"expected a callable buffer hook, got {type(hook).__name__}")
         after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._buffer_hook = _BufferHook(state=state, hook=hook, after_forward=after)
-        self._is_agreed = False
+        self._replica.use_buffer_hook(BufferHook(state, hook, after_forward=after))
 
     def _check_comm_hook(self, hook: object) -> None:
         checked_comm_hook(None, hook)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        hook = self._buffer_hook
+        hook = self._replica.buffer_hook
         return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
 
     def _check_sync_bufs_post_fwd(self) -> bool:
@@ -413,28 +386,17 @@ class TorchNames:
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int | None, authoritative_rank: int = 0
     ) -> None:
-        broadcaster = TensorBroadcaster([tensor.detach() for tensor in tensors], self._transport)
+        broadcaster = TensorBroadcaster([tensor.detach() for tensor in tensors], self._replica.transport)
         broadcaster.start(authoritative_rank).wait()
 
-    def _run_buffer_hook(self, *, next_is_due: bool) -> None:
-        """Before a forward."""
-        assert self._buffer_hook is not None
-        self._buffer_hook_is_due = self._buffers_sync.leave_to_hook(next_is_due=next_is_due)
-        if not self._buffer_hook.after_forward:
-            self._call_buffer_hook()
+    def _before_hooked_forward(self, hook: BufferHook, *, next_is_due: bool) -> None:
+        hook.is_due = self._replica.buffers.leave_to_hook(next_is_due=next_is_due)
+        if not hook.after_forward:
+            self._run_buffer_hook(hook)
 
-    def _run_buffer_hook_after_forward(self) -> None:
-        assert self._buffer_hook is not None
-        if self._buffer_hook.after_forward:
-            self._call_buffer_hook()
-
-    def _call_buffer_hook(self) -> None:
-        assert self._buffer_hook is not None
-        if not self._buffer_hook_is_due:
-            return
-        with torch.no_grad():
-            futures = self._buffer_hook.hook(self._buffer_hook.state, self.named_module_buffers)
-        self._gradients.pending_futures.extend(futures or ())
+    def _run_buffer_hook(self, hook: BufferHook) -> None:
+        if hook.is_due:
+            self._replica.gradients.pending_futures.extend(hook.run(self.named_module_buffers))
 
 
 def _refusal(name: str, instead: str) -> Callable[..., None]:

@@ -99,7 +99,7 @@ class Run:
         self.module = net() if module is None else module
         self.ddp = DDP(self.module, process_group=group, sharded=sharded, **wrap)
         self.optimizer = self.ddp.attach(make(self.module))
-        self.rank = self.ddp._transport.rank
+        self.rank = self.ddp._replica.transport.rank
 
     def backward(self, step: int, **kwargs: Any) -> None:
         self.ddp(batch(self.rank, step), **kwargs).square().mean().backward()
@@ -174,7 +174,7 @@ def test_many_buckets_take_turns_in_little_memory(monkeypatch: pytest.MonkeyPatc
         compare(transport, OPTIMIZERS["SGD, single"], bucket_cap_mb=0.001, find_unused_parameters=True)
         compare(transport, OPTIMIZERS["SGD, single"], bucket_cap_mb=0.001, static_graph=True)
         ddp = Run(transport, OPTIMIZERS["SGD, single"], sharded=True, bucket_cap_mb=0.001).ddp
-        buckets = ddp._gradients.layout.buckets
+        buckets = ddp._replica.gradients.layout.buckets
         assert len(buckets) > 4
         assert len({b.flat.untyped_storage().data_ptr() for b in buckets}) == 3  # type: ignore[union-attr]
 

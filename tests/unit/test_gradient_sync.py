@@ -536,7 +536,7 @@ def test_a_parameter_in_two_reentrant_checkpoints_without_static_graph_is_an_err
 def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
     """Pure-Python reducers lose their time in calls; this is the budget."""
     package = str(Path(syncline.__file__).parent)
-    sync = ("sync", "parallel.py")
+    sync = ("sync", "parallel.py", "replica.py")
 
     def rank(t: Transport) -> tuple[int, int]:
         torch.manual_seed(0)

@@ -195,7 +195,7 @@ def test_buffers_are_broadcast_before_forward_but_not_after_no_sync_or_no_grad()
 
         def forward() -> None:
             ddp(batch(t)).sum().backward()
-            seen.append((ddp.module.seen[0].item(), ddp._buffers_sync.last_forward().sent))
+            seen.append((ddp.module.seen[0].item(), ddp._replica.buffers.last_forward().sent))
 
         forward()
         forward()

@@ -17,6 +17,7 @@ items.py            how many items stand behind the gradients
 normalize.py        dividing by them
 ledger.py           what was reduced in the last backward
 join.py             uneven inputs: a rank without any takes part with zeros
+buffer_hook.py      a user's hook in place of their policy, with torch's interface
 buffers.py          a module's buffers before a forward, and after the last step
 pooling.py          the mean of buffers over ranks; running variances are pooled, not averaged
 tensors.py          naming the tensors of a target, and broadcasting them

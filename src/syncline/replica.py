@@ -1,0 +1,349 @@
+"""One rank's replica: the parts that keep a module equal, put on it, and put on anew when the module has changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.errors import SynclineError
+from syncline.explain import Evidence, contract_of
+from syncline.optim.sharded import Sharding
+from syncline.sync.agreement import agree
+from syncline.sync.attached import AttachedOptimizer
+from syncline.sync.buffer_hook import BufferHook
+from syncline.sync.buffers import BufferPolicy, BufferSync
+from syncline.sync.comm_hook import CommHook
+from syncline.sync.gradients import GradientSync
+from syncline.sync.in_backward import optimizers_in_backward
+from syncline.sync.inventory import Inventory
+from syncline.sync.options import GradientOptions
+from syncline.sync.selection import Selection, select
+from syncline.transport.base import Transport
+from syncline.world import transport_of
+from syncline.wrapping import (
+    agree_on_module,
+    broadcast_new_values,
+    broadcast_values,
+    plan_after_change,
+    plan_of,
+)
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """What a wrapped module is kept equal by.
+
+    Making one is a collective call: the ranks agree on the module and on the options, and start from the same values.
+    The hooks are removed when it is freed; nothing that they hold keeps it alive.
+
+    Args:
+        module: what is kept equal.
+        chosen: its tensors that take part.
+        transport: between the ranks.
+        options: how gradients are reduced.
+        num_hosts: on which the ranks are.
+        init_sync: make parameters rank 0's now.
+        init_buffers: make buffers rank 0's now, too.
+        buffer_policy: what becomes of buffers before a forward.
+        ignore: names or patterns of tensors that are left alone, also of those that come later.
+
+    Raises:
+        ContractMismatch: the ranks differ; the same text on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chosen: Selection,
+        transport: Transport,
+        options: GradientOptions,
+        *,
+        num_hosts: int,
+        init_sync: bool,
+        init_buffers: bool,
+        buffer_policy: BufferPolicy,
+        ignore: Sequence[str],
+    ) -> None:
+        self.module = module
+        self.transport = transport
+        self.options = options
+        self.plan = plan_of(
+            module,
+            chosen,
+            options,
+            transport,
+            num_hosts=num_hosts,
+            init_sync=init_sync,
+            init_buffers=init_buffers,
+            buffer_policy=buffer_policy,
+        )
+        """What is known of it, to be agreed on and printed."""
+        self.buffer_hook: BufferHook | None = None
+        self._buffer_policy: BufferPolicy = buffer_policy
+        self._ignore = tuple(ignore)
+        agree_on_module(chosen, contract_of(self.plan), options, transport)
+        if init_sync:
+            broadcast_values(chosen, transport, src=0, buffers=init_buffers)
+        self._open_lanes(chosen)
+        self._wire(chosen)
+        self.sharding = self._shard() if options.sharded else None
+
+    # ------------------------------------------------------------------ lanes and hooks
+
+    def _open_lanes(self, chosen: Selection) -> None:
+        """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
+        else that a rank does at the same time. A collective call.
+        """
+        self._has_lanes = True
+        self._gradient_lane = self._open_lane("gradients")
+        self._buffer_lane = self._open_lane("buffers") if chosen.buffers else self.transport
+
+    def _open_lane(self, purpose: str) -> Transport:
+        lane = self.transport.lane(f"{purpose} of {type(self.module).__name__}")
+        if lane is not self.transport:
+            weakref.finalize(self, lane.close)
+        return lane
+
+    def _wire(self, chosen: Selection) -> None:
+        """Put the hooks on. A collective only with sharded=True."""
+        self.selection = chosen
+        self.ignored = set(chosen.ignored)
+        self.gradients = GradientSync(
+            [*chosen.trained, *chosen.delayed],
+            self._gradient_lane,
+            self.options,
+            has_own_connection=self._gradient_lane is not self.transport,
+        )
+        self.gradients.before_first = _weakly(self.agree_before_the_first_step)
+        self.buffers = BufferSync(
+            self.module,
+            self._buffer_lane,
+            agreeing=self.transport,
+            policy=self._buffer_policy,
+            ignored=self.ignored,
+        )
+        self._inventory = Inventory(self.module)
+        self.is_agreed = False
+        """Whether the ranks have compared what was registered."""
+        # It must not hold on to what holds on to the wrapper.
+        self._hooks_finalizer = weakref.finalize(self, _remove_all, self.gradients.handles)
+
+    def _wire_again(self, chosen: Selection | None = None) -> None:
+        """Take the place of the present hooks, over the lanes and by `options` as they are now."""
+        self.refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
+        former, former_buffers = self.gradients, self.buffers
+        self._hooks_finalizer.detach()
+        self._wire(chosen or self._chosen_again())
+        self.gradients.continues(former)
+        self.buffers.continues(former_buffers)
+
+    def _chosen_again(self) -> Selection:
+        delayed = [(n, p) for n, p in self.module.named_parameters() if n in self.options.delayed]
+        return select(self.module, ignore=self._ignore, delayed=delayed, must_match=False)
+
+    def _shard(self) -> Sharding:
+        """Move the parameters to where each rank steps its share of them. A collective call."""
+        sharding = Sharding(
+            self.module,
+            list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
+            self.gradients.layout.shares(),
+            self._open_lane("shards"),
+            by_parameter=self.options.allow_unused,
+        )
+        self.plan = replace(self.plan, num_copies=sharding.num_copies)
+        return sharding
+
+    # ------------------------------------------------------------------ before a step
+
+    def before_synchronized_forward(self, *, inside_join: bool) -> None:
+        """See that the ranks mean the same: they do, unless something was changed or registered meanwhile."""
+        has_changed = self._inventory.has_changed() or not self.gradients.layout.fits()
+        if inside_join:
+            if has_changed:
+                raise SynclineError(
+                    f"rank {self.transport.rank}: {type(self.module).__name__} was changed inside of join(), where "
+                    "ranks without inputs cannot follow: change it before or after"
+                )
+            return
+        if has_changed:
+            self._follow_changes()
+        if not self.is_agreed:
+            self.agree_before_the_first_step()
+
+    def _follow_changes(self) -> None:
+        """The module was changed after wrapping: agree on what it is now, and go on with that. A collective call."""
+        self.transport.board.phase = (
+            f"forward, where {type(self.module).__name__} has changed since it was wrapped"
+        )
+        before, chosen = self.selection, self._chosen_again()
+        self.plan = plan_after_change(self.plan, chosen)
+        self.options = replace(
+            self.options, sparse=chosen.sparse, delayed=frozenset(name for name, _ in chosen.delayed)
+        )
+        agree_on_module(
+            chosen,
+            contract_of(self.plan),
+            self.options,
+            self.transport,
+            remedy="Change a wrapped module in the same way on every rank, between the same two steps.",
+        )
+        if chosen.buffers and not before.buffers:
+            self._buffer_lane = self._open_lane("buffers")
+        if self.plan.init_sync:
+            broadcast_new_values(chosen, before, self.transport)
+        self._wire_again(chosen)
+
+    def agree_before_the_first_step(self) -> None:
+        """What was registered after construction must be the same on all ranks."""
+        self.is_agreed = True
+        self.gradients.before_first = None
+        step = optimizers_in_backward(self.gradients.parameters)
+        hook = self.gradients.comm_hook
+        agree(
+            self.transport,
+            f"DistributedDataParallel({type(self.module).__name__}), before its first step",
+            [
+                f"communication hook: {'none' if hook is None else hook.name}",
+                f"buffer hook: {'none' if self.buffer_hook is None else self.buffer_hook.name}",
+                f"optimizers step inside backward: {'no' if step is None else 'yes'}",
+                *(f"attached optimizer {name}" for name in self.plan.optimizers),
+                *(() if self.sharding is None else self.sharding.describe()),
+            ],
+            remedy="Register and attach the same on every rank, before the first forward.",
+        )
+        if not self._has_lanes:  # it was unpickled, which is not a collective
+            self._open_lanes(self.selection)
+            self._wire_again()
+            self.is_agreed = True
+        self.gradients.on_reduced = step
+
+    def use_static_graph(self) -> None:
+        """From now on, which parameters get gradients does not change; only before the first backward."""
+        self.options = replace(self.options, static_graph=True, allow_unused=True, skip_unused=False)
+        self.plan = replace(self.plan, allow_unused=True)
+        self._wire_again()
+
+    def use_transport(self, transport: Transport) -> None:
+        """Synchronize over another group from now on. A collective call of the ranks in it, which are equal already."""
+        self.transport = transport
+        self.plan = replace(self.plan, transport=transport.name, num_ranks=transport.size)
+        self._open_lanes(self.selection)
+        self._wire_again()
+
+    # ------------------------------------------------------------------ what is registered
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """Let a hook reduce buckets."""
+        self.refuse_sharded("buckets are reduced by spans, which no communication hook does")
+        self.gradients.use_comm_hook(hook)
+        self.plan = replace(self.plan, comm_hook=hook.name)
+
+    def use_buffer_hook(self, hook: BufferHook) -> None:
+        """Let a hook synchronize buffers."""
+        self.buffer_hook = hook
+        self.is_agreed = False
+
+    def attach(self, optimizer: Optimizer, *, elementwise: bool | None) -> None:
+        """See `DistributedDataParallel.attach`."""
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        guard = self.gradients.guard
+        if any(attached.optimizer is optimizer for attached in guard.optimizers):
+            return
+        own = {id(parameter) for parameter in self.module.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has no parameter of {type(self.module).__name__}: attach it to the "
+                "module that it trains"
+            )
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.gradients.parameters):
+            raise RuntimeError(
+                "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
+            )
+        name = type(optimizer).__name__
+        if self.sharding is not None:
+            has_begun = bool(self.gradients.step)
+            name = self.sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
+        guard.optimizers.append(AttachedOptimizer(optimizer, _weakly(self._before_optimizer_step)))
+        self.plan = replace(self.plan, optimizers=(*self.plan.optimizers, name))
+        self.is_agreed = False
+
+    def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
+        if self.transport.size == 1:
+            return
+        self.refuse_unreduced("optimizer.step()")
+        if attached.told_settings in (None, attached.settings()):
+            return
+        # Changed since the backward that compared them; on all ranks, or this will say who is where.
+        self.transport.board.phase = "optimizer.step(), where settings have changed since the backward"
+        agree(
+            self.transport,
+            f"the settings of an attached {type(attached.optimizer).__name__}, at its step",
+            attached.describe(0),
+            remedy="Change settings on all ranks alike, best between a step and the next backward.",
+        )
+        attached.told_settings = attached.settings()
+
+    # ------------------------------------------------------------------ what does not go together
+
+    def refuse_unreduced(self, what: str) -> None:
+        """Raise if `.grad` holds this rank's gradients alone."""
+        if self.gradients.has_unreduced:
+            raise SynclineError(
+                f"rank {self.transport.rank}, {what} after step {self.gradients.step}: expected reduced gradients, "
+                "but the last backward ran under no_sync, so .grad holds this rank's alone. Run the last micro-batch "
+                "outside of no_sync, or clear the gradients first"
+            )
+
+    def refuse_sharded(self, what: str) -> None:
+        """Raise if each rank steps its share: `what` says why that does not go."""
+        if self.sharding is not None:
+            raise ValueError(f"with sharded=True {what}: wrap the module without sharded=True")
+
+    # ------------------------------------------------------------------ what was, and what is kept
+
+    def evidence(self) -> Evidence:
+        """What was recorded on this rank."""
+        return Evidence(
+            rank=self.transport.rank,
+            backward=self.gradients.ledger.last(),
+            buffers=self.buffers.last_forward(),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what holds hooks and connections."""
+        return {name: value for name, value in vars(self).items() if name in _KEPT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Over the default group. Hooks and optimizers have to be registered again."""
+        vars(self).update(state)
+        self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)
+        self._has_lanes = False
+        self.plan = replace(self.plan, comm_hook=None, optimizers=())
+        self._wire(self._chosen_again())
+
+
+_KEPT = frozenset({"module", "options", "plan", "sharding", "buffer_hook", "_buffer_policy", "_ignore"})
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A call of a bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        target = reference()
+        if target is not None:
+            target(*args)
+
+    return call
