@@ -214,7 +214,8 @@ def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
         timeout_seconds=0,
         barrier_device="cuda",
     )
-    work = C10dWork(health, Lane("main", None), 1.0, "barrier", "", None, None)
+    transport = SimpleNamespace(health=health, own_lane=Lane("main", None), timeout_seconds=1.0)
+    work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
     error = health.broken_by(
         RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y"), work
@@ -327,9 +328,10 @@ def test_the_callers_context_stays_out_of_an_operation_started_in_a_backward() -
     seen: list[tuple[bool, bool]] = []
 
     def hook(_: torch.Tensor) -> None:
-        work = C10dWork(SimpleNamespace(), Lane("main", None), 1.0, "barrier", "", None, None)  # type: ignore[arg-type]
+        transport = SimpleNamespace(health=None, own_lane=Lane("main", None), timeout_seconds=1.0)
+        work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
         before = torch._C._is_key_in_tls(key)
-        work.start(lambda: seen.append((before, torch._C._is_key_in_tls(key))))
+        work.start(lambda: seen.append((before, torch._C._is_key_in_tls(key))), None)
         assert torch._C._is_key_in_tls(key) == before
 
     parameter = torch.ones(1, requires_grad=True)

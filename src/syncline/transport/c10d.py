@@ -264,12 +264,11 @@ class C10dTransport(Transport):
         thread = get_ident()
         if thread != health.calling_thread:
             health.called_from(thread)
-        lane = self.own_lane
         if operation not in MESSAGES:
-            lane.num_started += 1
-        work = C10dWork(health, lane, self.timeout_seconds, operation, detail, tensor, finish)
+            self.own_lane.num_started += 1
+        work = C10dWork(self, operation, detail, tensor)
         try:
-            work.start(start)
+            work.start(start, finish)
         except RuntimeError as error:
             raise health.broken_by(error, work) from error
         return work

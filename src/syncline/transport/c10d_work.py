@@ -11,10 +11,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch import _C, Tensor
+from torch import _C
 
 from syncline.errors import SynclineError
-from syncline.transport.health import Health, Lane
 from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
 
 __all__ = ["C10dWork", "MessageWork"]
@@ -26,42 +25,20 @@ _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
 class C10dWork(WatchedWork):
-    """One operation, under way once `start` was called.
-
-    Args:
-        health: of the transport.
-        lane: that it was called on.
-        timeout_seconds: of the transport.
-        operation: its name, for messages.
-        detail: reduce operation or peer, for messages.
-        tensor: what the caller handed in; None for a barrier.
-        finish: what is left to do when the backend is done.
-    """
+    """One operation, under way once `start` was called."""
 
     __slots__ = ("_finish", "_work")
 
-    def __init__(
-        self,
-        health: Health,
-        lane: Lane,
-        timeout_seconds: float,
-        operation: str,
-        detail: str,
-        tensor: Tensor | None,
-        finish: Callable[[], object] | None,
-    ) -> None:
-        super().__init__(health, lane, timeout_seconds, operation, detail, tensor)
-        self._finish = finish
-        self._work: Any = None
-
-    def start(self, start: Callable[[], Any]) -> None:
-        """Call the backend.
+    def start(self, start: Callable[[], Any], finish: Callable[[], object] | None) -> None:
+        """Call the backend by `start`; `finish` is what is left to do when it is done.
 
         A backend's work remembers the thread's state at the call. During a backward torch keeps a Python object
         there, and whoever drops the last reference to it needs the interpreter: a thread of the backend that does
         so while Python shuts down aborts the process ("terminate called without an active exception"), long after
         the work is done. So the object stays out of the work.
         """
+        self._finish = finish
+        self._work: Any = None
         if not _thread_holds_context():
             self._work = start()
             return

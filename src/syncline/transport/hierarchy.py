@@ -288,10 +288,8 @@ class HierarchicalTransport(Transport):
     def _start(self, operation: str, detail: str, tensor: Tensor | None, phases: list[Phase]) -> Work:
         self._check_that_it_is_usable()
         self.own_lane.num_started += 1
-        work = PhasedWork(
-            self.health, self.own_lane, self.timeout_seconds, operation, detail, tensor, phases, self._queue
-        )
-        self._queue.add(work)
+        work = PhasedWork(self, operation, detail, tensor)
+        self._queue.add(work, phases)
         return work
 
     def _check_that_it_is_usable(self) -> None:

@@ -16,13 +16,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from torch import Tensor
-
 from syncline.errors import SynclineError
 from syncline.transport.base import Work
 from syncline.transport.c10d_work import C10dWork
 from syncline.transport.calls import Failure
-from syncline.transport.health import Health, Lane
 from syncline.transport.watched_work import WatchedWork, under_way
 
 __all__ = ["Phase", "PhaseQueue", "PhasedWork"]
@@ -40,33 +37,12 @@ class Phase(NamedTuple):
 
 
 class PhasedWork(WatchedWork):
-    """An operation of several phases, begun by `PhaseQueue.add`.
-
-    Args:
-        health: of the transport.
-        lane: that it was called on.
-        timeout_seconds: of the transport.
-        operation: its name, for messages.
-        detail: reduce operation or source, for messages.
-        tensor: what the caller handed in; None for a barrier.
-        phases: what it consists of.
-        queue: of the lane.
-    """
+    """An operation of several phases, begun by `PhaseQueue.add`."""
 
     __slots__ = ("_num_started", "_phases", "_queue", "current", "is_done")
 
-    def __init__(
-        self,
-        health: Health,
-        lane: Lane,
-        timeout_seconds: float,
-        operation: str,
-        detail: str,
-        tensor: Tensor | None,
-        phases: Iterable[Phase],
-        queue: PhaseQueue,
-    ) -> None:
-        super().__init__(health, lane, timeout_seconds, operation, detail, tensor)
+    def enter(self, queue: PhaseQueue, phases: Iterable[Phase]) -> None:
+        """Be driven on by `queue`, through `phases`."""
         self._phases = tuple(phases)  # kept to the end: a backend may use what they hold
         self._num_started = 0
         self._queue = queue
@@ -138,8 +114,9 @@ class PhaseQueue:
     def __init__(self) -> None:
         self._works: list[PhasedWork] = []
 
-    def add(self, work: PhasedWork) -> None:
-        """Begin an operation."""
+    def add(self, work: PhasedWork, phases: Iterable[Phase]) -> None:
+        """Begin an operation, which consists of `phases`."""
+        work.enter(self, phases)
         with under_way.lock:
             self._works.append(work)
             under_way.add(self)

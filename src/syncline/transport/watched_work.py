@@ -19,7 +19,7 @@ from syncline.transport.calls import Call
 from syncline.transport.health import Health, Lane
 from syncline.transport.long_wait import LongWait
 
-__all__ = ["MESSAGES", "SLICE_SECONDS", "Driven", "UnderWay", "WatchedWork", "under_way"]
+__all__ = ["MESSAGES", "SLICE_SECONDS", "Driven", "UnderWay", "Watched", "WatchedWork", "under_way"]
 
 SLICE_SECONDS = 0.25
 """How long a wait may last before it looks up."""
@@ -72,13 +72,30 @@ class UnderWay:
 under_way = UnderWay()
 
 
+class Watched(Protocol):
+    """What a work needs to know of the transport that it was called on."""
+
+    @property
+    def health(self) -> Health:
+        """Whether it can still be used."""
+
+    @property
+    def own_lane(self) -> Lane:
+        """Where its calls are counted."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a wait may last."""
+
+
 class WatchedWork(Work):
     """One operation, and what is told of it.
 
+    All engines' works are made from the same, what was called; how one is under way, it is told next, by a method of
+    its own (`start`, `enter`).
+
     Args:
-        health: of the transport.
-        lane: that it was called on.
-        timeout_seconds: of the transport.
+        transport: that it was called on.
         operation: its name, for messages.
         detail: reduce operation or peer, for messages.
         tensor: what the caller handed in; None for a barrier.
@@ -95,18 +112,10 @@ class WatchedWork(Work):
         "_timeout_seconds",
     )
 
-    def __init__(
-        self,
-        health: Health,
-        lane: Lane,
-        timeout_seconds: float,
-        operation: str,
-        detail: str,
-        tensor: Tensor | None,
-    ) -> None:
-        self._health = health
-        self._lane = lane
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, transport: Watched, operation: str, detail: str, tensor: Tensor | None) -> None:
+        self._health = transport.health
+        self._lane = lane = transport.own_lane
+        self._timeout_seconds = transport.timeout_seconds
         self._operation = operation
         self._detail = detail
         self._tensor = tensor

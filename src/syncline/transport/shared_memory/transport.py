@@ -327,7 +327,9 @@ class SharedMemoryTransport(Transport):
             raise MemoryError(f"{operation}: no memory left to note it")
         self.engine_lane.keep(queue, ticket, tensors)
         tensor = tensors[0] if tensors else None
-        return SharedMemoryWork(self, self.own_lane, operation, detail, tensor, queue, ticket, peer)
+        work = SharedMemoryWork(self, operation, detail, tensor)
+        work.enter(self, queue, ticket, peer)
+        return work
 
     def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
         if self._beneath is None:

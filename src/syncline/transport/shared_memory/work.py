@@ -6,11 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from syncline.errors import SynclineError
 from syncline.transport.calls import Call, Failure, named_ranks
-from syncline.transport.health import Lane
 from syncline.transport.shared_memory.codes import call_of
 from syncline.transport.shared_memory.library import Outcome, library
 from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
@@ -26,33 +23,19 @@ _MAX_POLLS_BETWEEN_LOOKS = 1000
 
 
 class SharedMemoryWork(WatchedWork):
-    """One operation that was not done at once.
-
-    Args:
-        transport: that it was called on.
-        lane: of that transport.
-        operation: its name, for messages.
-        detail: reduce operation or peer, for messages.
-        tensor: what the caller handed in; None for a barrier.
-        queue: the core's number of the queue that it is in.
-        ticket: the core's number of it.
-        peer: the other side of a message.
-    """
+    """One operation that was not done at once."""
 
     __slots__ = ("_engine_lane", "_num_polls", "_peer", "_queue", "_ticket", "_transport")
 
-    def __init__(
-        self,
-        transport: SharedMemoryTransport,
-        lane: Lane,
-        operation: str,
-        detail: str,
-        tensor: Tensor | None,
-        queue: int,
-        ticket: int,
-        peer: int | None,
-    ) -> None:
-        super().__init__(transport.health, lane, transport.timeout_seconds, operation, detail, tensor)
+    def enter(self, transport: SharedMemoryTransport, queue: int, ticket: int, peer: int | None) -> None:
+        """Be what the core has put into a queue.
+
+        Args:
+            transport: that it was called on.
+            queue: the core's number of the queue.
+            ticket: the core's number of this operation.
+            peer: the other side of a message.
+        """
         self._transport = transport
         self._engine_lane = transport.engine_lane
         self._queue = queue
