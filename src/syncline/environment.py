@@ -27,6 +27,7 @@ __all__ = [
     "error_file",
     "export",
     "first_host",
+    "for_child",
     "parse",
     "restore",
     "tasks_per_node",
@@ -102,6 +103,12 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: variables[name] for name in names})
     return before
+
+
+def for_child(variables: Mapping[str, str]) -> dict[str, str]:
+    """What a process that is started from here gets: what this one has, but for Syncline's own, and `variables`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE")}
+    return inherited | dict(variables)
 
 
 def restore(before: Mapping[str, str | None]) -> None:

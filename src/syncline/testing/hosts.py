@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from syncline import environment
+
 __all__ = ["HostsUnavailable", "TwoHosts", "two_hosts"]
 
 _LETTERS = ("a", "b")
@@ -87,7 +89,6 @@ class TwoHosts:
         for rank, letter in enumerate(on):
             name = self.names[letter]
             env = {
-                **{key: value for key, value in os.environ.items() if not key.startswith("SYNCLINE")},
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(on)),
                 "LOCAL_RANK": str(on[:rank].count(letter)),
@@ -103,7 +104,7 @@ class TwoHosts:
             self.processes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", as_host, *command],
-                    env=env,
+                    env=environment.for_child(env),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
