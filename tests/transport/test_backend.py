@@ -516,6 +516,7 @@ _ENDS_EARLY = """
 import sys
 import torch, torch.distributed as dist
 import syncline as sl
+print("ready", flush=True)
 sl.register_backend()
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
@@ -534,6 +535,9 @@ else:
 @pytest.mark.parametrize("how", ["destroy", "exit"])
 def test_a_process_ends_in_peace_while_a_future_waits(how: str, tmp_path: Path) -> None:
     with groups_of_processes(_ENDS_EARLY, str(tmp_path / "store"), how) as ranks:
+        for rank in ranks:  # on a busy machine it may take a minute to import torch
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n", rank.communicate(timeout=60)[1]
         for rank in ranks:
             _, errors = rank.communicate(timeout=60)
             if "SharedMemoryUnavailable" in errors:
@@ -545,7 +549,10 @@ def test_a_process_ends_in_peace_while_a_future_waits(how: str, tmp_path: Path) 
 def groups_of_processes(program: str, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), *arguments], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -554,7 +561,7 @@ def groups_of_processes(program: str, *arguments: str) -> Iterator[list[subproce
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()  # which closes what it read from, too
 
 
 # ---------------------------------------------------------------------- groups
