@@ -51,7 +51,7 @@ def build_wheel(folder: Path, compiler: str) -> tuple[Path, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stdout
     [wheel] = folder.glob("*.whl")

@@ -125,6 +125,19 @@ def test_a_rank_may_fail_as_expected():
         pytest.xfail("rank 1 is young")
 
 @pytest.mark.ranks(2)
+def test_that_passes_and_a_rank_dies_in_the_end():
+    def die():
+        os.write(2, b"last words")
+        os._exit(3)
+
+    if dist.get_rank() == 1:
+        dist.destroy_process_group = die
+
+@pytest.mark.ranks(2)
+def test_for_which_a_rank_has_died():
+    pass
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("folder", [pathlib.Path(__file__).parent])
 def test_the_pool_goes_on(folder):
     dist.barrier()
@@ -139,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "test_failing.py").write_text(_FAILING)
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     (folder / "report.txt").write_text(ended.stdout)
     return folder
 
@@ -183,6 +196,12 @@ def test_each_rank_is_named_with_its_end(report: str) -> None:
     assert "rank 0 failed\nended by itself, but was to be killed" in lives
 
 
+def test_a_rank_that_has_died_since_the_last_test_has_its_last_words(report: str) -> None:
+    text = _section(report, "test_for_which_a_rank_has_died")
+    assert "rank 1 failed\nthe process ended with exit code 3" in text
+    assert "last words" in text
+
+
 def test_misuse_is_explained(report: str) -> None:
     assert "the argument 'value' (function) cannot be sent" in report
     assert "expected at least 1 rank, got 0" in report
@@ -195,7 +214,7 @@ def test_a_rank_may_skip_or_fail_as_expected(report: str) -> None:
 
 
 def test_the_pool_goes_on_after_failures(report: str) -> None:
-    assert "7 failed, 1 passed, 1 skipped, 1 xfailed" in report
+    assert "8 failed, 2 passed, 1 skipped, 1 xfailed" in report
 
 
 # ---------------------------------------------------------------------- no process is left behind

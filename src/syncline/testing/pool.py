@@ -54,6 +54,8 @@ class _Worker:
     channel: Connection
     output: Path
     output_from: int = 0
+    output_before: str = ""
+    """What it has printed before its task, after the last one, say: there are the words of one that died since."""
     is_ready: bool = False
 
     def new_output(self) -> str:
@@ -114,7 +116,7 @@ class RankPool:
         try:
             for worker in workers:
                 worker.wait_ready()
-                worker.new_output()
+                worker.output_before = worker.new_output()
             for worker, task in zip(workers, tasks, strict=True):
                 worker.send(task)
             outcomes = self._collect(workers, tasks[0].timeout_seconds, killed)
@@ -212,7 +214,12 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
         if must_be_killed and code == -signal.SIGKILL:
             return Outcome(kind="killed")
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return Outcome(kind="failed", text=f"the process ended {how}\n{worker.new_output()}".rstrip())
+        parts = [f"the process ended {how}", worker.new_output()]
+        if worker.output_before:
+            parts.append(
+                f"--- printed before this test, by the end of the last one, say ---\n{worker.output_before}"
+            )
+        return Outcome(kind="failed", text="\n".join(filter(None, parts)))
     assert isinstance(outcome, Outcome)
     if outcome.kind == "failed" and (printed := worker.new_output()):
         return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")
