@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from syncline.board import Board, Place
@@ -24,7 +25,7 @@ from syncline.transport.calls import Failure
 from syncline.transport.notices import Notices
 from syncline.transport.publisher import Publisher
 from syncline.transport.store_line import line_to
-from syncline.transport.user_code import user_code
+from syncline.transport.user_code import user_code, user_code_in_dump, user_code_of_main_thread
 
 
 class Rank:
@@ -177,3 +178,31 @@ def test_users_code_is_the_innermost_frame_that_is_neither_torchs_nor_ours_nor_p
     assert re.fullmatch(r"test_publisher\.py:\d+ in default", inner)
     assert re.fullmatch(r"test_publisher\.py:\d+ in test_users_code_is_.*", outer)
     assert user_code(None) is None
+
+
+def test_where_the_main_thread_is_can_be_asked_from_any_thread() -> None:
+    seen: list[str | None] = []
+    asking = threading.Thread(target=lambda: seen.append(user_code_of_main_thread()))
+    asking.start()
+    asking.join()
+    (place,) = seen
+    assert place is not None
+    assert re.fullmatch(r"test_publisher\.py:\d+ in test_where_the_main_thread_is_can_be_asked_.*", place)
+
+
+def test_of_a_dump_the_innermost_line_of_a_users_in_the_right_thread_counts() -> None:
+    dump = f"""Thread 0x00007f01 [named] (most recent call first):
+  File "/home/other.py", line 1 in other
+
+Current thread 0x00007f02 (most recent call first):
+  File "{threading.__file__}", line 331 in wait
+  File "{torch.__file__}", line 12 in backward
+  File "<frozen runpy>", line 88 in _run_code
+  File "/home/me/train, v2.py", line 7 in <module>
+  File "/home/me/main.py", line 3 in main
+
+Extension modules: numpy, torch._C (total: 2)
+"""
+    assert user_code_in_dump(dump, 0x7F02) == "train, v2.py:7"
+    assert user_code_in_dump(dump, 0x7F01) == "other.py:1 in other"
+    assert user_code_in_dump(dump, 0x7F03) is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import sys
+import re
 import sysconfig
+import tempfile
 import threading
 from functools import cache
 from pathlib import Path
@@ -12,29 +14,61 @@ from types import FrameType
 
 import torch
 
-__all__ = ["user_code", "user_code_of_main_thread"]
+__all__ = ["user_code", "user_code_in_dump", "user_code_of_main_thread"]
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<thread>[0-9a-f]+) ")
+_FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)')
 
 
 def user_code(frame: FrameType | None) -> str | None:
     """Where in the user's code `frame` was called from.
 
     Example:
+        >>> import sys
         >>> exec(compile("def main(): return user_code(sys._getframe())", "train.py", "exec"))
         >>> main()
         'train.py:1 in main'
     """
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
-            name = frame.f_code.co_name
-            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            return place if name == "<module>" else f"{place} in {name}"
+            return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
 
 
 def user_code_of_main_thread() -> str | None:
-    """Where the main thread is, asked from any thread."""
-    return user_code(sys._current_frames().get(threading.main_thread().ident or 0))
+    """Where the main thread is, asked from any thread.
+
+    Its frames must not be walked from here: it goes on between one look and the next, and what it has left may be freed
+    (seen as a crash in Python 3.11, under torch's dynamo). faulthandler writes all of them while it stands still.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode("ascii", "replace")
+    return user_code_in_dump(text, threading.main_thread().ident or 0)
+
+
+def user_code_in_dump(text: str, thread: int) -> str | None:
+    """As `user_code`, of one thread in what `faulthandler` has written of all.
+
+    Example:
+        >>> dump = 'Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main'
+        >>> user_code_in_dump(dump, 42)
+        'train.py:7 in main'
+    """
+    is_asked_for = False
+    for line in text.splitlines():
+        if (head := _THREAD.match(line)) is not None:
+            is_asked_for = int(head["thread"], 16) == thread
+        elif is_asked_for and (frame := _FRAME.match(line)) is not None and _is_users(frame["path"]):
+            return _place(frame["path"], frame["line"], frame["name"])
+    return None
+
+
+def _place(path: str, line: int | str, name: str) -> str:
+    place = f"{os.path.basename(path)}:{line}"
+    return place if name == "<module>" else f"{place} in {name}"
 
 
 @cache
