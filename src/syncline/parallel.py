@@ -282,7 +282,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 steps whole parameters, which is right if each one's update depends on that parameter alone.
 
         Returns:
-            The same object; its `step` is replaced by a bound method that checks first.
+            The same object; its `step` is replaced by a bound method that checks first. Attached again, it stays as it
+            is.
 
         Raises:
             TypeError: not an optimizer.

@@ -104,10 +104,11 @@ class Replica:
         self._gradient_lane = self._open_lane("gradients")
         self._buffer_lane = self._open_lane("buffers") if chosen.buffers else self.transport
 
-    def _open_lane(self, purpose: str) -> Transport:
+    def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
+        """A new lane, which is closed when `of` (None: this replica) is freed."""
         lane = self.transport.lane(f"{purpose} of {type(self.module).__name__}")
         if lane is not self.transport:
-            weakref.finalize(self, lane.close)
+            weakref.finalize(self if of is None else of, lane.close)
         return lane
 
     def _wire(self, chosen: Selection) -> None:
@@ -153,7 +154,7 @@ class Replica:
             self.module,
             list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
             self.gradients.layout.shares(),
-            self._open_lane("shards"),
+            self._open_lane("shards", of=self.module),  # what is shared stays so when the wrapper is gone
             by_parameter=self.options.allow_unused,
         )
         self.plan = replace(self.plan, num_copies=sharding.num_copies)

@@ -147,11 +147,11 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
     transport = transport_of(group)
     if transport.sees_calls and type(target) is Tensor and target.is_cpu:
         # Whether it is plain may differ from rank to rank, but not what is sent.
-        check_reducible(named_tensors(target) if not is_plain(target) else [("tensor", target)], op)
         if is_plain(target):
-            work = transport.all_reduce(target, op)
+            work = transport.all_reduce(target, op)  # which refuses what cannot be reduced
             increment_version(target)
         else:
+            check_reducible(named_tensors(target), op)
             work = reduce_tensors([target], transport, op)
         if async_op:
             return work

@@ -379,9 +379,14 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
     global _alone
     if isinstance(group, Transport):
         return group
+    default = _default_group()
+    known = _transports.get(id(default if group is None else group))
+    if known is not None and known.group is default and known.transport is not None:
+        return (
+            known.transport
+        )  # as in almost every call; the default group is alive as long as it is the default
     with _lock:
         _forget_destroyed_groups()
-        default = _default_group()
         found = group if group is not None else default
         if found is None:
             _check_that_ranks_were_joined()

@@ -184,35 +184,41 @@ def test_an_address_goes_with_the_rank_that_listens_there() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_is_stopped_is_named_and_all_goes_on_when_it_continues() -> None:
+def test_a_rank_that_is_stopped_is_named_each_time_and_all_goes_on_when_it_continues() -> None:
     t = met()
-    total = torch.full((LARGE_NUMEL,), float(t.rank + 1))
-    if t.rank == 1:
-        store().wait(["stopped"])
-        t.all_reduce(total).wait()
+    for moment in ("stopped", "stopped again"):
+        total = torch.full((LARGE_NUMEL,), float(t.rank + 1))
+        if t.rank == 1:
+            store().wait([moment])
+            t.all_reduce(total).wait()
+        else:
+            reduce_with_a_stopped_peer(t, total, moment)
         assert (total == 3).all()
-        return
+
+
+def reduce_with_a_stopped_peer(t: SharedMemoryTransport, total: torch.Tensor, moment: str) -> None:
+    """As rank 0, which stops rank 1 and continues it as soon as it has been warned."""
     pid = t.peers.pids[1]
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 20
     while t.peers.stopped() != [1]:
         assert time.monotonic() < deadline
-    store().set("stopped", "")
-    told: list[tuple[str, float]] = []
+    store().set(moment, "")
+    told: list[tuple[str, str, float]] = []
     began = time.monotonic()
 
-    def continue_it(message: Warning | str, *_: object, **__: object) -> None:
-        told.append((str(message), time.monotonic() - began))
+    def continue_it(message: Warning | str, _: object, filename: str, *__: object) -> None:
+        told.append((str(message), filename, time.monotonic() - began))
         os.kill(pid, signal.SIGCONT)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = continue_it
+        warnings.simplefilter("default")
+        warnings.showwarning = continue_it  # type: ignore[assignment]
         t.all_reduce(total).wait()
-    assert (total == 3).all()
-    ((text, seconds),) = told
+    ((text, filename, seconds),) = told
     assert "waits in all_reduce(sum) of 3000000 elements, torch.float32 (call " in text
     assert "for rank 1, whose process is stopped" in text
+    assert filename == __file__, "at the line of who called"
     assert seconds < 1
 
 

@@ -92,6 +92,17 @@ def test_a_killed_rank_is_told_with_its_signal() -> None:
     assert "memory" in hint
 
 
+def test_what_a_killed_rank_wrote_long_before_is_not_taken_for_the_reason() -> None:
+    lost = "PeerLost: all_reduce on rank 0 of 2\n  rank 1: step 7, backward"
+    killed = silent(1, KILLED, "UserWarning: no numpy", "  cpu = _conversion_method_template()")
+    _, *rest = describe([killed, spoke(0, lost, at=5)], host="h").split("\n")
+    hint, *seen = rest
+    assert "memory" in hint
+    assert seen == ["as rank 0 saw it:", "PeerLost: all_reduce on rank 0 of 2", "  rank 1: step 7, backward"]
+    crashed = silent(1, -int(signal.SIGSEGV), "Fatal Python error: Segmentation fault", "x.py:3")
+    assert describe([crashed], host="h").endswith(":\nFatal Python error: Segmentation fault\nx.py:3")
+
+
 def test_many_other_failures_are_counted() -> None:
     failures = [spoke(rank, "ValueError: x", at=rank) for rank in range(8)]
     assert "rank 4 (exit code 1) and 3 more:" in describe(failures, host="h")

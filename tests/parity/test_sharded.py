@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import time
@@ -637,6 +638,22 @@ def test_zero_grad_of_whatever(of: str, to_none: bool) -> None:
     run_ranks(2, rank)
 
 
+def test_who_forgot_to_attach_is_told_so() -> None:
+    def rank(transport: Transport) -> None:
+        module = net()
+        ddp = DDP(module, process_group=transport, sharded=True)
+        ddp.attach(SGD(module.middle.parameters(), lr=0.1))
+        ddp(batch(transport.rank, 0)).sum().backward()
+        with pytest.raises(SynclineError, match=r"first.weight belongs to no attached optimizer.*ddp.attach"):
+            SGD(module.first.parameters(), lr=0.1).step()
+        with pytest.raises(SynclineError, match=r"\.grad of middle.weight cannot be read"):
+            SGD(module.middle.parameters(), lr=0.1).step()
+        with pytest.raises(SynclineError, match="cannot be moved or converted"):
+            module.to(torch.float64)
+
+    run_ranks(2, rank)
+
+
 def test_what_cannot_be_sharded_is_said_at_construction() -> None:
     sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     two_types = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
@@ -948,6 +965,34 @@ def test_share_and_then_shard() -> None:
             module.frozen.add_(1.0)
     with pytest.raises(SynclineError, match="on rank 1: frozen"):
         ours_run.step(3)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_optimizer_on_shared_parameters_is_found_when_the_module_is_wrapped() -> None:
+    module = sl.share_(net())
+    module(batch(dist.get_rank(), 0)).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        SGD(module.parameters(), lr=0.1).step()
+    with pytest.raises(SynclineError, match=r"outside of sl.write_shared, on rank 1: "):
+        DDP(module, sharded=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_sharded_module_outlives_its_wrapper() -> None:
+    run = Run(None, OPTIMIZERS["AdamW, single"], sharded=True)
+    run.step(0)
+    module, optimizer, rank = run.module, run.optimizer, run.rank
+    saved = {key: value.clone() for key, value in module.state_dict().items()}
+    del run
+    gc.collect()
+    with sl.write_shared(module), torch.no_grad():
+        if rank == 0:
+            module.first.weight.fill_(0.5)
+    assert bool((module.first.weight == 0.5).all())
+    module.load_state_dict(saved)
+    assert_equal(list(module.state_dict().values()), list(saved.values()))
+    assert len(optimizer.state_dict()["state"]) == sum(p.requires_grad for p in module.parameters())
 
 
 @pytest.mark.ranks(2)

@@ -223,6 +223,31 @@ def test_groups_that_overlap_may_be_waited_for_in_opposite_order() -> None:
     whole.barrier().wait()
 
 
+@pytest.mark.ranks(3)
+def test_ranks_may_meet_again_and_again_at_one_store() -> None:
+    """As torch's groups do that are destroyed and made anew: old addresses stay there."""
+    store = dist.PrefixStore("once more", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for value in range(12):
+        t = SharedMemoryTransport.connect(store, rank=rank, size=size, timeout_seconds=30)
+        total = torch.full((3,), float(value))
+        t.all_reduce(total).wait()
+        assert total.tolist() == [3.0 * value] * 3
+        t.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_call_on_a_broken_group_says_that_it_comes_too_late() -> None:
+    t = met()
+    with pytest.raises(CollectiveMismatch, match=r"^the ranks met in different calls"):
+        t.all_reduce(torch.ones(2 + t.rank)).wait()
+    for _ in range(2):
+        with pytest.raises(
+            CollectiveMismatch, match=r"^this group was broken before(.|\n)*make it anew(.|\n)*of 3 elements"
+        ):
+            t.all_reduce(torch.ones(2)).wait()
+
+
 # ---------------------------------------------------------------------- many ranks
 
 

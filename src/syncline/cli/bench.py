@@ -122,7 +122,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.rounds is not None and args.rounds < 2:
         raise UsageError(f"--rounds {args.rounds}: expected at least 2")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option} {path}: expected a file, this is a folder")
+        if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{option} {path}: expected a file in a folder that exists")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise UsageError(f"{option} {path}: it cannot be written")

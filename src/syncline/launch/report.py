@@ -22,6 +22,9 @@ _OF_A_LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
+_START = re.compile(r"Traceback \(most|Fatal Python error")
+"""How that begins which says why a process has ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LastWords:
@@ -143,7 +146,17 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     if more_hosts:
         line += "; it is the first on this host, look at the others' output as well"
     details = _details(first)
+    if first.words is None and first.return_code < 0:  # its peers know where it was
+        details += _seen_by_another(others)
     return "\n".join([f"{line}:", *details]) if details else line
+
+
+def _seen_by_another(others: Sequence[Failure]) -> list[str]:
+    """The first error that a rank got because this one is gone: it tells where both were."""
+    for other in others:
+        if other.words is not None and _blames_a_peer(other):
+            return [f"as rank {other.rank} saw it:", *other.words.summary.rstrip().split("\n")]
+    return []
 
 
 def _briefly(failure: Failure) -> str:
@@ -157,9 +170,12 @@ def _details(failure: Failure) -> list[str]:
     if failure.words is not None and failure.words.traceback:
         return failure.words.traceback.rstrip().split("\n")
     lines = _end_of(failure.stderr_tail)
+    is_killed = failure.words is None and failure.return_code == -signal.SIGKILL
+    if is_killed and not any(_START.search(line) for line in lines):
+        lines = []  # what it wrote before has nothing to do with it
     if failure.words is not None and not any(line and line in failure.words.summary for line in lines):
         lines.insert(0, failure.words.summary)
-    if not lines and failure.return_code == -signal.SIGKILL:
+    if not lines and is_killed:
         lines.append("(it left no words; the kernel kills like this when memory runs out, see `dmesg`)")
     return lines
 
@@ -167,7 +183,7 @@ def _details(failure: Failure) -> list[str]:
 def _end_of(tail: Sequence[str]) -> list[str]:
     """The last traceback in `tail` and what follows; without one, the last lines."""
     lines = [line for line in tail if _WORKER_FRAME not in line]
-    starts = [i for i, line in enumerate(lines) if re.search(r"Traceback \(most|Fatal Python error", line)]
+    starts = [i for i, line in enumerate(lines) if _START.search(line)]
     if not starts:
         return lines[-_MAX_TAIL_LINES:]
     start = starts.pop()

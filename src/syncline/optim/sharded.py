@@ -58,6 +58,9 @@ class Sharding:
         self._shares = list(shares)
         self._lane = lane
         self._by_parameter = by_parameter
+        former = one_copy_of(module)
+        if former is not None:
+            former.wait_to_write()  # raises if somebody has written what all ranks share
         self._team = shares[0].team
         self._private = [share for share in shares if not share.is_common]
         self.num_copies = 0 if self._private else lane.size // self._team.size
@@ -68,7 +71,6 @@ class Sharding:
         lane.barrier().wait()  # who is first in a team has written what all of it are about to see
         for share in shares:
             share.adopt()
-        former = one_copy_of(module)
         rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
         self.copy = OneCopy(
             [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(shares)
@@ -106,6 +108,9 @@ class Sharding:
             around_step=self._around_step,
         )
         self.optimizers.append(attached)
+        for share in attached.shares:
+            for index, stand_in in zip(share.plan.parameters, share.stand_ins, strict=True):
+                stand_in.is_stepped |= index in attached.group_of
         for share in attached.shares:  # what was reduced before counts
             for shard in share.shards:
                 if share.has_gradients and shard in attached.shards:

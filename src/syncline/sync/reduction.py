@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.plan.packing import plan_pieces
 from syncline.sync.tensors import is_plain
-from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of
+from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
 
 __all__ = ["check_reducible", "reduce_tensors"]
 
@@ -25,7 +25,7 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
         ValueError: `op` is unknown, or not defined for a tensor's dtype.
     """
     if op not in REDUCE_OPS:
-        raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
+        raise unknown_op(op)
     for name, tensor in named:
         if op not in reductions_of(tensor.dtype):
             raise ValueError(

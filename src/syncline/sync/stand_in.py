@@ -41,6 +41,8 @@ class StandIn(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _name: str
     _owner: weakref.ref[Tensor]
+    is_stepped: bool
+    """Whether the parameter belongs to an attached optimizer."""
 
     @staticmethod
     def of(parameter: Tensor, name: str) -> StandIn:
@@ -51,6 +53,7 @@ class StandIn(Tensor):
         stand_in: StandIn = made
         stand_in._name = name
         stand_in._owner = weakref.ref(parameter)
+        stand_in.is_stepped = False
         return stand_in
 
     @classmethod
@@ -65,6 +68,17 @@ class StandIn(Tensor):
                     parameter.grad = None
             return None
         name = func.__name__.partition(".")[0].strip("_")
+        if name == "to_copy":
+            raise SynclineError(
+                f"{mine._name} cannot be moved or converted: with sharded=True the parameters are parts of one tensor, "
+                "and .grad is in shards. Move or convert a module before it is wrapped"
+            )
+        if not mine.is_stepped:
+            raise SynclineError(
+                f"{mine._name} belongs to no attached optimizer, and {name} was tried on its .grad, which with "
+                "sharded=True is in shards, one on each rank. optimizer = ddp.attach(optimizer) lets an optimizer with "
+                "these parameters step them; to clip: ddp.clip_grad_norm_(max_norm)"
+            )
         raise SynclineError(
             f".grad of {mine._name} cannot be read or added to ({name} tried): with sharded=True each rank has reduced "
             "its share of the gradients, and no rank has all of this one. To clip: ddp.clip_grad_norm_(max_norm). To "

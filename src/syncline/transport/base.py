@@ -24,7 +24,17 @@ from torch.distributed import ProcessGroup
 
 from syncline.board import Board
 
-__all__ = ["DONE", "REDUCE_OPS", "ReduceOp", "Statistics", "Team", "Transport", "Work", "reductions_of"]
+__all__ = [
+    "DONE",
+    "REDUCE_OPS",
+    "ReduceOp",
+    "Statistics",
+    "Team",
+    "Transport",
+    "Work",
+    "reductions_of",
+    "unknown_op",
+]
 
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -167,6 +177,21 @@ class _MeasuredWork(Work):
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
+
+
+def unknown_op(op: object) -> ValueError:
+    """What to raise where `op` is none of ours; one of torch's is told its name here.
+
+    Example:
+        >>> unknown_op("median").args[0][:26], unknown_op(torch.distributed.ReduceOp.AVG).args[0][-28:]
+        ('expected op to be one of s', 'got RedOpType.AVG: write "mean"')
+    """
+    words = f"expected op to be one of {', '.join(REDUCE_OPS)}; got "
+    if isinstance(op, str):
+        return ValueError(f"{words}{op!r}")
+    name = str(op).rpartition(".")[2].lower()
+    name = {"avg": "mean"}.get(name, name)
+    return ValueError(f'{words}{op}: write "{name}"' if name in REDUCE_OPS else f"{words}{op!r}")
 
 
 class Team(NamedTuple):
@@ -450,7 +475,7 @@ class Transport(ABC):
         if tensor.is_contiguous() and op in reductions_of(tensor.dtype):
             return
         if op not in REDUCE_OPS:
-            raise ValueError(f"expected op to be one of {', '.join(REDUCE_OPS)}; got {op!r}")
+            raise unknown_op(op)
         self._check_flat(tensor)
         possible = reductions_of(tensor.dtype)
         if op not in possible:

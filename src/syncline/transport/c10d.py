@@ -258,7 +258,7 @@ class C10dTransport(Transport):
     ) -> Work:
         health = self.health
         if health.failure is not None:
-            raise health.failure.on_rank(self.rank)
+            raise health.error()
         if self._group is None:
             raise CLOSED.on_rank(self.rank)
         thread = get_ident()
@@ -275,7 +275,7 @@ class C10dTransport(Transport):
 
     def _done_alone(self) -> Work:
         if self.health.failure is not None:
-            raise self.health.failure.on_rank(self.rank)
+            raise self.health.error()
         return DONE
 
     # ------------------------------------------------------------------ lanes and groups

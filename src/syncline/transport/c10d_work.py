@@ -78,7 +78,7 @@ class C10dWork(WatchedWork):
         if work is None:  # another thread has waited for it
             return True
         if health.failure is not None and not work.is_completed():
-            raise health.failure.on_rank(health.rank)
+            raise health.error()
         try:
             work.wait(_SLICE if seconds == SLICE_SECONDS else _at_least_a_millisecond(seconds))
             return True

@@ -27,7 +27,8 @@ SAME_CALLS = (
 
 UNEVEN = (
     "who has left made fewer steps than this rank: give every rank the same number of batches (DistributedSampler "
-    "fills up, drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times"
+    "fills up, drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times "
+    "(not with sharded=True)"
 )
 """What to do about a rank that has ended too early."""
 

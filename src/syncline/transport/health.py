@@ -74,6 +74,7 @@ class Health:
         barrier_device: str,
     ) -> None:
         self.failure: Failure | None = None
+        self._has_raised = False
         self.lanes = [main]
         self.rank = rank
         self.size = size
@@ -102,6 +103,15 @@ class Health:
             self._keep_groups()
         return self.failure
 
+    def error(self) -> SynclineError:
+        """What this rank raises, now that the group is broken: of every call but the first, that it comes too late."""
+        assert self.failure is not None
+        error = self.failure.on_rank(self.rank)
+        if self.failure.kind is not SynclineError and self._has_raised:
+            error = type(error)(f"{_BROKEN}\n{error}")
+        self._has_raised = True
+        return error
+
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls, and that nothing is wrong with that."""
         if self.failure is None and self.notices is not None:
@@ -125,7 +135,7 @@ class Health:
         if self.failure is None:
             self.failure = failure
             self._keep_groups()
-        return self.failure.on_rank(self.rank)
+        return self.error()
 
     def _keep_groups(self) -> None:
         """Keep the process groups until no operation can be under way any more.
@@ -221,7 +231,8 @@ class Health:
         text = "\n".join(
             ["the ranks met in different calls:", who_is_where(places, size=self.size), SAME_CALLS]
         )
-        return self.fail(Failure(CollectiveMismatch, text, is_common=True)).on_rank(self.rank)
+        self.fail(Failure(CollectiveMismatch, text, is_common=True))
+        return self.error()
 
     def raise_if_hopeless(
         self, work: WatchedWork, places: dict[int, Place], steady: dict[int, Place]
@@ -245,7 +256,8 @@ class Health:
             what = "the ranks wait for each other in different calls, and none of them can ever go on:"
         if what:
             text = "\n".join([what, who_is_where(places, size=self.size), SAME_CALLS])
-            raise self.fail(Failure(CollectiveMismatch, text, is_common=True)).on_rank(self.rank)
+            self.fail(Failure(CollectiveMismatch, text, is_common=True))
+            raise self.error()
 
     def _late(self, work: WatchedWork, places: dict[int, Place]) -> str:
         unheard = [rank for rank in range(self.size) if rank not in places]
@@ -268,13 +280,18 @@ class Health:
         lines.append(remedy)
         if error is not None:
             lines.append(f"{self.backend} said: {_without_cpp_frames(str(error))}")
-        return self.fail(Failure(kind, "\n".join(lines))).on_rank(self.rank)
+        self.fail(Failure(kind, "\n".join(lines)))
+        return self.error()
 
 
 CLOSED = Failure(
     SynclineError,
     "this transport was closed, by shutdown(), by its own close(), or because its process group was destroyed: "
     "nothing can be sent any more. Wrap the module again after the next init(), or shut down later",
+)
+_BROKEN = (
+    "this group was broken before, and nothing more can be synchronized over it. To go on, make it anew on all ranks "
+    "(sl.shutdown() and sl.init(), or destroy the process group and create it again). What broke it:"
 )
 _NOT_ALL_CAME = "not every rank came before the deadline"
 _LATE = (

@@ -295,7 +295,7 @@ class HierarchicalTransport(Transport):
     def _check_that_it_is_usable(self) -> None:
         health, thread = self.health, get_ident()
         if health.failure is not None:
-            raise health.failure.on_rank(self.rank)
+            raise health.error()
         if self._is_closed:
             raise CLOSED.on_rank(self.rank)
         if thread != health.calling_thread:

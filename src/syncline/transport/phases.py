@@ -101,7 +101,7 @@ class PhasedWork(WatchedWork):
             if self.is_done:
                 return True
             if self._health.failure is not None:
-                raise self._health.failure.on_rank(self._health.rank)
+                raise self._health.error()
             remaining_seconds = deadline - time.monotonic()
             if remaining_seconds <= 0:
                 return False

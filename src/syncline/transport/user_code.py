@@ -5,19 +5,37 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import sys
 import sysconfig
 import tempfile
 import threading
+import warnings
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["user_code", "user_code_in_dump", "user_code_of_main_thread"]
+__all__ = ["user_code", "user_code_in_dump", "user_code_of_main_thread", "warn_user"]
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<thread>[0-9a-f]+) ")
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)')
+
+
+def warn_user(text: str) -> None:
+    """A RuntimeWarning at the line of the user's code that called us."""
+    frame = _users_frame(sys._getframe())
+    if frame is None:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return
+    warnings.warn_explicit(
+        text,
+        RuntimeWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def user_code(frame: FrameType | None) -> str | None:
@@ -29,11 +47,16 @@ def user_code(frame: FrameType | None) -> str | None:
         >>> main()
         'train.py:1 in main'
     """
-    while frame is not None:
-        if _is_users(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    frame = _users_frame(frame)
+    if frame is None:
+        return None
+    return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    return frame
 
 
 def user_code_of_main_thread() -> str | None:

@@ -18,7 +18,7 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
     """A collective that gathers bytes at the store; each call uses names of its own.
 
     Args:
-        store: the same for all ranks, under names that nobody has used before.
+        store: the same for all ranks. Ranks that meet there once more, after a group was destroyed, must all do so.
         rank: this rank.
         size: number of ranks.
         timeout_seconds: how long to wait for the others.
@@ -28,11 +28,14 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
         >>> store_exchange(HashStore(), 0, 1, 5.0)(b"here")
         [b'here']
     """
+    # Old names stay in the store. Each rank counts for itself how often it was here, so that nobody reads what ranks
+    # said to each other before.
+    epoch = store.add(f"syncline/meet/epoch/{rank}", 1)
     num_calls = 0
 
     def exchange(payload: bytes) -> list[bytes]:
         nonlocal num_calls
-        keys = [f"syncline/meet/{num_calls}/{peer}" for peer in range(size)]
+        keys = [f"syncline/meet/{epoch}/{num_calls}/{peer}" for peer in range(size)]
         num_calls += 1
         # A store takes an empty value for none.
         store.set(keys[rank], "+" + payload.decode())

@@ -102,8 +102,6 @@ class SharedMemoryTransport(Transport):
         self.health = health
         self.own_lane = own_lane
         self.peers = hub.peers
-        self.known_as_stopped: list[int] = []
-        """Ranks that this one has warned of."""
         self._numbers = range(hub.size) if numbers is None else numbers
         self._hub = hub
         self._beneath = beneath
@@ -158,7 +156,7 @@ class SharedMemoryTransport(Transport):
         """Ranks that meet at a torch.distributed store, with nothing beneath; a collective call.
 
         Args:
-            store: the same for all ranks, under names that nobody has used before.
+            store: the same for all ranks; see `store_exchange`.
             rank: this rank.
             size: number of ranks.
             timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
@@ -302,7 +300,7 @@ class SharedMemoryTransport(Transport):
         """Begin an operation by the core's function `start`, which is given the lane and `arguments`."""
         health = self.health
         if health.failure is not None:
-            raise health.failure.on_rank(health.rank)
+            raise health.error()
         if get_ident() != health.calling_thread:
             health.called_from(get_ident())
         if self._handle is None:

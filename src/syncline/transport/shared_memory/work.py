@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from syncline.errors import SynclineError
 from syncline.transport.calls import Call, Failure, named_ranks
 from syncline.transport.shared_memory.codes import call_of
 from syncline.transport.shared_memory.library import Outcome, library
+from syncline.transport.user_code import warn_user
 from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
 
 if TYPE_CHECKING:
@@ -25,7 +25,15 @@ _MAX_POLLS_BETWEEN_LOOKS = 1000
 class SharedMemoryWork(WatchedWork):
     """One operation that was not done at once."""
 
-    __slots__ = ("_engine_lane", "_num_polls", "_peer", "_queue", "_ticket", "_transport")
+    __slots__ = (
+        "_engine_lane",
+        "_known_as_stopped",
+        "_num_polls",
+        "_peer",
+        "_queue",
+        "_ticket",
+        "_transport",
+    )
 
     def enter(self, transport: SharedMemoryTransport, queue: int, ticket: int, peer: int | None) -> None:
         """Be what the core has put into a queue.
@@ -42,6 +50,7 @@ class SharedMemoryWork(WatchedWork):
         self._ticket = ticket
         self._peer = peer
         self._num_polls = 0
+        self._known_as_stopped: Sequence[int] = ()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if self._ticket:
@@ -72,7 +81,7 @@ class SharedMemoryWork(WatchedWork):
             if outcome != Outcome.PENDING:
                 raise self._ended_by(outcome)
             if self._health.failure is not None:
-                raise self._health.failure.on_rank(self._health.rank)
+                raise self._health.error()
             gone = self._transport.peers.gone()
             if gone:
                 outcome = library().poll(handle, queue, ticket)
@@ -90,21 +99,19 @@ class SharedMemoryWork(WatchedWork):
     def _ended_by(self, outcome: int) -> SynclineError:
         health = self._health
         if health.failure is not None:
-            return health.failure.on_rank(health.rank)
+            return health.error()
         if outcome == Outcome.ABORTED:
             return health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
         return health.mismatched(self, self._calls())
 
     def _warn_of(self, stopped: Sequence[int]) -> None:
-        news = [rank for rank in stopped if rank not in self._transport.known_as_stopped]
-        self._transport.known_as_stopped[:] = stopped
+        news = [rank for rank in stopped if rank not in self._known_as_stopped]
+        self._known_as_stopped = stopped
         if news:
-            warnings.warn(
+            warn_user(
                 f"rank {self._health.rank} waits in {self} for {named_ranks(news)}, whose process is stopped (by "
                 f"SIGSTOP, Ctrl-Z or a debugger): continue it, or end it; this rank waits "
-                f"{self._timeout_seconds:g} s in all",
-                RuntimeWarning,
-                stacklevel=6,
+                f"{self._timeout_seconds:g} s in all"
             )
 
     def _calls(self) -> dict[int, Call]:
