@@ -110,6 +110,10 @@ class Place:
         """Whether the rank has stayed where it was, whichever line of code it is in."""
         return replace(self, code=other.code, seen=other.seen) == other
 
+    def is_in(self, wait: Wait) -> bool:
+        """Whether the rank waits in the same call, whatever it called there."""
+        return self.wait is not None and (self.wait.lane, self.wait.call) == (wait.lane, wait.call)
+
     def to_json(self) -> str:
         """As text."""
         fields = dict(vars(self))  # `dataclasses.asdict` copies whatever is inside, ten times as slow

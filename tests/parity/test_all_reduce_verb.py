@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -90,6 +91,22 @@ def test_shared_memory() -> None:
     with pytest.raises(CollectiveMismatch, match=r"all_reduce\(mean\) of 2 elements") as caught:
         sl.all_reduce_(torch.ones(2 + t.rank))
     assert "all_reduce(mean) of 3 elements" in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_different_verbs_are_told_by_name_with_every_ranks_line_of_code() -> None:
+    t = transport_of(None)
+    with pytest.raises(CollectiveMismatch) as caught:
+        if t.rank == 0:
+            sl.barrier()
+        else:
+            sl.all_reduce_(torch.ones(2))
+    line = r"call \d+ on the main lane\), at test_all_reduce_verb\.py:\d+ in test_different_verbs"
+    text = str(caught.value)
+    assert re.search(rf"rank 0: .*waiting in sl\.barrier \({line}", text), text
+    assert re.search(
+        rf"rank 1: .*waiting in all_reduce\(mean\) of 2 elements, torch.float32 \({line}", text
+    ), text
 
 
 @pytest.mark.ranks(2)

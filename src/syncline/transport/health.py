@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -132,10 +132,13 @@ class Health:
 
     def told(self, failure: Failure) -> SynclineError:
         """A peer has told of the end of the transport; what this rank raises."""
+        self._learn(failure)
+        return self.error()
+
+    def _learn(self, failure: Failure) -> None:
         if self.failure is None:
             self.failure = failure
             self._keep_groups()
-        return self.error()
 
     def _keep_groups(self) -> None:
         """Keep the process groups until no operation can be under way any more.
@@ -224,7 +227,9 @@ class Health:
             calls: by rank.
         """
         own = work.as_wait()
-        places = {rank: replace(place, wait=None) for rank, place in self.places().items()}
+        places = self._places_in(own, calls)
+        if self.failure is not None:
+            return self.error()
         for rank, call in calls.items():
             place = places.get(rank, Place.of(Board()))
             places[rank] = replace(place, wait=replace(own, words=str(call)), has_left=False)
@@ -233,6 +238,27 @@ class Health:
         )
         self.fail(Failure(CollectiveMismatch, text, is_common=True))
         return self.error()
+
+    def _places_in(self, wait: Wait, ranks: Collection[int]) -> dict[int, Place]:
+        """Where the ranks are, all of which have come to one call: they tell each other now, and wait a little for it.
+
+        Of a rank that does not look up meanwhile, it is where it was seen last, without what it waited in.
+        """
+        here = replace(self.place(code=user_code(sys._getframe())), wait=wait)
+        places = {self.rank: here}
+        if self.notices is None:
+            return places
+        self.notices.post(lambda: here)
+        deadline = time.monotonic() + _TELLING_SECONDS
+        while True:
+            places = {**self.notices.places(), self.rank: here}
+            late = [rank for rank in ranks if rank not in places or not places[rank].is_in(wait)]
+            told = self.notices.failure()
+            if told is not None:
+                self._learn(told)
+            if not late or self.failure is not None or time.monotonic() > deadline:
+                return {r: replace(p, wait=None, opening=None) if r in late else p for r, p in places.items()}
+            time.sleep(_GLANCE_SECONDS)
 
     def raise_if_hopeless(
         self, work: WatchedWork, places: dict[int, Place], steady: dict[int, Place]
@@ -289,6 +315,9 @@ CLOSED = Failure(
     "this transport was closed, by shutdown(), by its own close(), or because its process group was destroyed: "
     "nothing can be sent any more. Wrap the module again after the next init(), or shut down later",
 )
+_TELLING_SECONDS = 1.0
+"""How long who has found that calls differ waits for the peers to find it as well."""
+_GLANCE_SECONDS = 0.005
 _BROKEN = (
     "this group was broken before, and nothing more can be synchronized over it. To go on, make it anew on all ranks "
     "(sl.shutdown() and sl.init(), or destroy the process group and create it again). What broke it:"
