@@ -10,9 +10,13 @@ confidence interval. Each all_reduce is checked.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +37,7 @@ def num_bytes_of(size: str) -> int:
 
 
 def measure(sizes: list[str], num_rounds: int) -> None:
-    """As one of the ranks."""
+    """As one of the ranks; rank 0 prints a line of JSON for each size."""
     torch.set_num_threads(1)
     world = sl.init()
     flat, best = C10dTransport(), transport_of(None)
@@ -45,15 +49,34 @@ def measure(sizes: list[str], num_rounds: int) -> None:
             transport.all_reduce(tensor, "sum").wait()
             assert tensor[-1].item() == world.size
 
-        steps = {FLAT: lambda: all_reduce(flat), HIERARCHY: lambda: all_reduce(best)}
+        steps = {FLAT: partial(all_reduce, flat), HIERARCHY: partial(all_reduce, best)}
         seconds = take_turns(steps, num_rounds=num_rounds, num_steps=1, world=world)
         if world.rank == 0:
-            medians = [statistics.median(seconds[name]) * 1e3 for name in (FLAT, HIERARCHY)]
-            middle, low, high = ratio(seconds[FLAT], seconds[HIERARCHY])
-            print(
-                f"{size:>8} {medians[0]:12.2f} ms {medians[1]:12.2f} ms   {middle:6.2f} [{low:.2f}, {high:.2f}]"
-            )
+            print(json.dumps({"size": size, "seconds": seconds}))
     sl.shutdown()
+
+
+def measured(rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What rank 0 has printed, with a cable of that speed."""
+    with two_hosts(megabits_per_second=rate) as hosts:
+        command = ["--sizes", *arguments.sizes, "--rounds", str(arguments.rounds)]
+        hosts.start([sys.executable, __file__, *command], arguments.ranks)
+        outputs = hosts.outputs(timeout_seconds=900)
+    for rank, (code, _, err) in enumerate(outputs):
+        if code:
+            sys.exit(f"rank {rank} ended with {code}:\n{err}")
+    return [json.loads(line) for line in outputs[0][1].splitlines() if line.startswith("{")]
+
+
+def show(rate: float, ranks: str, rows: list[dict[str, Any]]) -> None:
+    """One table."""
+    print(f"\n{len(ranks)} ranks ({ranks}), {rate:g} Mbit/s")
+    print(f"{'all_reduce':>10} {FLAT:>22} {HIERARCHY:>15}   times as fast")
+    for row in rows:
+        seconds = row["seconds"]
+        flat, best = (statistics.median(seconds[name]) * 1e3 for name in (FLAT, HIERARCHY))
+        middle, low, high = ratio(seconds[FLAT], seconds[HIERARCHY])
+        print(f"{row['size']:>10} {flat:>19.2f} ms {best:>12.2f} ms   {middle:.2f} [{low:.2f}, {high:.2f}]")
 
 
 def main() -> None:
@@ -62,23 +85,27 @@ def main() -> None:
     parser.add_argument("--megabits", type=float, nargs="+", default=[100, 1000], help="speeds of the cable")
     parser.add_argument("--sizes", nargs="+", default=["1KiB", "64KiB", "1MiB", "25MiB"])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds of small sizes: figures without meaning"
+    )
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        return measure(arguments.sizes, arguments.rounds)
+        measure(arguments.sizes, arguments.rounds)
+        return
+    if arguments.quick:
+        arguments.megabits, arguments.sizes, arguments.rounds = [1000], ["1KiB", "64KiB"], 2
+    results = {}
     try:
         for rate in arguments.megabits:
-            with two_hosts(megabits_per_second=rate) as hosts:
-                command = ["--sizes", *arguments.sizes, "--rounds", str(arguments.rounds)]
-                hosts.start([sys.executable, __file__, *command], arguments.ranks)
-                outputs = hosts.outputs(timeout_seconds=600)
-            for rank, (code, _, err) in enumerate(outputs):
-                if code:
-                    sys.exit(f"rank {rank} ended with {code}:\n{err}")
-            print(f"\n{len(arguments.ranks)} ranks ({arguments.ranks}), {rate:g} Mbit/s")
-            print(f"{'size':>8} {FLAT:>15} {HIERARCHY:>15}   times as fast")
-            print("\n".join(line for line in outputs[0][1].splitlines() if "iB" in line))
+            results[rate] = measured(rate, arguments)
+            show(rate, arguments.ranks, results[rate])
     except HostsUnavailable as error:
         sys.exit(str(error))
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"ranks": arguments.ranks, "megabits": results}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":
