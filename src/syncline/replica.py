@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from syncline.errors import SynclineError
 from syncline.explain import Evidence, contract_of
 from syncline.optim.sharded import Sharding
-from syncline.sync.agreement import agree
+from syncline.sync.agreement import agree, exchange
 from syncline.sync.attached import AttachedOptimizer
 from syncline.sync.buffer_hook import BufferHook
 from syncline.sync.buffers import BufferPolicy, BufferSync
@@ -21,6 +21,7 @@ from syncline.sync.comm_hook import CommHook
 from syncline.sync.gradients import GradientSync
 from syncline.sync.in_backward import optimizers_in_backward
 from syncline.sync.inventory import Inventory
+from syncline.sync.one_copy import one_copy_of, written_elsewhere
 from syncline.sync.options import GradientOptions
 from syncline.sync.selection import Selection, select
 from syncline.transport.base import Transport
@@ -88,6 +89,11 @@ class Replica:
         self._buffer_policy: BufferPolicy = buffer_policy
         self._ignore = tuple(ignore)
         agree_on_module(chosen, contract_of(self.plan), options, transport)
+        former = one_copy_of(module)
+        if former is not None:
+            names = former.written_here()
+            fault = written_elsewhere(f": {names}") if names else None
+            exchange(transport, f"DistributedDataParallel({type(module).__name__})", [], fault=fault)
         if init_sync:
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(chosen)

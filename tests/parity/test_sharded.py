@@ -24,6 +24,7 @@ from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.threads import run_ranks
+from syncline.world import transport_of
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -974,8 +975,21 @@ def test_a_plain_optimizer_on_shared_parameters_is_found_when_the_module_is_wrap
     dist.barrier()
     if dist.get_rank() == 1:
         SGD(module.parameters(), lr=0.1).step()
-    with pytest.raises(SynclineError, match=r"outside of sl.write_shared, on rank 1: "):
+    with pytest.raises(SynclineError, match=r"rank 1: .*outside of sl.write_shared: scale, "):
         DDP(module, sharded=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_was_sharded_before_the_group_ended_may_be_sharded_again() -> None:
+    module = net()
+    for _ in range(2):
+        transport = transport_of(None).split(0)
+        assert transport is not None
+        run = Run(transport, OPTIMIZERS["AdamW, single"], sharded=True, module=module)
+        run.step(0)
+        run.step(1)
+        dist.barrier()
+        transport.close()
 
 
 @pytest.mark.ranks(2)

@@ -58,9 +58,6 @@ class Sharding:
         self._shares = list(shares)
         self._lane = lane
         self._by_parameter = by_parameter
-        former = one_copy_of(module)
-        if former is not None:
-            former.wait_to_write()  # raises if somebody has written what all ranks share
         self._team = shares[0].team
         self._private = [share for share in shares if not share.is_common]
         self.num_copies = 0 if self._private else lane.size // self._team.size
@@ -71,6 +68,7 @@ class Sharding:
         lane.barrier().wait()  # who is first in a team has written what all of it are about to see
         for share in shares:
             share.adopt()
+        former = one_copy_of(module)
         rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
         self.copy = OneCopy(
             [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(shares)

@@ -20,7 +20,7 @@ from syncline.plan.difference import describe_ranks
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 
-__all__ = ["OneCopy", "one_copy_of", "remember_one_copy"]
+__all__ = ["OneCopy", "one_copy_of", "remember_one_copy", "written_elsewhere"]
 
 _copies: weakref.WeakKeyDictionary[nn.Module, OneCopy] = weakref.WeakKeyDictionary()
 _MAX_NAMES = 5
@@ -87,7 +87,7 @@ class OneCopy:
         self._flags[0] = int(is_touched)
         self.lane.all_reduce(self._flags, "max").wait()
         if self._flags.item():
-            self._raise_touched(versions if is_touched else self._versions)
+            self._raise_touched(is_touched=is_touched)
 
     def wait_to_read(self, written: Sequence[Tensor]) -> None:
         """Return when all ranks have written; a collective call. Graphs made before will notice.
@@ -126,19 +126,37 @@ class OneCopy:
             TensorBroadcaster([tensor.detach() for tensor in self._tensors], self.lane).start(0).wait()
         self.wait_to_read(self._tensors)
 
-    def _raise_touched(self, versions: Sequence[int]) -> None:
-        mine = [name for (name, _), a, b in zip(self.named, versions, self._versions, strict=True) if a != b]
+    def written_here(self) -> str:
+        """The parameters that this rank has written where it may not, by name, since it was last asked.
+
+        Nothing is sent, so this can be asked when the lane is closed already.
+        """
+        if not self.is_common or self.lane.size == 1:
+            return ""
+        versions = [tensor._version for tensor in self._tensors]
+        names = [
+            name
+            for (name, _), now, then in zip(self.named, versions, self._versions, strict=True)
+            if now != then
+        ]
         self.note_versions()  # it is said once
-        shown = ", ".join(mine[:_MAX_NAMES]) + (
-            f", ... ({len(mine)} parameters)" if len(mine) > _MAX_NAMES else ""
-        )
+        more = f", ... ({len(names)} parameters)" if len(names) > _MAX_NAMES else ""
+        return ", ".join(names[:_MAX_NAMES]) + more
+
+    def _raise_touched(self, *, is_touched: bool) -> None:
+        shown = self.written_here() if is_touched else ""
         told = [row.decode() for row in self.lane.all_gather_bytes(shown.encode())]
         ranks = [rank for rank, text in enumerate(told) if text]
-        raise SynclineError(
-            f"shared parameters were written outside of sl.write_shared, on {describe_ranks(ranks)}: {told[ranks[0]]}. "
-            "All ranks of the host compute with this one copy, so a write is seen by all, at whatever they are just "
-            "doing: write inside of `with sl.write_shared(module):`, which all ranks enter"
-        )
+        raise written_elsewhere(f", on {describe_ranks(ranks)}: {told[ranks[0]]}")
+
+
+def written_elsewhere(where: str) -> SynclineError:
+    """What to raise for a write outside of `sl.write_shared`."""
+    return SynclineError(
+        f"shared parameters were written outside of sl.write_shared{where}. All ranks of the host compute with this "
+        "one copy, so a write is seen by all, at whatever they are just doing: write inside of "
+        "`with sl.write_shared(module):`, which all ranks enter"
+    )
 
 
 class _LoadingHook:

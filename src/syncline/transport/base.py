@@ -184,7 +184,7 @@ def unknown_op(op: object) -> ValueError:
 
     Example:
         >>> unknown_op("median").args[0][:26], unknown_op(torch.distributed.ReduceOp.AVG).args[0][-28:]
-        ('expected op to be one of s', 'got RedOpType.AVG: write "mean"')
+        ('expected op to be one of s', ' RedOpType.AVG: write "mean"')
     """
     words = f"expected op to be one of {', '.join(REDUCE_OPS)}; got "
     if isinstance(op, str):
