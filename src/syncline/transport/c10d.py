@@ -169,7 +169,7 @@ class C10dTransport(Transport):
         """Backend by device type, of those that may be used besides the CPU here."""
         others = {device: backend for device, backend in self._backends.items() if device != "cpu"}
         if set(self._backends.values()) == {"gloo"}:  # which claims every type of device there is
-            present = torch.accelerator.current_accelerator()
+            present = torch.accelerator.current_accelerator(check_available=True)
             others = {device: "gloo" for device in others if present is not None and device == present.type}
         return others
 
