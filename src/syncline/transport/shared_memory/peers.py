@@ -24,20 +24,21 @@ class Peers:
     def __init__(self, pids: Sequence[int], rank: int) -> None:
         self.pids = list(pids)
         self._rank_of: dict[int, int] = {}
-        self._poll = select.poll()
         try:
             for peer, pid in enumerate(pids):
                 if peer != rank:
-                    descriptor = os.pidfd_open(pid)
-                    self._rank_of[descriptor] = peer
-                    self._poll.register(descriptor, select.POLLIN)
+                    self._rank_of[os.pidfd_open(pid)] = peer
         except BaseException:
             self.close()
             raise
 
     def gone(self) -> list[int]:
-        """Ranks whose process has ended."""
-        return sorted(self._rank_of[descriptor] for descriptor, _ in self._poll.poll(0))
+        """Ranks whose process has ended; any thread may ask."""
+        rank_of = self._rank_of
+        poll = select.poll()  # one of its own, for it refuses to be used by two threads at once
+        for descriptor in rank_of:
+            poll.register(descriptor, select.POLLIN)
+        return sorted(rank_of[descriptor] for descriptor, events in poll.poll(0) if events & select.POLLIN)
 
     def stopped(self) -> list[int]:
         """Ranks whose process is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
@@ -45,10 +46,9 @@ class Peers:
 
     def close(self) -> None:
         """Follow nobody any more."""
-        self._poll = select.poll()
-        for descriptor in self._rank_of:
+        rank_of, self._rank_of = self._rank_of, {}
+        for descriptor in rank_of:
             os.close(descriptor)
-        self._rank_of = {}
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
