@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import random
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak
@@ -199,10 +201,7 @@ def test_a_rank_that_is_stopped_is_named_each_time_and_all_goes_on_when_it_conti
 def reduce_with_a_stopped_peer(t: SharedMemoryTransport, total: torch.Tensor, moment: str) -> None:
     """As rank 0, which stops rank 1 and continues it as soon as it has been warned."""
     pid = t.peers.pids[1]
-    os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while t.peers.stopped() != [1]:
-        assert time.monotonic() < deadline
+    stop(t, 1)
     store().set(moment, "")
     told: list[tuple[str, str, float]] = []
     began = time.monotonic()
@@ -220,6 +219,39 @@ def reduce_with_a_stopped_peer(t: SharedMemoryTransport, total: torch.Tensor, mo
     assert "for rank 1, whose process is stopped" in text
     assert filename == __file__, "at the line of who called"
     assert seconds < 1
+
+
+def stop(t: SharedMemoryTransport, rank: int) -> None:
+    """Stop a rank, but not while it has locked the file of the tests' store: nobody could use that then."""
+    pid, deadline = t.peers.pids[rank], time.monotonic() + 20
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        while t.peers.stopped() != [rank] or not all_threads_stand_still(pid):
+            assert time.monotonic() < deadline
+        if store_is_free():
+            return
+        os.kill(pid, signal.SIGCONT)
+        assert time.monotonic() < deadline
+
+
+def all_threads_stand_still(pid: int) -> bool:
+    states = [
+        (task / "stat").read_text().rpartition(")")[2].split()[0]
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+    return set(states) <= {"T", "t"}
+
+
+def store_is_free() -> bool:
+    innermost: Any = store()
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    with open(innermost.path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------- too little memory
