@@ -382,9 +382,8 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
     default = _default_group()
     known = _transports.get(id(default if group is None else group))
     if known is not None and known.group is default and known.transport is not None:
-        return (
-            known.transport
-        )  # as in almost every call; the default group is alive as long as it is the default
+        # As in almost every call. The default group is alive as long as it is the default.
+        return known.transport
     with _lock:
         _forget_destroyed_groups()
         found = group if group is not None else default

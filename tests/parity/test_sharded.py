@@ -801,14 +801,7 @@ def test_a_host_has_one_copy_that_is_loaded_saved_clipped_and_written_as_one(hos
         return [float(row) for row in transport.all_gather_bytes(str(tensor.sum().item()).encode())]
 
     step(0)
-    num_state = sum(
-        value.numel()
-        for state in ours.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()
-    )
-    num_trained = sum(p.numel() for p in ours.module.parameters() if p.requires_grad)
-    assert num_state <= num_trained + 32 * 7, "two values for half of the elements"
+    assert_state_of_half(ours)
     assert "one copy on each of 2 hosts, values of rank 0" in str(ours.ddp.contract)
     assert "steps its share of 2" in ours.ddp.explain()
     saved = ours.optimizer.state_dict()  # torch's form, the same as that of replicas
@@ -858,6 +851,19 @@ def test_sharing_over_two_hosts_gives_each_of_them_rank_0s_values() -> None:
         pass
 
 
+def assert_state_of_half(run: Run) -> None:
+    """Of two ranks that share, by an optimizer of Adam's kind."""
+    num_state = sum(
+        value.numel()
+        for state in run.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    num_trained = sum(p.numel() for p in run.module.parameters() if p.requires_grad)
+    num_gaps = 32 * 7
+    assert num_state <= num_trained + num_gaps, "two values for half of the elements"
+
+
 def on_hosts(hosts: str) -> Transport:
     beneath = C10dTransport()
     return HierarchicalTransport.over(beneath, host=hosts[beneath.rank])
@@ -892,15 +898,7 @@ def test_clipping_and_accumulation_in_processes(group: str) -> None:
 def test_two_processes_have_one_copy() -> None:
     run = Run(None, OPTIMIZERS["AdamW, single"], sharded=True)
     run.step(0)
-    num_state = sum(
-        value.numel()
-        for state in run.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()
-    )
-    num_trained = sum(p.numel() for p in run.module.parameters() if p.requires_grad)
-    num_gaps = 32 * 7
-    assert num_state <= num_trained + num_gaps, "two values for half of the elements"
+    assert_state_of_half(run)
     dist.barrier()
     if run.rank == 0:  # behind everybody's back, to see that it is one memory
         run.module.first.weight.data.fill_(7.0)

@@ -109,8 +109,7 @@ class Sharding:
         for share in attached.shares:
             for index, stand_in in zip(share.plan.parameters, share.stand_ins, strict=True):
                 stand_in.is_stepped |= index in attached.group_of
-        for share in attached.shares:  # what was reduced before counts
-            for shard in share.shards:
+            for shard in share.shards:  # what was reduced before counts
                 if share.has_gradients and shard in attached.shards:
                     shard.parameter.grad = shard.guarded
         return attached

@@ -71,7 +71,10 @@ class OneCopy:
 
     def note_versions(self) -> None:
         """What the parameters are now is what they have to be."""
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = self._present_versions()
+
+    def _present_versions(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
 
     def wait_to_write(self) -> None:
         """Return when no rank reads any more; a collective call.
@@ -82,8 +85,7 @@ class OneCopy:
         self._check()
         if not self.is_common or self.lane.size == 1:
             return
-        versions = [tensor._version for tensor in self._tensors]
-        is_touched = versions != self._versions and not self._depth
+        is_touched = self._present_versions() != self._versions and not self._depth
         self._flags[0] = int(is_touched)
         self.lane.all_reduce(self._flags, "max").wait()
         if self._flags.item():
@@ -133,12 +135,8 @@ class OneCopy:
         """
         if not self.is_common or self.lane.size == 1:
             return ""
-        versions = [tensor._version for tensor in self._tensors]
-        names = [
-            name
-            for (name, _), now, then in zip(self.named, versions, self._versions, strict=True)
-            if now != then
-        ]
+        versions = zip(self.named, self._present_versions(), self._versions, strict=True)
+        names = [name for (name, _), now, then in versions if now != then]
         self.note_versions()  # it is said once
         more = f", ... ({len(names)} parameters)" if len(names) > _MAX_NAMES else ""
         return ", ".join(names[:_MAX_NAMES]) + more

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from syncline import environment
+from syncline.environment import Environment
 
 __all__ = ["HostsUnavailable", "TwoHosts", "two_hosts"]
 
 _LETTERS = ("a", "b")
 _INTERFACE = "lan"
+_PORT = 29555
 _BURST_SECONDS = 0.01
 _QUEUE_SECONDS = 0.4
 _TOOLS = ("ip", "unshare", "tc")
@@ -88,13 +90,17 @@ class TwoHosts:
         """
         for rank, letter in enumerate(on):
             name = self.names[letter]
+            told = Environment(
+                launcher="environment",
+                rank=rank,
+                size=len(on),
+                local_rank=on[:rank].count(letter),
+                local_size=on.count(letter),
+                master_addr=self.address_of(on[0]),
+                master_port=_PORT,
+            )
             env = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(on)),
-                "LOCAL_RANK": str(on[:rank].count(letter)),
-                "LOCAL_WORLD_SIZE": str(on.count(letter)),
-                "MASTER_ADDR": self.address_of(on[0]),
-                "MASTER_PORT": "29555",
+                **told.variables(),
                 "GLOO_SOCKET_IFNAME": _INTERFACE,
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # about names that a server of names would know

@@ -368,7 +368,7 @@ class C10dTransport(Transport):
             )
         except RuntimeError as error:
             text = f"rank {self.rank} could not connect to {named_ranks(ranks)} again, for a lane or a part: {error}"
-            raise self.health.fail(Failure(PeerLost, text)).on_rank(self.rank) from error
+            raise self.health.failed(Failure(PeerLost, text)) from error
         distributed_c10d._world.pg_group_ranks[group] = {
             global_rank: rank for rank, global_rank in enumerate(global_ranks)
         }

@@ -93,7 +93,7 @@ class Health:
 
     # ------------------------------------------------------------------ the end of the group
 
-    def fail(self, failure: Failure) -> Failure:
+    def fail(self, failure: Failure) -> None:
         """The end of the transport; the peers are told. Of what all ranks say in the same words, the first counts."""
         if self.failure is None:
             told = failure if self.notices is None else self.notices.publish(failure)
@@ -101,7 +101,11 @@ class Health:
             for tell in self.on_failure:
                 tell(self.failure)
             self._keep_groups()
-        return self.failure
+
+    def failed(self, failure: Failure) -> SynclineError:
+        """As `fail`; what this rank raises."""
+        self.fail(failure)
+        return self.error()
 
     def error(self) -> SynclineError:
         """What this rank raises, now that the group is broken: of every call but the first, that it comes too late."""
@@ -236,8 +240,7 @@ class Health:
         text = "\n".join(
             ["the ranks met in different calls:", who_is_where(places, size=self.size), SAME_CALLS]
         )
-        self.fail(Failure(CollectiveMismatch, text, is_common=True))
-        return self.error()
+        return self.failed(Failure(CollectiveMismatch, text, is_common=True))
 
     def _places_in(self, wait: Wait, ranks: Collection[int]) -> dict[int, Place]:
         """Where the ranks are, all of which have come to one call: they tell each other now, and wait a little for it.
@@ -282,8 +285,7 @@ class Health:
             what = "the ranks wait for each other in different calls, and none of them can ever go on:"
         if what:
             text = "\n".join([what, who_is_where(places, size=self.size), SAME_CALLS])
-            self.fail(Failure(CollectiveMismatch, text, is_common=True))
-            raise self.error()
+            raise self.failed(Failure(CollectiveMismatch, text, is_common=True))
 
     def _late(self, work: WatchedWork, places: dict[int, Place]) -> str:
         unheard = [rank for rank in range(self.size) if rank not in places]
@@ -306,8 +308,7 @@ class Health:
         lines.append(remedy)
         if error is not None:
             lines.append(f"{self.backend} said: {_without_cpp_frames(str(error))}")
-        self.fail(Failure(kind, "\n".join(lines)))
-        return self.error()
+        return self.failed(Failure(kind, "\n".join(lines)))
 
 
 CLOSED = Failure(
