@@ -9,6 +9,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     transport/                  what moves tensors between ranks
     world                       who this process is
     sync/, data/, nn/           gradients, buffers, agreement; the sampler; layers
+    compression/                encodings of what is averaged, so that fewer bytes travel
     optim/                      optimizers of which each rank steps its share
     verbs, sharing              synchronization without a wrapper; one copy of parameters for all ranks
     parallel                    DistributedDataParallel
@@ -18,7 +19,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
 
 from __future__ import annotations
 
-from syncline import nn
+from syncline import compression, nn
 from syncline.contract import Contract, Row
 from syncline.data.sampler import DistributedSampler
 from syncline.errors import (
@@ -62,6 +63,7 @@ __all__ = [
     "all_reduce_",
     "barrier",
     "broadcast_",
+    "compression",
     "init",
     "mean",
     "nn",

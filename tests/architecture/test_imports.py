@@ -26,7 +26,7 @@ LEVELS = (
     ("explain",),
     ("transport", "handshake"),
     ("world",),
-    ("sync", "data", "nn"),
+    ("sync", "compression", "data", "nn"),
     ("optim",),
     ("sharing", "verbs"),
     ("arguments", "wrapping"),

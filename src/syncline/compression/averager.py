@@ -1,0 +1,125 @@
+"""A compression at work on one flat tensor with error feedback, and all that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from syncline.compression.base import Averaged, Averaging, Compression, Layout
+
+__all__ = ["Averager", "joined_state", "parted_state"]
+
+
+class Averager:
+    """Averages one flat tensor again and again; what was lost is added the next time, if the compression says so.
+
+    So nothing is lost for ever: the means that came out, and the mean over ranks of what is kept, add up to the means
+    of what went in. What is not finite is not kept.
+
+    Args:
+        compression: how.
+        layout: of the flat tensor.
+    """
+
+    def __init__(self, compression: Compression, layout: Layout) -> None:
+        self.layout = layout
+        self._encoder = compression.encoder(layout)
+        self._residual: Tensor | None = None
+        if compression.feeds_back:
+            self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+
+    def mean(self, values: Tensor) -> Averaging:
+        """One averaging of `values`, of shape (numel,) in the layout's type, which are given away."""
+        residual = self._residual
+        if residual is None:
+            return self._encoder.mean(values, wants_lost=False)
+        return self._fed_back(values, residual)
+
+    def _fed_back(self, values: Tensor, residual: Tensor) -> Averaging:
+        averaged = yield from self._encoder.mean(residual.add_(values), wants_lost=True)
+        lost = averaged.lost
+        if lost is None:
+            lost = torch.zeros_like(averaged.mean)
+        # One gradient that overflowed would otherwise be in all that follow.
+        self._residual = lost.nan_to_num_(0.0, 0.0, 0.0)
+        return Averaged(averaged.mean)
+
+    def memory(self) -> list[dict[str, Tensor]]:
+        """What is kept of each tensor of the layout, by name; to be read, not to be changed. Empty where nothing is."""
+        kept = [dict(tensors) for tensors in self._encoder.memory()]
+        if self._residual is not None:
+            for tensors, piece in zip(kept, self._residual.split(self.layout.numels), strict=True):
+                tensors["residual"] = piece
+        return kept
+
+    def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what was kept of one tensor, by `memory`.
+
+        Raises:
+            ValueError: it is of another compression, or of a tensor of another shape.
+        """
+        own = self._checked(index, tensors)
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all that is kept, as `<index of the tensor>.<name>`."""
+        return joined_state({str(index): tensors for index, tensors in enumerate(self.memory())})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another compression, or of other tensors; then nothing has changed.
+        """
+        given = parted_state(state)
+        num_tensors = len(self.layout.shapes)
+        unknown = sorted(set(given).difference(map(str, range(num_tensors))))
+        if unknown:
+            raise ValueError(
+                f"expected the state of tensors 0 to {num_tensors - 1}, got one of {', '.join(unknown)}"
+            )
+        kept = [given.get(str(index), {}) for index in range(num_tensors)]
+        for index, tensors in enumerate(kept):
+            self._checked(index, tensors)
+        for index, tensors in enumerate(kept):
+            self.remember(index, tensors)
+
+    def _checked(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = self.memory()[index]
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != given:
+            raise ValueError(
+                f"what a compression keeps of a tensor of shape {self.layout.shapes[index]}: expected {shapes}, got "
+                f"{given}, saved with another compression or of another tensor"
+            )
+        return own
+
+
+def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies, as `<name of the tensor>.<what it is>`.
+
+    Example:
+        >>> joined_state({"fc.weight": {"residual": torch.zeros(1)}})
+        {'fc.weight.residual': tensor([0.])}
+    """
+    return {
+        f"{name}.{kind}": tensor.clone() for name, tensors in kept.items() for kind, tensor in tensors.items()
+    }
+
+
+def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What `joined_state` has joined.
+
+    Example:
+        >>> parted_state({"fc.weight.residual": torch.zeros(1)})
+        {'fc.weight': {'residual': tensor([0.])}}
+    """
+    kept: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        name, _, kind = key.rpartition(".")
+        kept.setdefault(name, {})[kind] = tensor
+    return kept

@@ -1,0 +1,61 @@
+"""Cast: values travel in a narrower floating type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.compression.base import Averaged, Averaging, Codec, Encoder, Layout, Sum
+
+__all__ = ["Cast"]
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Half the bytes: values are divided by the number of ranks, rounded to `dtype`, and added up in it.
+
+    Args:
+        dtype: torch.bfloat16 (the range of float32, 8 bits of precision) or torch.float16 (11 bits, up to 65,504 and
+            down to 6e-8: for gradients that a scaler keeps in range).
+
+    Raises:
+        ValueError: another type.
+
+    Example:
+        >>> print(Cast(), Cast(torch.float16))
+        Cast(dtype=bfloat16) Cast(dtype=float16)
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    is_linear = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"expected Cast to torch.bfloat16 or torch.float16, got {self.dtype}")
+
+    def encoder(self, layout: Layout) -> Encoder:
+        return _CastEncoder(self, layout)
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype)
+
+    def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)
+
+
+class _CastEncoder(Encoder):
+    def __init__(self, cast: Cast, layout: Layout) -> None:
+        super().__init__(layout)
+        self._dtype = cast.dtype
+
+    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+        num_ranks = self.layout.num_ranks
+        # Divided before it is rounded: the sum of halves could be too large for a half.
+        narrow = (values / num_ranks).to(self._dtype)
+        # What the sum loses by rounding is not known to anybody; what this rank loses is.
+        lost = values.sub_(narrow.to(values.dtype), alpha=num_ranks) if wants_lost else None
+        total = yield Sum(narrow)
+        return Averaged(total.to(values.dtype), lost)

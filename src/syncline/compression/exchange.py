@@ -1,0 +1,275 @@
+"""Averages a flat tensor over a transport: answers what an encoder asks for, one phase after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.compression.averager import Averager
+from syncline.compression.base import (
+    AllToAll,
+    Averaged,
+    Averaging,
+    Compression,
+    Gather,
+    Gathered,
+    Layout,
+    Mean,
+    Request,
+    Sum,
+    computing_dtype,
+)
+from syncline.errors import SynclineError
+from syncline.transport.base import ReduceOp, Transport, Work
+
+__all__ = ["MeanExchange"]
+
+
+class MeanExchange:
+    """Averages one flat tensor over all ranks again and again.
+
+    One averaging is `start`, as many `advance` as there is something to do in between, and `wait`. Each starts the
+    collectives of at most one phase, so ranks that call them in the same order start the same collectives in the same
+    order. Making one is no collective call. A group of one rank sends nothing: values come back as they are.
+
+    Args:
+        compression: how the values are encoded; None for one all_reduce of them.
+        shapes: of the tensors that lie one behind the other in the flat tensor; the same on all ranks.
+        dtype: of the flat tensor. fp16 and bf16 are encoded from float32.
+        device: of the flat tensor.
+        transport: between the ranks.
+
+    Raises:
+        ValueError: a compression of a type that is not real and floating.
+
+    Example:
+        >>> from syncline.compression import Quantize
+        >>> from syncline.transport.threads import run_ranks
+        >>> def program(transport):
+        ...     exchange = MeanExchange(
+        ...         Quantize(8), [(2,)], dtype=torch.float32, device=torch.device("cpu"), transport=transport
+        ...     )
+        ...     exchange.start(torch.full((2,), 254.0 * transport.rank))
+        ...     return exchange.wait().tolist()
+        >>> run_ranks(2, program)
+        [[127.0, 127.0], [127.0, 127.0]]
+    """
+
+    def __init__(
+        self,
+        compression: Compression | None,
+        shapes: Sequence[Sequence[int]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        transport: Transport,
+    ) -> None:
+        self.dtype = dtype
+        self.layout = Layout(
+            shapes=tuple(tuple(shape) for shape in shapes),
+            dtype=dtype if compression is None else computing_dtype(dtype),
+            device=device,
+            rank=transport.rank,
+            num_ranks=transport.size,
+        )
+        self._transport = transport
+        self._averager = None if compression is None else Averager(compression, self.layout)
+        self._averaging: Averaging | None = None
+        self._reply: Callable[[], Any] | None = None
+        self._result: Tensor | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is something to wait for: `start` has been called, and `wait` has not."""
+        return self._averaging is not None or self._result is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` has nothing more to send or to wait for."""
+        return self._result is not None
+
+    def start(self, flat: Tensor) -> None:
+        """Begin an averaging; its first messages are under way when this returns.
+
+        Args:
+            flat: (numel,); given away: it is undefined from now on, and may come back as the result.
+
+        Raises:
+            SynclineError: the last one was not waited for.
+            ValueError: another number of elements, another type, or on another device.
+        """
+        if self.is_under_way:
+            raise SynclineError(
+                f"rank {self._transport.rank}: an averaging is under way: wait for it before the next is started"
+            )
+        expected = (self.layout.numel, self.dtype, self.layout.device)
+        if (flat.numel(), flat.dtype, flat.device) != expected:
+            raise ValueError(
+                f"expected {expected[0]} elements, {expected[1]} on {expected[2]}; got {flat.numel()}, {flat.dtype} on "
+                f"{flat.device}"
+            )
+        flat = flat.detach().view(-1)
+        if self._transport.size == 1 or not flat.numel():
+            self._result = flat
+            return
+        if self._averager is None:
+            self._averaging = _plain_mean(flat)
+        else:
+            self._averaging = self._averager.mean(flat.to(self.layout.dtype))
+        self._step(None)
+
+    def advance(self) -> None:
+        """Wait for the phase that is under way and start the next one, if there is one."""
+        if self._averaging is not None:
+            assert self._reply is not None
+            reply, self._reply = self._reply, None
+            self._step(reply())
+
+    def wait(self) -> Tensor:
+        """Block until the mean is there.
+
+        Returns:
+            The mean over all ranks, of shape (numel,) and in the flat tensor's type, the same bits on every rank.
+
+        Raises:
+            SynclineError: nothing was started; or a rank is gone, as from `Work.wait`.
+        """
+        if not self.is_under_way:
+            raise SynclineError(f"rank {self._transport.rank}: nothing is under way: call start first")
+        while self._averaging is not None:
+            self.advance()
+        result, self._result = self._result, None
+        assert result is not None
+        return result
+
+    # ------------------------------------------------------------------ what is kept
+
+    def memory(self) -> list[dict[str, Tensor]]:
+        """What is kept of each tensor, by name; to be read only."""
+        self._check_at_rest()
+        return [{} for _ in self.layout.shapes] if self._averager is None else self._averager.memory()
+
+    def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what was kept of one tensor; a ValueError if it does not fit."""
+        self._check_at_rest()
+        if self._averager is not None:
+            self._averager.remember(index, tensors)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of what this rank keeps from one averaging to the next, as `<index of the tensor>.<name>`.
+
+        Residuals differ from rank to rank, so every rank has to save its own.
+        """
+        self._check_at_rest()
+        return {} if self._averager is None else self._averager.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another compression, or of other tensors; then nothing has changed.
+        """
+        self._check_at_rest()
+        if self._averager is not None:
+            self._averager.load_state_dict(state)
+        elif state:
+            raise ValueError(f"expected no state, for nothing is compressed; got {', '.join(state)}")
+
+    def _check_at_rest(self) -> None:
+        if self._averaging is not None:
+            raise SynclineError(
+                f"rank {self._transport.rank}: an averaging is under way, and what is kept is in it: wait for it first"
+            )
+
+    # ------------------------------------------------------------------ phases
+
+    def _step(self, reply: Any) -> None:
+        """Hand over a reply and start what is asked for next."""
+        assert self._averaging is not None
+        try:
+            request = self._averaging.send(reply)
+        except StopIteration as ended:
+            averaged: Averaged = ended.value
+            self._averaging = None
+            self._result = averaged.mean.to(self.dtype)
+            return
+        self._reply = self._started(request)
+
+    def _started(self, request: Request) -> Callable[[], Any]:
+        """Start what a request needs; the result waits for it and gives the reply."""
+        if isinstance(request, Mean):
+            return _then(Averaged, self._reduced(request.values, "mean"))
+        if isinstance(request, Sum):
+            return self._reduced(request.codes, "sum")
+        if isinstance(request, Gather):
+            return self._gathered(request)
+        return self._exchanged(request)
+
+    def _reduced(self, tensor: Tensor, op: ReduceOp) -> Callable[[], Tensor]:
+        wire = self._sendable(tensor)
+        work = self._transport.all_reduce(wire, op)
+        return lambda: self._arrived(wire, [work])
+
+    def _gathered(self, request: Gather) -> Callable[[], Gathered]:
+        """One message a rank, whatever it is of."""
+        values, beside = request.values, request.beside
+        message = _as_bytes(values)
+        if beside is not None:
+            message = torch.cat([_as_bytes(beside), message])
+        wire = self._sendable(message)
+        everyone = torch.empty(self._transport.size * wire.numel(), dtype=torch.uint8, device=wire.device)
+        work = self._transport.all_gather(everyone, wire)
+        num_beside_bytes = message.numel() - values.numel() * values.element_size()
+
+        def reply() -> Gathered:
+            rows = self._arrived(everyone, [work], sent=wire).view(self._transport.size, -1)
+            if beside is None:
+                return Gathered(rows.view(values.dtype), None)
+            # Copies, so that elements are where their size allows them to be.
+            return Gathered(
+                rows[:, num_beside_bytes:].clone(memory_format=torch.contiguous_format).view(values.dtype),
+                rows[:, :num_beside_bytes].clone(memory_format=torch.contiguous_format).view(beside.dtype),
+            )
+
+        return reply
+
+    def _exchanged(self, request: AllToAll) -> Callable[[], Tensor]:
+        rank = self._transport.rank
+        wire = self._sendable(request.rows)
+        received = torch.empty_like(wire)
+        received[rank] = wire[rank]
+        works: list[Work] = []
+        for step in range(1, self._transport.size):
+            # Of two ranks the lower one sends first: engines that run the messages of a pair one after the other need
+            # that both begin with the same one.
+            peer = (rank + step) % self._transport.size
+            directions = [(self._transport.send, wire), (self._transport.recv, received)]
+            for move, rows in directions if rank < peer else reversed(directions):
+                works.append(move(rows[peer], peer))
+        return lambda: self._arrived(received, works, sent=wire)
+
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        """On a device that the engine can send from, in one piece of memory."""
+        return tensor.to(self._transport.sending_device(tensor.device)).contiguous()
+
+    def _arrived(self, wire: Tensor, works: Sequence[Work], *, sent: Tensor | None = None) -> Tensor:
+        """What has come, on the device where it is wanted. `sent` is named so that it lives until then."""
+        for work in works:
+            work.wait()
+        return wire.to(self.layout.device)
+
+
+def _plain_mean(flat: Tensor) -> Averaging:
+    averaged: Averaged = yield Mean(flat)
+    return averaged
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _then(make: Callable[[Tensor], Any], reply: Callable[[], Tensor]) -> Callable[[], Any]:
+    return lambda: make(reply())

@@ -1,0 +1,141 @@
+"""PowerSGD: the gradient of a weight matrix travels as two thin factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
+from syncline.compression.orthogonal import orthonormal_rows, sum_of_outer_products
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """Rank-r approximations by one power iteration a step, warm-started from the last one.
+
+    A tensor of shape (n, ...) counts as a matrix (n, m); it is compressed if (n + m) * rank values are fewer than
+    n * m. Everything else (vectors, small matrices) travels as it is, in one message with the first factors.
+    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+    2019, arXiv 1905.13727, algorithms 1 and 2.
+
+    Args:
+        rank: of the approximation; bytes grow with it.
+        error_feedback: keep what the approximation has lost, and add it to what is averaged next; without it most
+            of a gradient is lost for ever.
+        seed: of the matrices that the first iteration starts from.
+
+    Raises:
+        ValueError: a rank below 1.
+
+    Example:
+        >>> print(PowerSGD())
+        PowerSGD(rank=2, seed=0)
+    """
+
+    rank: int = 2
+    error_feedback: bool = True
+    seed: int = 0
+
+    is_linear = True
+    is_order_dependent = True
+    gives = "means"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"expected PowerSGD of a rank of at least 1, got {self.rank}")
+
+    def encoder(self, layout: Layout) -> Encoder:
+        return _PowerSGDEncoder(self, layout)
+
+
+class _PowerSGDEncoder(Encoder):
+    """Factors lie with their long side along the rows: left (rank, n), right (rank, m)."""
+
+    def __init__(self, power_sgd: PowerSGD, layout: Layout) -> None:
+        super().__init__(layout)
+        self._shapes: dict[int, tuple[int, int]] = {}
+        """(n, m) of the tensors that are compressed, by their index."""
+        self._starts: dict[int, Tensor] = {}
+        """Of each, what the next iteration starts from: (rank, m)."""
+        for index, shape in enumerate(layout.shapes):
+            if len(shape) < 2 or 0 in shape:
+                continue
+            n, m = shape[0], math.prod(shape[1:])
+            rank = power_sgd.rank
+            if (n + m) * rank < n * m:
+                self._shapes[index] = (n, m)
+                chance = torch.Generator().manual_seed(power_sgd.seed + index)
+                start = torch.randn(rank, m, generator=chance, dtype=torch.float32)
+                self._starts[index] = start.to(layout.device, layout.dtype)
+        self._rank = power_sgd.rank
+        self._rest = [index for index in range(len(layout.shapes)) if index not in self._shapes]
+
+    def means(self) -> tuple[Layout, ...]:
+        numels = self.layout.numels
+        rest = sum(numels[index] for index in self._rest)
+        left = sum(self._rank * n for n, _ in self._shapes.values())
+        right = sum(self._rank * m for _, m in self._shapes.values())
+        first = self.layout.flat(left + rest)
+        return (first, self.layout.flat(right)) if right else (first,)
+
+    def memory(self) -> list[dict[str, Tensor]]:
+        indices = range(len(self.layout.shapes))
+        return [{"start": self._starts[index]} if index in self._starts else {} for index in indices]
+
+    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+        pieces = values.split(self.layout.numels)
+        matrices = {index: pieces[index].view(shape) for index, shape in self._shapes.items()}
+        rest = [pieces[index] for index in self._rest]
+        lefts = [(self._starts[index] @ matrix.t()).view(-1) for index, matrix in matrices.items()]
+        first = yield Mean(torch.cat([*lefts, *rest]))
+        sizes = [left.numel() for left in lefts]
+        *lefts, rest_mean = first.mean.split([*sizes, first.mean.numel() - sum(sizes)])
+        if not matrices:
+            return Averaged(rest_mean, first.lost)
+        factors = orthonormal_rows([left.view(self._rank, -1) for left in lefts])
+        rights = [left @ matrix for left, matrix in zip(factors, matrices.values(), strict=True)]
+        flat = torch.cat([right.view(-1) for right in rights])
+        second = yield Mean(flat.clone() if wants_lost else flat)
+        widths = [self._rank * m for _, m in self._shapes.values()]
+        right_means = [right.view(self._rank, -1) for right in second.mean.split(widths)]
+        lost = None
+        if wants_lost:
+            came_through = flat if second.lost is None else flat.sub_(second.lost)
+            rest_lost = None if first.lost is None else first.lost[sum(sizes) :]
+            for matrix, left, right in zip(
+                matrices.values(), factors, came_through.split(widths), strict=True
+            ):
+                matrix.addmm_(left.t(), right.view(self._rank, -1), alpha=-1)
+            self._write_rest(pieces, rest_lost)
+            lost = values
+        # The values have served, unless they are what is lost now.
+        mean = torch.empty_like(values) if wants_lost else values
+        places = mean.split(self.layout.numels)
+        self._write_rest(places, rest_mean)
+        for index, left, right in zip(matrices, factors, right_means, strict=True):
+            sum_of_outer_products(left, right, out=places[index].view(self._shapes[index]))
+            self._start_next_from(index, right)
+        return Averaged(mean, lost)
+
+    def _write_rest(self, places: Sequence[Tensor], flat: Tensor | None) -> None:
+        """What is not compressed, to where it stands among all; None is zeros."""
+        targets = [places[index] for index in self._rest]
+        if not targets:
+            return
+        if flat is None:
+            torch._foreach_zero_(targets)
+        else:
+            torch._foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
+
+    def _start_next_from(self, index: int, right: Tensor) -> None:
+        """Only directions count, so lengths are kept near 1. A row that says nothing leaves the former one."""
+        largest = right.abs().amax(1, keepdim=True)
+        says_something = (largest > 0) & (largest < float("inf"))
+        start = self._starts[index]
+        start.copy_(torch.where(says_something, right / largest, start))
