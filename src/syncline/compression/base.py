@@ -181,8 +181,10 @@ class Compression(ABC):
         return bool(getattr(self, "error_feedback", False))
 
     def __str__(self) -> str:
-        shown = [f for f in fields(self) if f.name != "error_feedback"]  # type: ignore[arg-type]
-        values = [(f.name, getattr(self, f.name)) for f in shown]
+        """The first of its values, and those that are not the default."""
+        first, *others = fields(self)  # type: ignore[arg-type]
+        shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
+        values = [(f.name, getattr(self, f.name)) for f in shown if f.name != "error_feedback"]
         inside = ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in values)
         return f"{type(self).__name__}({inside})"
 
@@ -192,7 +194,7 @@ class Compression(ABC):
         Example:
             >>> from syncline.compression import PowerSGD
             >>> PowerSGD(rank=2).in_words()
-            'PowerSGD(rank=2, seed=0) with error feedback'
+            'PowerSGD(rank=2) with error feedback'
         """
         return f"{self} with error feedback" if self.feeds_back else str(self)
 

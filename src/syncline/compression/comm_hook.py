@@ -47,6 +47,10 @@ def hook(state: HookState, bucket: Any) -> torch.futures.Future[Tensor]:
     return state.average(bucket)
 
 
+# torch compares annotations with classes, and takes text for a wrong one.
+hook.__annotations__.clear()
+
+
 class HookState:
     """What `hook` is registered with: a compression, between which ranks, and what it keeps for each parameter.
 
@@ -64,7 +68,7 @@ class HookState:
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(8, 8))
         >>> ddp.register_comm_hook(sl.compression.HookState(sl.compression.Cast()), sl.compression.hook)
         >>> print(ddp.contract["gradients"].how)
-        by communication hook hook
+        by communication hook Cast(dtype=bfloat16)
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class PowerSGD(Compression):
 
     Example:
         >>> print(PowerSGD())
-        PowerSGD(rank=2, seed=0)
+        PowerSGD(rank=2)
     """
 
     rank: int = 2

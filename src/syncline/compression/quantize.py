@@ -14,7 +14,7 @@ from syncline.compression.base import AllToAll, Averaged, Averaging, Codec, Enco
 __all__ = ["Quantize"]
 
 _SCALE = torch.bfloat16
-"""Of scales: the range of float32. Values are divided by the rounded scale, so only a block's largest may be off by it."""
+"""Of scales: the range of float32. Values are divided by the rounded scale, so it is off by the largest ones only."""
 _SMALLEST_SCALE = 2.0**-126
 """Below, one over it is not a float32; such blocks count as zero."""
 
