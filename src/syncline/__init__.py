@@ -32,9 +32,10 @@ from syncline.errors import (
     UnevenInputs,
     UnreducedGradients,
 )
-from syncline.events import BackwardRecord, BucketRecord, BufferRecord
+from syncline.events import BackwardRecord, BucketRecord, BufferRecord, RoundRecord
 from syncline.parallel import DistributedDataParallel
 from syncline.sharing import share_, write_shared
+from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
 from syncline.verbs import all_reduce_, barrier, broadcast_, mean
@@ -50,10 +51,17 @@ __all__ = [
     "CollectiveTimeout",
     "Contract",
     "ContractMismatch",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
+    "EveryStep",
+    "Gossip",
+    "LocalSGD",
+    "Manual",
+    "ParameterServer",
     "PeerFailed",
     "PeerLost",
+    "RoundRecord",
     "Row",
     "Statistics",
     "SynclineError",

@@ -12,12 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.plan.buckets import MIB, BucketCaps
+from syncline.strategy import EveryStep, Strategy
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.one_copy import one_copy_of
 from syncline.sync.selection import Selection
 from syncline.transport.base import Transport
 
-__all__ = ["check_sharded", "checked_buffers", "checked_caps", "checked_device_ids", "group_of_mesh"]
+__all__ = [
+    "check_sharded",
+    "checked_buffers",
+    "checked_caps",
+    "checked_device_ids",
+    "checked_strategy",
+    "group_of_mesh",
+]
 
 
 def checked_device_ids(
@@ -92,6 +100,25 @@ def checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None)
     return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes)
 
 
+def checked_strategy(strategy: object) -> Strategy[Any]:
+    """The strategy; `EveryStep` where none is given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if strategy is None:
+        return EveryStep()
+    if isinstance(strategy, Strategy):
+        return strategy
+    given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+    hint = (
+        ": call it with its arguments"
+        if isinstance(strategy, type) and issubclass(strategy, Strategy)
+        else ""
+    )
+    raise TypeError(f"expected a strategy, say sl.LocalSGD(every=8), or None; got {given}{hint}")
+
+
 def check_sharded(
     module: nn.Module,
     chosen: Selection,
@@ -101,11 +128,9 @@ def check_sharded(
     mixed_precision: Any,
     skips_unused: bool,
     reduce_dtype: torch.dtype | None,
+    strategy: Strategy[Any],
 ) -> None:
-    """Raise where `sharded=True` does not go with the rest, or where a shared module needs it.
-
-    A strategy under which replicas drift belongs here as well: there is no drift where there is one copy.
-    """
+    """Raise where `sharded=True` does not go with the rest, or where a shared module needs it."""
     if num_ranks == 1:
         return
     if not sharded:
@@ -118,6 +143,7 @@ def check_sharded(
         return
     named = [*chosen.trained, *chosen.delayed]
     refusals = {
+        f"strategy={strategy} (there is no drift where each rank steps its share)": strategy.drifts,
         "mixed_precision= (its low-precision copies are filled from whole parameters)": mixed_precision
         is not None,
         "skip_all_reduce_unused_params=True (a share has to be reduced in every step)": skips_unused,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-__all__ = ["Contract", "Row", "format_bytes", "format_count", "table"]
+__all__ = ["Contract", "Row", "Rule", "Rules", "format_bytes", "format_count", "table"]
 
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
@@ -25,6 +26,31 @@ class Row:
     drift_allowed: str
     last_done: str = ""
     """What was recorded of it; empty before the first step."""
+
+
+class Rule(NamedTuple):
+    """What a strategy says of one row."""
+
+    when: str
+    how: str
+    drift_allowed: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What a strategy promises, in words, for the contract and the timeline."""
+
+    strategy: str
+    """Its name and arguments."""
+    gradients: Rule | None
+    """None: as in synchronous training."""
+    parameters: Rule
+    buffers_when: str
+    buffers_drift: str
+    optimizer: Rule
+    at_step: str
+    acts_alone: bool = False
+    """Whether it does something where there is one rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord"]
+__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "RoundRecord"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,3 +58,18 @@ class BufferRecord:
     sent: bool
     reason: str
     """Why they were sent, or why not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRecord:
+    """One meeting of parameters, as it was seen on one rank."""
+
+    step: int
+    """Optimizer steps that were done by then."""
+    what: tuple[str, ...]
+    """What was done, in words."""
+    num_calls: int
+    payload_bytes: int
+    """Bytes of the tensors handed to the transport."""
+    waited_seconds: float
+    duration_seconds: float

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from syncline.contract import Contract, Row, format_bytes, format_count, table
-from syncline.events import BackwardRecord, BufferRecord
+from syncline.contract import Contract, Row, Rules, format_bytes, format_count, table
+from syncline.events import BackwardRecord, BufferRecord, RoundRecord
 from syncline.plan.buckets import BucketPlan
 
 __all__ = ["Evidence", "Plan", "Sizes", "contract_of", "explain"]
@@ -48,6 +48,8 @@ class Plan:
     """Those that were attached."""
     sharded: bool = False
     """Each rank reduces and steps its share."""
+    rules: Rules | None = None
+    """What a strategy under which replicas drift promises."""
     num_copies: int = 0
     """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
 
@@ -59,6 +61,10 @@ class Evidence:
     rank: int
     backward: BackwardRecord | None
     buffers: BufferRecord | None
+    round: RoundRecord | None = None
+    """The last meeting of parameters, under a strategy that has such."""
+    next_round: int | None = None
+    """After which step the next one is, if that is known."""
 
 
 _BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, statistics pooled", "none": "-"}
@@ -71,6 +77,8 @@ def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
     """The contract of a plan; with evidence, each row also says what was last done."""
     ranks = format_count(plan.num_ranks, "rank")
     where = f"{ranks} on {format_count(plan.num_hosts, 'host')}" if plan.num_ranks > 1 else "1 rank alone"
+    if plan.rules is not None:
+        where += f", strategy: {plan.rules.strategy}"
     contract = Contract(
         title=f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}",
         rows=(
@@ -89,7 +97,7 @@ def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
     )
     if evidence is None or evidence.backward is None:
         return contract
-    return contract.with_evidence(_last_done(plan, evidence.backward, evidence.buffers))
+    return contract.with_evidence(_last_done(plan, evidence, evidence.backward))
 
 
 def _gradients_row(plan: Plan) -> Row:
@@ -103,16 +111,31 @@ def _gradients_row(plan: Plan) -> Row:
         how = how.replace("all_reduce", f"reduce_scatter: each rank gets its share of {plan.num_ranks}")
     if plan.comm_hook is not None:
         when, how = "every backward outside no_sync", f"by communication hook {plan.comm_hook}"
+    drift_allowed = "none"
+    rule = None if plan.rules is None else plan.rules.gradients
+    if rule is not None and plan.num_ranks > 1:
+        when, drift_allowed = rule.when, rule.drift_allowed
+        how = rule.how if plan.comm_hook is None or rule.how == "-" else how
     return Row(
         what="gradients",
         size=_size(plan.sizes.num_gradients, plan.sizes.gradient_bytes),
         when=when,
         how=how,
-        drift_allowed="none",
+        drift_allowed=drift_allowed,
     )
 
 
 def _parameters_row(plan: Plan) -> Row:
+    rules = _acting_rules(plan)
+    if rules is not None:
+        start = "equal at first" if plan.init_sync else "at first as they are (init_sync=False)"
+        return Row(
+            what="parameters",
+            size=_size(plan.sizes.num_parameters, plan.sizes.parameter_bytes),
+            when=f"{start}, then {rules.parameters.when}",
+            how=rules.parameters.how,
+            drift_allowed=rules.parameters.drift_allowed,
+        )
     if plan.num_ranks == 1:
         when, how = "never: there is one rank", "-"
     elif plan.init_sync:
@@ -135,7 +158,21 @@ def _parameters_row(plan: Plan) -> Row:
     )
 
 
+def _acting_rules(plan: Plan) -> Rules | None:
+    """A strategy's, unless there is nobody to meet."""
+    return plan.rules if plan.rules is not None and (plan.num_ranks > 1 or plan.rules.acts_alone) else None
+
+
 def _optimizer_row(plan: Plan) -> Row:
+    if plan.rules is not None and plan.num_ranks > 1:
+        attached = ", ".join(plan.optimizers)
+        return Row(
+            what="optimizer",
+            size=attached or "none attached: ddp.attach(optimizer)",
+            when=plan.rules.optimizer.when,
+            how=plan.rules.optimizer.how,
+            drift_allowed=plan.rules.optimizer.drift_allowed,
+        )
     if plan.sharded:
         return Row(
             what="optimizer",
@@ -162,6 +199,15 @@ def _buffers_row(plan: Plan) -> Row:
     size = _size(plan.sizes.num_buffers, plan.sizes.buffer_bytes)
     if plan.num_ranks == 1:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
+    if plan.rules is not None and plan.buffer_policy != "none":
+        how = _BUFFER_WORDS[plan.buffer_policy]
+        return Row(
+            what="buffers",
+            size=size,
+            when=plan.rules.buffers_when,
+            how=how,
+            drift_allowed=plan.rules.buffers_drift,
+        )
     if plan.buffer_policy == "none":
         when, how = (
             ("once, at construction", "broadcast from rank 0") if plan.init_buffers else ("never", "-")
@@ -176,12 +222,15 @@ def _buffers_row(plan: Plan) -> Row:
     )
 
 
-def _last_done(plan: Plan, backward: BackwardRecord, buffers: BufferRecord | None) -> dict[str, str]:
+def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict[str, str]:
+    buffers, meeting = evidence.buffers, evidence.round
     if backward.synchronized:
         num = len(backward.buckets)
         gradients = f"step {backward.step}: {format_count(num, 'bucket')}, {_mean(backward)}"
     elif plan.num_ranks == 1:
         gradients = f"step {backward.step}: nothing to send"
+    elif plan.rules is not None:
+        gradients = f"step {backward.step}: local"
     else:
         gradients = f"after step {backward.step}: added up, no_sync"
     if buffers is None:
@@ -195,6 +244,10 @@ def _last_done(plan: Plan, backward: BackwardRecord, buffers: BufferRecord | Non
         parameters = {0: "see step", 1: "nothing sent: one copy"}.get(
             plan.num_copies, "nothing sent: one copy a host"
         )
+    if plan.rules is not None:
+        parameters = sent = "no meeting yet" if meeting is None else f"after step {meeting.step}"
+        if not plan.sizes.num_buffers:
+            sent = "-"
     return {
         "gradients": gradients,
         "parameters": parameters,
@@ -217,10 +270,25 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
         heading = f"One step, as recorded on rank {evidence.rank}, step {backward.step}"
         entries = [*_forward_recorded(plan, evidence.buffers), *_backward_recorded(plan, backward)]
     entries += [
-        ("step", _step(plan)),
+        *_steps(plan, evidence),
         ("loss", "local to each rank, never averaged by itself; sl.mean(loss, weight=...) averages it"),
     ]
     return heading + "\n" + table(_without_repeats(entries))
+
+
+def _steps(plan: Plan, evidence: Evidence) -> list[tuple[str, str]]:
+    rules = _acting_rules(plan)
+    if rules is None:
+        return [("step", _step(plan))]
+    entries = [("step", rules.at_step)]
+    meeting = evidence.round
+    if meeting is not None:
+        size = f"{format_count(meeting.num_calls, 'call')}, {format_bytes(meeting.payload_bytes)}"
+        took = f"{meeting.duration_seconds * 1e3:.1f} ms"
+        entries.append(("step", f"after step {meeting.step}: {'; '.join(meeting.what)} ({size}, {took})"))
+    if evidence.next_round is not None:
+        entries.append(("step", f"next after step {evidence.next_round}"))
+    return entries
 
 
 def _step(plan: Plan) -> str:
@@ -245,8 +313,14 @@ def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
         parameters += (
             "they were broadcast from rank 0 at construction" if plan.init_sync else "init_sync=False"
         )
+    if plan.rules is not None:
+        parameters = "parameters  nothing sent: they meet after a step"
     if not plan.sizes.num_buffers:
         buffers = "buffers     nothing sent: the module has none, so there is no call at all"
+    elif plan.rules is not None:
+        buffers = "buffers     nothing sent: " + (
+            "buffers='none'" if plan.buffer_policy == "none" else "they meet when parameters do"
+        )
     elif plan.buffer_policy == "none":
         buffers = "buffers     nothing sent: broadcasting buffers is switched off"
     else:
@@ -276,6 +350,8 @@ def _backward_planned(
 ) -> list[tuple[str, str]]:
     if plan.num_ranks == 1:
         return [("backward", "nothing sent: there is one rank; gradients are its own")]
+    if plan.rules is not None and plan.rules.gradients is not None and plan.rules.gradients.how == "-":
+        return [("backward", "nothing sent: gradients stay on their rank")]
     entries = []
     for bucket in buckets:
         members = [names[i] for i in sorted(bucket.parameters, reverse=True)]
@@ -289,6 +365,8 @@ def _backward_planned(
 def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, str]]:
     if plan.num_ranks == 1:
         entries = [("backward", "nothing sent: there is one rank; gradients are its own")]
+    elif not backward.synchronized and plan.rules is not None:
+        entries = [("backward", "nothing sent: gradients stay on their rank")]
     elif not backward.synchronized:
         entries = [
             ("backward", "nothing sent: it ran under no_sync, gradients were added to .grad on each rank")

@@ -7,7 +7,7 @@ torch's class is asked for beyond its documented methods is in `torch_names.py`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, TypeVar
 
@@ -18,12 +18,20 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from syncline.arguments import check_sharded, checked_buffers, checked_caps, checked_device_ids, group_of_mesh
+from syncline.arguments import (
+    check_sharded,
+    checked_buffers,
+    checked_caps,
+    checked_device_ids,
+    checked_strategy,
+    group_of_mesh,
+)
 from syncline.contract import Contract
 from syncline.events import BackwardRecord
 from syncline.explain import contract_of, explain
 from syncline.plan.buckets import automatic_caps
 from syncline.replica import Replica
+from syncline.strategy import Strategy
 from syncline.sync.agreement import agree
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.comm_hook import checked_comm_hook
@@ -95,6 +103,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             their own type.
         sharded: each rank reduces its share of the gradients and steps the optimizer for it (`attach` it); on one host
             the parameters are one copy for all ranks. See `docs/sharded.md`.
+        strategy: when and how parameters meet: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`, `sl.ParameterServer`,
+            `sl.Manual`; None is `sl.EveryStep()`. Under the others replicas drift apart between two meetings, and
+            buffers meet when parameters do, by default pooled (`buffers="average"`). See `docs/strategies.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
@@ -139,6 +150,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         ignore: Sequence[str] = (),
         reduce_dtype: torch.dtype | None = None,
         sharded: bool = False,
+        strategy: Strategy[Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)  # torch's own __init__ would build its reducer
         Joinable.__init__(self)
@@ -156,6 +168,13 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
         caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
         group = group_of_mesh(process_group, device_mesh, module)
+        strategy = checked_strategy(strategy)
+        if (
+            strategy.drifts
+            and (buffers, forward_sync_buffers) == (None, None)
+            and broadcast_buffers is not False
+        ):
+            buffers, broadcast_buffers = "average", None
         buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
         self.module = module
         self.dim = dim
@@ -184,12 +203,15 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             mixed_precision=mixed_precision,
             skips_unused=skip_all_reduce_unused_params,
             reduce_dtype=reduce_dtype,
+            strategy=strategy,
         )
         hosts = gather_hosts(transport)
         first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
         options = GradientOptions(
             caps=caps
-            or automatic_caps(hosts, device_type=first_type, reduces_in_place=transport.reduces_in_place),
+            or automatic_caps(
+                hosts.loads, device_type=first_type, reduces_in_place=transport.reduces_in_place
+            ),
             as_bucket_view=gradient_as_bucket_view and not sharded,
             allow_unused=find_unused_parameters or static_graph,
             skip_unused=skip_all_reduce_unused_params and find_unused_parameters and not static_graph,
@@ -204,7 +226,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             chosen,
             transport,
             options,
-            num_hosts=len(hosts),
+            hosts=hosts,
+            strategy=strategy,
             init_sync=init_sync,
             init_buffers=init_sync and init_buffers,
             buffer_policy=buffer_policy,
@@ -257,7 +280,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     when_backward_reaches(tensor, hook)
-        if synchronizes and self.training and replica.transport.size > 1:
+        if synchronizes and self.training and replica.transport.size > 1 and replica.reduces():
             replica.gradients.guard.forward_ended(output)
         board.phase = "after forward"
         return output
@@ -447,6 +470,58 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         agree(replica.transport, "equalize_buffers_", [f"module: {type(self.module).__name__}"])
         replica.buffers.equalize()
 
+    def meet(self) -> None:
+        """Let the replicas meet now, out of turn; afterwards all ranks are equal. A collective call.
+
+        Under a strategy that lets replicas drift: before an evaluation, before a checkpoint, at the end. What a meeting
+        is, the strategy says (an average, an outer step). Under `EveryStep` nothing is sent.
+
+        Raises:
+            ContractMismatch: under `ParameterServer`, the ranks have done different numbers of steps.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.LocalSGD(8))
+            >>> ddp.meet()
+        """
+        if self._replica.rounds is not None:
+            self._replica.rounds.meet()
+
+    @property
+    def outer_optimizer(self) -> Optimizer | None:
+        """Under `DiLoCo`, the outer optimizer, for a schedule of its learning rate, say; otherwise None."""
+        rounds = self._replica.rounds
+        return None if rounds is None else rounds.outer_optimizer
+
+    def sync_state_dict(self) -> dict[str, Any]:
+        """What synchronization remembers beside the module and its optimizer: save it with them, on each rank.
+
+        The strategy's progress and, under `DiLoCo`, what the ranks agreed on last and the outer optimizer; residuals of
+        compression, which are this rank's own. Call it on all ranks, between two steps.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.DiLoCo(8))
+            >>> ddp.load_sync_state_dict(ddp.sync_state_dict())
+        """
+        rounds = self._replica.rounds
+        return {} if rounds is None else {"rounds": rounds.state_dict()}
+
+    def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `sync_state_dict`; local.
+
+        Raises:
+            ValueError: it was saved under another strategy, or of another module.
+        """
+        rounds = self._replica.rounds
+        if (rounds is None) == ("rounds" in state):
+            raise ValueError(
+                f"expected what sync_state_dict() gave under the same strategy ({self._replica.strategy}), got "
+                f"{'the state of another one' if 'rounds' in state else 'none of a strategy'}"
+            )
+        if rounds is not None:
+            rounds.load_state_dict(state["rounds"])
+
     # ------------------------------------------------------------------ uneven inputs
 
     def join(
@@ -473,6 +548,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if not enable or replica.transport.size == 1:
             return nullcontext()
         replica.refuse_sharded(NOT_WITH_JOIN)
+        replica.refuse_drifting("ranks without inputs cannot follow, so join() is not possible")
         if self.process_group is None:
             raise ValueError(
                 "join needs a torch.distributed process group; this module is synchronized over "

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import SynclineError
 from syncline.explain import Evidence, contract_of
 from syncline.optim.sharded import Sharding
+from syncline.rounds import Rounds
+from syncline.strategy import Spec, Strategy
 from syncline.sync.agreement import agree, exchange
 from syncline.sync.attached import AttachedOptimizer
 from syncline.sync.buffer_hook import BufferHook
@@ -27,11 +29,13 @@ from syncline.sync.selection import Selection, select
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 from syncline.wrapping import (
+    Hosts,
     agree_on_module,
     broadcast_new_values,
     broadcast_values,
     plan_after_change,
     plan_of,
+    spec_of,
 )
 
 __all__ = ["Replica"]
@@ -48,7 +52,8 @@ class Replica:
         chosen: its tensors that take part.
         transport: between the ranks.
         options: how gradients are reduced.
-        num_hosts: on which the ranks are.
+        hosts: on which the ranks are.
+        strategy: when and how parameters meet.
         init_sync: make parameters rank 0's now.
         init_buffers: make buffers rank 0's now, too.
         buffer_policy: what becomes of buffers before a forward.
@@ -65,7 +70,8 @@ class Replica:
         transport: Transport,
         options: GradientOptions,
         *,
-        num_hosts: int,
+        hosts: Hosts,
+        strategy: Strategy[Any],
         init_sync: bool,
         init_buffers: bool,
         buffer_policy: BufferPolicy,
@@ -74,15 +80,19 @@ class Replica:
         self.module = module
         self.transport = transport
         self.options = options
+        self.strategy = strategy
+        spec = spec_of(chosen, transport, hosts)
+        self._workers = strategy.workers(spec)
         self.plan = plan_of(
             module,
             chosen,
             options,
             transport,
-            num_hosts=num_hosts,
+            num_hosts=len(hosts.loads),
             init_sync=init_sync,
             init_buffers=init_buffers,
             buffer_policy=buffer_policy,
+            rules=strategy.rules(spec) if strategy.drifts else None,
         )
         """What is known of it, to be agreed on and printed."""
         self.buffer_hook: BufferHook | None = None
@@ -97,6 +107,8 @@ class Replica:
         if init_sync:
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(chosen)
+        self.rounds = self._rounds(chosen, spec) if strategy.drifts else None
+        """What carries out a strategy under which replicas drift."""
         self._wire(chosen)
         self.sharding = self._shard() if options.sharded else None
 
@@ -108,6 +120,11 @@ class Replica:
         """
         self._has_lanes = True
         self._gradient_lane = self._open_lane("gradients")
+        if self._workers is not None:
+            within = self.transport.split(self._workers[self.transport.rank])
+            assert within is not None
+            self._gradient_lane = within
+            weakref.finalize(self, within.close)
         self._buffer_lane = self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
@@ -116,6 +133,25 @@ class Replica:
         if lane is not self.transport:
             weakref.finalize(self if of is None else of, lane.close)
         return lane
+
+    def _rounds(self, chosen: Selection, spec: Spec) -> Rounds:
+        """What carries out the strategy. A collective call."""
+        return Rounds(
+            self.strategy,
+            type(self.module).__name__,
+            [*chosen.trained, *chosen.delayed],
+            self.transport,
+            spec,
+            equalize_buffers=_weakly(self._equalize_buffers_at_meeting),
+            present_buffers=_weakly(self._present_buffers),
+        )
+
+    def _equalize_buffers_at_meeting(self) -> None:
+        if self._buffer_policy != "none":
+            self.buffers.equalize()
+
+    def _present_buffers(self) -> list[Tensor]:
+        return [] if self._buffer_policy == "none" else self.buffers.present()
 
     def _wire(self, chosen: Selection) -> None:
         """Put the hooks on. A collective only with sharded=True."""
@@ -128,6 +164,8 @@ class Replica:
             has_own_connection=self._gradient_lane is not self.transport,
         )
         self.gradients.before_first = _weakly(self.agree_before_the_first_step)
+        if self.rounds is not None:
+            self.gradients.decide = _weakly(self.reduces)
         self.buffers = BufferSync(
             self.module,
             self._buffer_lane,
@@ -135,6 +173,9 @@ class Replica:
             policy=self._buffer_policy,
             ignored=self.ignored,
         )
+        if self.rounds is not None:
+            self.buffers.enabled = False
+            self.buffers.why_disabled = f"under {self.strategy} they meet when parameters do"
         self._inventory = Inventory(self.module)
         self.is_agreed = False
         """Whether the ranks have compared what was registered."""
@@ -144,6 +185,7 @@ class Replica:
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Take the place of the present hooks, over the lanes and by `options` as they are now."""
         self.refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
+        self.refuse_drifting("the module and its group cannot be changed")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again())
@@ -212,6 +254,7 @@ class Replica:
         self.gradients.before_first = None
         step = optimizers_in_backward(self.gradients.parameters)
         hook = self.gradients.comm_hook
+        self._check_attached()
         agree(
             self.transport,
             f"DistributedDataParallel({type(self.module).__name__}), before its first step",
@@ -229,6 +272,19 @@ class Replica:
             self._wire_again()
             self.is_agreed = True
         self.gradients.on_reduced = step
+
+    def _check_attached(self) -> None:
+        """Before anything drifts: a strategy that acts at the step has to know of it. A collective call."""
+        if self.rounds is None or not self.strategy.needs_attach:
+            return
+        fault = None
+        if not self.rounds.is_watching:
+            fault = SynclineError(
+                f"strategy={self.strategy} acts at the optimizer's step, but no optimizer is attached to "
+                f"{type(self.module).__name__}, so it would never act, and the replicas would drift apart: write "
+                "optimizer = ddp.attach(optimizer), on every rank, before the first step"
+            )
+        exchange(self.transport, f"the first step of {type(self.module).__name__}", [], fault=fault)
 
     def use_static_graph(self) -> None:
         """From now on, which parameters get gradients does not change; only before the first backward."""
@@ -277,14 +333,31 @@ class Replica:
         if self.sharding is not None:
             has_begun = bool(self.gradients.step)
             name = self.sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
-        guard.optimizers.append(AttachedOptimizer(optimizer, _weakly(self._before_optimizer_step)))
+        attached = AttachedOptimizer(
+            optimizer, _weakly(self._before_optimizer_step), _weakly(self._after_optimizer_step)
+        )
+        guard.optimizers.append(attached)
+        if self.rounds is not None:
+            self.rounds.watch(attached)
         self.plan = replace(self.plan, optimizers=(*self.plan.optimizers, name))
         self.is_agreed = False
 
+    def reduces(self) -> bool:
+        """Whether a backward that begins now is to be reduced, as far as the strategy is concerned."""
+        return self.rounds is None or self.rounds.reduces() is not None
+
+    def _after_optimizer_step(self, attached: AttachedOptimizer) -> None:
+        if self.rounds is not None:
+            self.rounds.step_ended(attached)
+
     def _before_optimizer_step(self, attached: AttachedOptimizer) -> None:
+        if self.rounds is not None:
+            self.rounds.step_begins()
         if self.transport.size == 1:
             return
         self.refuse_unreduced("optimizer.step()")
+        if self.rounds is not None:
+            return  # settings are compared when the ranks meet
         if attached.told_settings in (None, attached.settings()):
             return
         # Changed since the backward that compared them; on all ranks, or this will say who is where.
@@ -301,7 +374,7 @@ class Replica:
 
     def refuse_unreduced(self, what: str) -> None:
         """Raise if `.grad` holds this rank's gradients alone."""
-        if self.gradients.has_unreduced:
+        if self.gradients.has_unreduced and self.reduces():
             raise SynclineError(
                 f"rank {self.transport.rank}, {what} after step {self.gradients.step}: expected reduced gradients, "
                 "but the last backward ran under no_sync, so .grad holds this rank's alone. Run the last micro-batch "
@@ -313,6 +386,13 @@ class Replica:
         if self.sharding is not None:
             raise ValueError(f"with sharded=True {what}: wrap the module without sharded=True")
 
+    def refuse_drifting(self, what: str) -> None:
+        """Raise if replicas may differ between two meetings: `what` says why that does not go."""
+        if self.rounds is not None:
+            raise ValueError(
+                f"under strategy={self.strategy} {what}: wrap the module anew, or with EveryStep()"
+            )
+
     # ------------------------------------------------------------------ what was, and what is kept
 
     def evidence(self) -> Evidence:
@@ -321,10 +401,15 @@ class Replica:
             rank=self.transport.rank,
             backward=self.gradients.ledger.last(),
             buffers=self.buffers.last_forward(),
+            round=None if self.rounds is None else self.rounds.last,
+            next_round=None if self.rounds is None else self.rounds.next_step(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds hooks and connections."""
+        self.refuse_drifting(
+            "a wrapper cannot be copied or pickled, for what the ranks agreed on last is not in it"
+        )
         return {name: value for name, value in vars(self).items() if name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -336,7 +421,20 @@ class Replica:
         self._wire(self._chosen_again())
 
 
-_KEPT = frozenset({"module", "options", "plan", "sharding", "buffer_hook", "_buffer_policy", "_ignore"})
+_KEPT = frozenset(
+    {
+        "module",
+        "options",
+        "plan",
+        "strategy",
+        "rounds",
+        "sharding",
+        "buffer_hook",
+        "_buffer_policy",
+        "_ignore",
+        "_workers",
+    }
+)
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -344,13 +442,12 @@ def _remove_all(handles: list[Any]) -> None:
         handle.remove()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A call of a bound method that does not keep its object alive."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a bound method that does not keep its object alive; nothing happens when that is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         target = reference()
-        if target is not None:
-            target(*args)
+        return None if target is None else target(*args)
 
     return call

@@ -7,13 +7,15 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from syncline.contract import Contract
+from syncline.contract import Contract, Rules
 from syncline.explain import Plan, Sizes
 from syncline.plan.buckets import HostLoad
+from syncline.strategy import Spec
 from syncline.sync.agreement import agree, describe_tensors, exchange
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.options import GradientOptions
@@ -24,6 +26,7 @@ from syncline.world import world
 
 __all__ = [
     "TITLE",
+    "Hosts",
     "agree_on_module",
     "are_of_the_bare_module",
     "broadcast_new_values",
@@ -31,6 +34,7 @@ __all__ = [
     "gather_hosts",
     "plan_after_change",
     "plan_of",
+    "spec_of",
 ]
 
 TITLE = "sl.DistributedDataParallel"
@@ -39,8 +43,16 @@ TITLE = "sl.DistributedDataParallel"
 _HOST = struct.Struct("<16sII")
 
 
-def gather_hosts(transport: Transport) -> list[HostLoad]:
-    """Who shares a host with whom, and how busy its cores are; the same list on every rank."""
+class Hosts(NamedTuple):
+    """On which hosts the ranks are."""
+
+    loads: list[HostLoad]
+    of_rank: tuple[int, ...]
+    """The number of each rank's host, in the order in which they first occur."""
+
+
+def gather_hosts(transport: Transport) -> Hosts:
+    """Who shares a host with whom, and how busy its cores are; the same on every rank."""
     host = hashlib.sha256(world().host.encode()).digest()[:16]
     mine = _HOST.pack(host, len(os.sched_getaffinity(0)), torch.get_num_threads())
     rows = [_HOST.unpack_from(row) for row in exchange(transport, TITLE, [], payload=mine)]
@@ -54,7 +66,8 @@ def gather_hosts(transport: Transport) -> list[HostLoad]:
                 num_threads_per_rank=max(row[2] for row in here),
             )
         )
-    return hosts
+    names = list(dict.fromkeys(row[0] for row in rows))
+    return Hosts(hosts, tuple(names.index(row[0]) for row in rows))
 
 
 def plan_of(
@@ -67,6 +80,7 @@ def plan_of(
     init_sync: bool,
     init_buffers: bool,
     buffer_policy: BufferPolicy,
+    rules: Rules | None,
 ) -> Plan:
     """What is known when a module is wrapped."""
     return Plan(
@@ -81,9 +95,20 @@ def plan_of(
         as_bucket_view=options.as_bucket_view,
         allow_unused=options.allow_unused,
         sharded=options.sharded,
+        rules=rules,
         reduce_dtype=None
         if options.reduce_dtype is None
         else str(options.reduce_dtype).removeprefix("torch."),
+    )
+
+
+def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
+    """What a strategy is told of the situation."""
+    return Spec(
+        rank=transport.rank,
+        num_ranks=transport.size,
+        hosts=hosts.of_rank,
+        sizes_numel=tuple(parameter.numel() for _, parameter in (*chosen.trained, *chosen.delayed)),
     )
 
 

@@ -26,8 +26,8 @@ LEVELS = (
     ("explain",),
     ("transport", "handshake"),
     ("world",),
-    ("sync", "compression", "data", "nn"),
-    ("optim",),
+    ("sync", "compression", "strategy", "data", "nn"),
+    ("optim", "rounds"),
     ("sharing", "verbs"),
     ("arguments", "wrapping"),
     ("replica",),
@@ -139,7 +139,7 @@ def impure_plans(sources: Sources) -> list[str]:
     """What the pure packages import, call or reach for that is not pure."""
     found = []
     for module in sources:
-        if part_of(module) != "plan":
+        if part_of(module) not in ("plan", "strategy"):
             continue
         for line, imported, name in imports_of(module, sources):
             full = f"{imported}.{name}" if name else imported

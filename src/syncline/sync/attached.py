@@ -24,6 +24,7 @@ class AttachedOptimizer:
     Args:
         optimizer: which.
         before_step: called with this object before each step; what it raises, the step raises.
+        after_step: called with it after each step.
 
     Example:
         >>> import torch
@@ -34,7 +35,12 @@ class AttachedOptimizer:
         (1, True)
     """
 
-    def __init__(self, optimizer: Optimizer, before_step: Callable[[AttachedOptimizer], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before_step: Callable[[AttachedOptimizer], None],
+        after_step: Callable[[AttachedOptimizer], None] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
         self.told_settings: object = None
@@ -46,6 +52,8 @@ class AttachedOptimizer:
             before_step(self)
             result = inner(*args, **kwargs)
             self.num_steps += 1
+            if after_step is not None:
+                after_step(self)
             return result
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]

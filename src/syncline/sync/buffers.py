@@ -58,6 +58,7 @@ class BufferSync:
         self.policy: BufferPolicy = policy
         self.enabled = enabled and policy != "none"
         """Whether forwards synchronize."""
+        self.why_disabled = "broadcasting buffers is switched off"
         self.due = True
         """Whether the next forward synchronizes: the previous one was neither under no_sync nor under no_grad,
         and `equalize` has not been called since."""
@@ -105,7 +106,7 @@ class BufferSync:
         if not self._slots:
             self._last = (False, "the module has no buffers")
         elif not self.enabled:
-            self._last = (False, "broadcasting buffers is switched off")
+            self._last = (False, self.why_disabled)
         elif self._transport.size == 1:
             self._last = (False, "there is only one rank")
         elif not due and was_equalized:
@@ -169,11 +170,15 @@ class BufferSync:
 
     def continues(self, former: BufferSync) -> None:
         """Take the place of another, of the same module before it was changed."""
-        self.enabled, self.due = former.enabled, former.due
+        self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
 
     def _named_current(self) -> list[tuple[str, Tensor]]:
         named = ((name, owner.get(name)) for owner, name in self._slots)
         return [(name, tensor) for name, tensor in named if tensor is not None]
+
+    def present(self) -> list[Tensor]:
+        """The buffers as they are now, one that occurs twice once."""
+        return list({id(buffer): buffer for buffer in self._current()}.values())
 
     def _current(self) -> list[Tensor]:
         return [tensor for _, tensor in self._named_current()]

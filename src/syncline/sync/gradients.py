@@ -39,7 +39,7 @@ from syncline.sync.sparse import SparseBucket
 from syncline.sync.trouble import Trouble
 from syncline.sync.turns import Entry, Turns
 from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
-from syncline.sync.verdict import pass_verdict
+from syncline.sync.verdict import pass_verdict, pass_verdict_alone
 from syncline.transport.base import Transport
 
 __all__ = ["GradientSync"]
@@ -84,6 +84,8 @@ class GradientSync:
         """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
         self.num_ranks_using: Sequence[int] = ()
         """How many ranks used each parameter in the last backward, where unused ones are looked for."""
+        self.decide: Callable[[], bool] | None = None
+        """Asked when a backward begins, whether it is to be reduced; None: each one is."""
         self.before_first: Callable[[], None] | None = None
         """Called once, when the first backward that synchronizes begins."""
         self.on_reduced: Callable[[], None] | None = None
@@ -126,6 +128,7 @@ class GradientSync:
         self.step, self.enabled = former.step, former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
+        self.decide = former.decide
         self.trouble.text = former.trouble.text
         if former.comm_hook is not None:
             self.comm_hook = former.comm_hook
@@ -283,7 +286,7 @@ class GradientSync:
             before_first()
         self._began_at = time.perf_counter()
         self.normalizer.count.backward_begins()
-        self._synchronizing = self.enabled and self._sends
+        self._synchronizing = self.enabled and self._sends and (self.decide is None or self.decide())
         if self.enabled:
             self._num_items = self.normalizer.count.take_for_reduction()
         if self._static is not None:
@@ -405,14 +408,17 @@ class GradientSync:
             self.on_reduced()
 
     def _finish_alone(self) -> None:
-        """A world of one rank: nothing to send, the same rules."""
+        """A world of one rank, or gradients that stay local: nothing to send, the same rules."""
         missing = self._missing()
         self.step += 1
-        told = RankControl(
-            gradients_missing=bool(missing) and not self.options.allow_unused,
-            graph_changed=self._static is not None and self._static.has_changed(),
+        pass_verdict_alone(
+            () if self.options.allow_unused else [self.names[index] for index in sorted(missing)],
+            self._static.changed() if self._static is not None and self._static.has_changed() else (),
+            rank=self.transport.rank,
+            num_ranks=self.transport.size,
+            step=self.step,
+            names=self.names,
         )
-        self._check([told])
         divisor = 1
         if self._num_items is not None:
             divisor = self.normalizer.total([self._num_items], step=self.step)

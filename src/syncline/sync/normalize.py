@@ -52,6 +52,7 @@ class ItemNormalizer:
         Raises:
             ValueError: there are none.
         """
+        self._num_ranks = len(num_items)  # one, where gradients stay local
         total = self.count.reduced(sum(num_items))
         if not total:
             raise ValueError(

@@ -14,7 +14,7 @@ from syncline.plan.difference import describe_difference, describe_ranks
 from syncline.sync.control import RankControl
 from syncline.transport.base import Transport
 
-__all__ = ["pass_verdict"]
+__all__ = ["pass_verdict", "pass_verdict_alone"]
 
 
 def pass_verdict(
@@ -59,7 +59,7 @@ def pass_verdict(
             num_ranks=transport.size,
         )
     if any(control.graph_changed for control in ranks):
-        lines = [f"{names[i]} ({learnt} before, {got} now)" for i, learnt, got in changed()]
+        lines = _in_words(changed(), names)
         raise _changed_graph(_exchange(lines if mine.graph_changed else [], transport), step)
     counted = [rank for rank in active if ranks[rank].num_items is not None]
     if counted and len(counted) != len(active):
@@ -69,6 +69,37 @@ def pass_verdict(
             "did not: the gradients have no common divisor. Use normalize_by on all ranks (0 items is fine) or on "
             "none, then zero the gradients"
         )
+
+
+def pass_verdict_alone(
+    missing: Sequence[str],
+    changed: Sequence[tuple[int, int, int]],
+    *,
+    rank: int,
+    num_ranks: int,
+    step: int,
+    names: Sequence[str],
+) -> None:
+    """The same of one rank alone: there is one, or gradients are not reduced in this backward.
+
+    Args:
+        missing: names of the parameters without a gradient that should have one.
+        changed: see `StaticUsage.changed`.
+        rank: this one.
+        num_ranks: how many there are.
+        step: the step under way.
+        names: of all parameters.
+    """
+    if missing:
+        raise UnreducedGradients({rank: missing}, step=step, num_parameters=len(names), num_ranks=num_ranks)
+    if changed:
+        told: list[list[str]] = [[] for _ in range(num_ranks)]
+        told[rank] = _in_words(changed, names)
+        raise _changed_graph(told, step)
+
+
+def _in_words(changed: Sequence[tuple[int, int, int]], names: Sequence[str]) -> list[str]:
+    return [f"{names[i]} ({learnt} before, {got} now)" for i, learnt, got in changed]
 
 
 def _exchange(mine: Sequence[str], transport: Transport) -> list[list[str]]:

@@ -1,0 +1,229 @@
+"""DiLoCo: many local steps, then one step of an outer optimizer on how far the ranks have moved; also in fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.contract import Rule, Rules
+from syncline.plan.fragments import plan_fragments
+from syncline.strategy.base import (
+    Action,
+    AdvanceOuter,
+    AverageBuffers,
+    EverythingWithin,
+    Mechanism,
+    Message,
+    OuterCopies,
+    Progress,
+    ReceiveOuter,
+    ReduceGradients,
+    RestartOuter,
+    SendOuter,
+    Spec,
+    Strategy,
+    checked_count,
+    checked_within,
+    every_words,
+    gradients_rule,
+    value_in_words,
+    workers_of,
+)
+
+__all__ = ["DiLoCo", "OuterFactory"]
+
+OuterFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+"""Makes an optimizer of the parameters that it is given."""
+
+_NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class _State(NamedTuple):
+    has_workers: bool
+    under_way: tuple[tuple[int, int], ...]
+    """Fragments whose average is under way, with the step at which it was begun, oldest first."""
+    num_outer_steps: int
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy[_State]):
+    """Step locally; every `every` steps an outer optimizer steps on the mean distance that the ranks have moved.
+
+    The outer gradient of a parameter is what it was at the last outer step, minus what it is now, averaged over ranks.
+    With plain SGD(lr=1) as outer this is local SGD; Nesterov momentum makes it far better (Douillard et al. 2023,
+    arXiv 2311.08105). The optimizer has to be attached.
+
+    Streaming (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module meet at different steps,
+    so that peaks on the network are lower; with `delay`, a fragment's average travels while the ranks go on computing;
+    `compression` encodes outer gradients, say `sl.compression.Quantize(4)`.
+
+    Args:
+        every: steps from one meeting of a fragment to the next.
+        outer: makes the outer optimizer of the parameters that it is given (copies of the module's): any of torch's.
+        fragments: into how many parts the parameters are divided; each meets every `every` steps, one after the other.
+        delay: steps from sending an outer gradient to applying it; less than `every`.
+        mixing: how much of this rank's own values stays when a fragment's new ones arrive, from 0 up to, not including,
+            1. None: 0 without a delay, and 0.5 with one, where 0 would throw away what was learnt meanwhile.
+        compression: how outer gradients are encoded; None: not at all.
+        warmup: so many first steps are synchronous.
+        every_step_within: see `LocalSGD`.
+
+    Raises:
+        TypeError, ValueError: an argument is out of bounds.
+
+    Example:
+        >>> strategy = DiLoCo(every=4, fragments=2, delay=1)
+        >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10, 10)))
+        >>> for step in (1, 2, 3, 4, 5):
+        ...     state, actions = strategy.at_step(state, Progress(step=step))
+        ...     print(step, [type(action).__name__ for action in actions])
+        1 []
+        2 ['SendOuter']
+        3 ['ReceiveOuter']
+        4 ['AverageBuffers', 'SendOuter']
+        5 ['ReceiveOuter']
+    """
+
+    remembers: ClassVar[type[tuple[object, ...]]] = _State
+
+    every: int
+    outer: OuterFactory = _NESTEROV
+    fragments: int = 1
+    delay: int = 0
+    mixing: float | None = None
+    compression: Any = None
+    warmup: int = 0
+    every_step_within: EverythingWithin = None
+
+    def __post_init__(self) -> None:
+        checked_count("every", self.every, at_least=1)
+        checked_count("fragments", self.fragments, at_least=1)
+        checked_count("delay", self.delay, at_least=0)
+        checked_count("warmup", self.warmup, at_least=0)
+        checked_within(self.every_step_within)
+        if not callable(self.outer):
+            raise TypeError(
+                "expected outer to be a function that makes an optimizer of the parameters that it is given, say "
+                f"lambda parameters: torch.optim.SGD(parameters, lr=0.7); got {type(self.outer).__name__}"
+            )
+        if self.fragments > self.every:
+            raise ValueError(
+                f"expected at most one fragment a step: every={self.every}, got fragments={self.fragments}"
+            )
+        if self.delay >= self.every:
+            raise ValueError(
+                f"expected a delay below every={self.every}, so that a fragment is under way once at a time; "
+                f"got {self.delay}"
+            )
+        if self.mixing is not None and not 0 <= self.mixing < 1:
+            raise ValueError(f"expected mixing from 0 up to, not including, 1; got {self.mixing}")
+
+    @property
+    def _mixing(self) -> float:
+        if self.mixing is not None:
+            return self.mixing
+        return 0.5 if self.delay else 0.0
+
+    def init(self, spec: Spec) -> _State:
+        plan_fragments(spec.sizes_numel, self.fragments)  # which refuses too many
+        has_workers = workers_of(self.every_step_within, spec) is not None
+        return _State(has_workers=has_workers, under_way=(), num_outer_steps=0)
+
+    def mechanism(self, spec: Spec) -> Mechanism:
+        return OuterCopies(plan_fragments(spec.sizes_numel, self.fragments), self.outer, self.compression)
+
+    def workers(self, spec: Spec) -> tuple[int, ...] | None:
+        return workers_of(self.every_step_within, spec)
+
+    def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
+        if state.has_workers:
+            return (ReduceGradients("worker"),)
+        return (ReduceGradients(),) if progress.step < self.warmup else ()
+
+    def at_step(
+        self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
+    ) -> tuple[_State, tuple[Action, ...]]:
+        step = progress.step
+        if step <= self.warmup:
+            return self._at_warmup_step(state, step)
+        actions: list[Action] = []
+        for fragment, begun in state.under_way:
+            age = step - begun
+            if age == self.delay:
+                actions.append(ReceiveOuter(fragment, self._mixing))
+                state = self._received(state, fragment)
+            elif age == (self.delay + 1) // 2:  # half-way: an encoding may have a second phase
+                actions.append(AdvanceOuter(fragment))
+        for fragment in self._due(step - self.warmup):
+            if fragment == self.fragments - 1:
+                actions.append(AverageBuffers())
+            actions.append(SendOuter(fragment))
+            if self.delay:
+                state = state._replace(under_way=(*state.under_way, (fragment, step)))
+            else:
+                actions.append(ReceiveOuter(fragment, self._mixing))
+                state = self._received(state, fragment)
+        return state, tuple(actions)
+
+    def _at_warmup_step(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
+        if state.has_workers:  # see LocalSGD: they meet with the others at every step
+            return self._meet_all(state)
+        return state, (RestartOuter(),) if step == self.warmup else ()
+
+    def _due(self, since: int) -> list[int]:
+        """The fragments whose turn it is, so many steps after the warm-up: one after the other, evenly spread."""
+        return [
+            fragment
+            for fragment in range(self.fragments)
+            if since >= (first := (fragment + 1) * self.every // self.fragments)
+            and (since - first) % self.every == 0
+        ]
+
+    def _received(self, state: _State, fragment: int) -> _State:
+        under_way = tuple(entry for entry in state.under_way if entry[0] != fragment)
+        return state._replace(under_way=under_way, num_outer_steps=state.num_outer_steps + 1)
+
+    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+        actions: list[Action] = []
+        for fragment, _ in state.under_way:
+            actions.append(ReceiveOuter(fragment, self._mixing))
+            state = self._received(state, fragment)
+        state, more = self._meet_all(state)
+        return state, (*actions, *more)
+
+    def _meet_all(self, state: _State) -> tuple[_State, tuple[Action, ...]]:
+        actions: list[Action] = [AverageBuffers()]
+        for fragment in range(self.fragments):
+            actions += [SendOuter(fragment), ReceiveOuter(fragment, 0.0)]
+            state = self._received(state, fragment)
+        return state, tuple(actions)
+
+    def rules(self, spec: Spec) -> Rules:
+        often = every_words(self.every)
+        if self.fragments > 1:
+            often += f", in {self.fragments} fragments by turns"
+        after = f", after {self.warmup} synchronous steps" if self.warmup else ""
+        encoded = "" if self.compression is None else f" by {self.compression}"
+        how = f"mean of outer gradients{encoded}, then a step of {value_in_words(self.outer)}"
+        if self.delay:
+            how += f" {self.delay} steps later, {1 - self._mixing:g} of it mixed in"
+        late = self.every + self.delay
+        drift = "unbounded: mixing" if self._mixing else (f"{late} steps" if late > 1 else "one step")
+        own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
+        return Rules(
+            strategy=str(self),
+            gradients=gradients_rule(self.every_step_within, self.warmup),
+            parameters=Rule(f"{often}{after}", how, drift),
+            buffers_when=f"{every_words(self.every)}, with the last fragment"
+            if self.fragments > 1
+            else f"{often}, with the parameters",
+            buffers_drift=f"{self.every} steps" if self.every > 1 else "one step",
+            optimizer=own,
+            at_step=f"{often}{after}: {how}; else nothing sent",
+            acts_alone=True,
+        )

@@ -1,0 +1,256 @@
+"""Each strategy against a few lines of plain torch in one process: the same trajectory, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.strategy.topology import neighbours
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.threads import run_ranks
+
+NUM_STEPS = 13
+LR = 0.1
+
+# ---------------------------------------------------------------------- what is trained
+
+
+def make_net() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    generator = torch.Generator().manual_seed(0)  # of its own: ranks may be threads
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return net
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
+    return net(batch(rank, step)).square().mean()
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).clone()
+
+
+def run(
+    strategy: object, transport: Transport | None = None, num_steps: int = NUM_STEPS, *, momentum: float = 0.0
+) -> tuple[list[Tensor], sl.DistributedDataParallel]:
+    """This rank's parameters after each step."""
+    ddp = sl.DistributedDataParallel(make_net(), process_group=transport, strategy=strategy)
+    rank = ddp._replica.transport.rank
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=LR, momentum=momentum))
+    seen = []
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+        seen.append(flat(ddp.module))
+    return seen, ddp
+
+
+# ---------------------------------------------------------------------- references, in one process
+
+
+class Reference:
+    """All ranks' replicas, one after the other."""
+
+    def __init__(self, num_ranks: int, *, momentum: float = 0.0) -> None:
+        self.nets = [make_net() for _ in range(num_ranks)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=LR, momentum=momentum) for net in self.nets]
+
+    def step(self, step: int, *, synchronous: bool = False) -> None:
+        for rank, net in enumerate(self.nets):
+            net.zero_grad()
+            loss_of(net, rank, step).backward()
+        if synchronous:
+            for shared in zip(*(net.parameters() for net in self.nets), strict=True):
+                mean = torch.stack([p.grad for p in shared]).mean(0)
+                for p in shared:
+                    p.grad = mean.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def values(self) -> Tensor:
+        return torch.stack([flat(net) for net in self.nets])  # (num_ranks, numel)
+
+    def write(self, values: Tensor) -> None:
+        for net, row in zip(self.nets, values, strict=True):
+            nn.utils.vector_to_parameters(row.clone(), net.parameters())
+
+    def mean(self) -> Tensor:
+        return self.values().mean(0).expand(len(self.nets), -1)
+
+
+def reference_local_sgd(num_ranks: int, every: int, warmup: int) -> Iterator[Tensor]:
+    reference = Reference(num_ranks)
+    for step in range(1, NUM_STEPS + 1):
+        reference.step(step, synchronous=step <= warmup)
+        if step > warmup and (step - warmup) % every == 0:
+            reference.write(reference.mean())
+        yield reference.values()
+
+
+def reference_diloco(num_ranks: int, every: int, lr: float, momentum: float, warmup: int) -> Iterator[Tensor]:
+    """Nesterov, written out: v = momentum * v + g; x -= lr * (g + momentum * v)."""
+    reference = Reference(num_ranks)
+    common = reference.values()[0]
+    velocity = torch.zeros_like(common)
+    for step in range(1, NUM_STEPS + 1):
+        reference.step(step, synchronous=step <= warmup)
+        if step == warmup:
+            common = reference.values()[0]
+        if step > warmup and (step - warmup) % every == 0:
+            gradient = common - reference.values().mean(0)
+            velocity = momentum * velocity + gradient
+            common = common - lr * (gradient + momentum * velocity)
+            reference.write(common.expand(num_ranks, -1))
+        yield reference.values()
+
+
+def reference_streaming(num_ranks: int, every: int, delay: int, mixing: float, lr: float) -> Iterator[Tensor]:
+    """Two fragments: the first weight meets at every / 2, the rest at every; outer is plain SGD."""
+    reference = Reference(num_ranks)
+    cut = 3 * 4  # 12 and 14 elements
+    spans = {every // 2: slice(0, cut), every: slice(cut, None)}
+    common = reference.values()[0]
+    under_way: dict[int, tuple[slice, Tensor]] = {}
+    for step in range(1, NUM_STEPS + 1):
+        reference.step(step)
+        if step in under_way:
+            span, gradient = under_way.pop(step)
+            common[span] -= lr * gradient
+            values = reference.values()
+            values[:, span] = mixing * values[:, span] + (1 - mixing) * common[span]
+            reference.write(values)
+        for first, span in spans.items():
+            if step >= first and (step - first) % every == 0:
+                under_way[step + delay] = (span, (common - reference.values().mean(0))[span])
+        yield reference.values()
+
+
+def reference_gossip(num_ranks: int, topology: str, every: int, weights: list[float]) -> Iterator[Tensor]:
+    """x = w * z is mixed by a matrix whose columns sum to 1, and so is w; z = x / w is what is trained."""
+    reference = Reference(num_ranks)
+    w, round = torch.tensor(weights, dtype=torch.float64), 0
+    for step in range(1, NUM_STEPS + 1):
+        reference.step(step)
+        if step % every == 0:
+            mixing = torch.zeros(num_ranks, num_ranks, dtype=torch.float64)
+            for source, targets in enumerate(neighbours(topology, num_ranks, round, 3)):
+                for target in (source, *targets):
+                    mixing[target, source] = 1 / (1 + len(targets))
+            x = mixing @ (w[:, None] * reference.values())
+            w, round = mixing @ w, round + 1
+            reference.write(x / w[:, None])
+        yield reference.values()
+
+
+def assert_follows(reference: Iterator[Tensor], ranks: list[list[Tensor]]) -> None:
+    for step, expected in enumerate(reference):
+        for rank, seen in enumerate(ranks):
+            torch.testing.assert_close(seen[step], expected[rank], rtol=1e-10, atol=1e-12)
+
+
+CASES: dict[str, tuple[Callable[[int], object], Callable[[int], Iterator[Tensor]]]] = {
+    "local SGD": (lambda rank: sl.LocalSGD(3), lambda n: reference_local_sgd(n, 3, 0)),
+    "local SGD with warm-up": (lambda rank: sl.LocalSGD(4, warmup=3), lambda n: reference_local_sgd(n, 4, 3)),
+    "DiLoCo": (lambda rank: sl.DiLoCo(4), lambda n: reference_diloco(n, 4, 0.7, 0.9, 0)),
+    "DiLoCo with warm-up": (
+        lambda rank: sl.DiLoCo(3, warmup=2, outer=lambda p: torch.optim.SGD(p, lr=0.5)),
+        lambda n: reference_diloco(n, 3, 0.5, 0.0, 2),
+    ),
+    "streaming DiLoCo": (
+        lambda rank: sl.DiLoCo(
+            4, fragments=2, delay=1, mixing=0.25, outer=lambda p: torch.optim.SGD(p, lr=0.8)
+        ),
+        lambda n: reference_streaming(n, 4, 1, 0.25, 0.8),
+    ),
+    "streaming DiLoCo, long delay": (
+        lambda rank: sl.DiLoCo(4, fragments=2, delay=3, outer=lambda p: torch.optim.SGD(p, lr=0.8)),
+        lambda n: reference_streaming(n, 4, 3, 0.5, 0.8),
+    ),
+    "gossip on a ring": (lambda rank: sl.Gossip("ring"), lambda n: reference_gossip(n, "ring", 1, [1.0] * n)),
+    "gossip, exponential, weighted": (
+        lambda rank: sl.Gossip("exponential", every=2, weight=1.0 + rank),
+        lambda n: reference_gossip(n, "exponential", 2, [1.0 + rank for rank in range(n)]),
+    ),
+    "gossip in pairs": (
+        lambda rank: sl.Gossip("pairs", seed=3),
+        lambda n: reference_gossip(n, "pairs", 1, [1.0] * n),
+    ),
+    "parameter server, no staleness": (
+        lambda rank: sl.ParameterServer(0),
+        lambda n: reference_local_sgd(n, 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_golden_trajectory(case: str, num_ranks: int) -> None:
+    strategy, reference = CASES[case]
+    ranks = run_ranks(num_ranks, lambda transport: run(strategy(transport.rank), transport)[0])
+    assert_follows(reference(num_ranks), ranks)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+def test_golden_trajectories_in_processes(engine: str) -> None:
+    transport = C10dTransport() if engine == "gloo" else SharedMemoryTransport.over(C10dTransport())
+    assert transport.name == engine
+    for name, (strategy, reference) in CASES.items():
+        seen, ddp = run(strategy(transport.rank), transport)
+        for step, expected in enumerate(reference(3)):
+            torch.testing.assert_close(
+                seen[step],
+                expected[transport.rank],
+                rtol=1e-10,
+                atol=1e-12,
+                msg=f"{name}, step {step + 1}",
+            )
+        ddp.meet()
+        sl.check_replicas(ddp.module, group=transport)
+
+
+def test_alone_diloco_is_lookahead() -> None:
+    seen, ddp = run(sl.DiLoCo(4))
+    assert_follows(reference_diloco(1, 4, 0.7, 0.9, 0), [seen])
+    assert ddp.statistics().total_bytes == 0
+
+
+def test_within_a_worker_gradients_are_averaged_every_step() -> None:
+    """Four ranks: two workers of two, that meet every three steps."""
+
+    def program(transport: Transport) -> list[Tensor]:
+        return run(sl.LocalSGD(3, every_step_within=2), transport)[0]
+
+    ranks = run_ranks(4, program)
+    workers = [Reference(2), Reference(2)]
+    for step in range(1, NUM_STEPS + 1):
+        for number, worker in enumerate(workers):
+            for rank, net in enumerate(worker.nets):
+                net.zero_grad()
+                loss_of(net, 2 * number + rank, step).backward()
+            for shared in zip(*(net.parameters() for net in worker.nets), strict=True):
+                mean = torch.stack([p.grad for p in shared]).mean(0)
+                for p in shared:
+                    p.grad = mean.clone()
+            for optimizer in worker.optimizers:
+                optimizer.step()
+        if step % 3 == 0:
+            mean = (workers[0].mean() + workers[1].mean()) / 2
+            for worker in workers:
+                worker.write(mean)
+        for rank, seen in enumerate(ranks):
+            torch.testing.assert_close(
+                seen[step - 1], workers[rank // 2].values()[rank % 2], rtol=1e-10, atol=1e-12
+            )
