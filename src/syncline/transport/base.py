@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from syncline.board import Board
+from syncline.plan.cost import sent_bytes
 
 __all__ = [
     "DONE",
@@ -73,6 +74,11 @@ class Statistics:
     @property
     def total_bytes(self) -> int:
         return sum(self.payload_bytes.values())
+
+    def sent_bytes(self, num_ranks: int) -> float:
+        """Bytes that this rank has sent, by the usual algorithms: see `plan.cost.sent_bytes`."""
+        sizes = self.payload_bytes.items()
+        return sum(sent_bytes(operation, num_bytes, num_ranks) for operation, num_bytes in sizes)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
         """What happened between `earlier` and this."""
