@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from syncline.compression import Compression
 from syncline.plan.buckets import MIB, BucketCaps
 from syncline.strategy import EveryStep, Strategy
 from syncline.sync.buffers import BufferPolicy
@@ -19,6 +20,7 @@ from syncline.sync.selection import Selection
 from syncline.transport.base import Transport
 
 __all__ = [
+    "check_compression",
     "check_sharded",
     "checked_buffers",
     "checked_caps",
@@ -117,6 +119,29 @@ def checked_strategy(strategy: object) -> Strategy[Any]:
         else ""
     )
     raise TypeError(f"expected a strategy, say sl.LocalSGD(every=8), or None; got {given}{hint}")
+
+
+def check_compression(compression: object, chosen: Selection, *, sharded: bool) -> None:
+    """Raise where gradients cannot be encoded."""
+    if compression is None:
+        return
+    if not isinstance(compression, Compression):
+        raise TypeError(f"expected compression= to be one of sl.compression, got {compression!r}")
+    if sharded:
+        raise ValueError(
+            "sharded=True does not go with compression= (each rank reduces its share of the gradients, which no "
+            "encoding does): leave one of them out"
+        )
+    if chosen.sparse:
+        raise ValueError(
+            f"compression= does not go with sparse gradients ({', '.join(sorted(chosen.sparse))}): make them dense "
+            "(sparse=False), or leave it out"
+        )
+    for name, parameter in (*chosen.trained, *chosen.delayed):
+        if not parameter.dtype.is_floating_point:
+            raise ValueError(
+                f"compression= encodes real floating numbers, but {name} is {parameter.dtype}: leave it out"
+            )
 
 
 def check_sharded(

@@ -43,6 +43,8 @@ class Plan:
     as_bucket_view: bool
     allow_unused: bool
     comm_hook: str | None = None
+    compression: str | None = None
+    """How gradients are encoded."""
     reduce_dtype: str | None = None
     optimizers: tuple[str, ...] = ()
     """Those that were attached."""
@@ -109,6 +111,8 @@ def _gradients_row(plan: Plan) -> Row:
             how += f" in {plan.reduce_dtype}"
     if plan.sharded:
         how = how.replace("all_reduce", f"reduce_scatter: each rank gets its share of {plan.num_ranks}")
+    if plan.compression is not None and plan.num_ranks > 1:
+        how = f"mean, {plan.compression}"
     if plan.comm_hook is not None:
         when, how = "every backward outside no_sync", f"by communication hook {plan.comm_hook}"
     drift_allowed = "none"
@@ -398,6 +402,8 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
 
 def _sent_by(plan: Plan) -> str:
     """How a bucket travels; what is sharded has no other way, hooks are refused."""
+    if plan.compression is not None:
+        return f"sent by {plan.compression}"
     return "reduced, each rank its share," if plan.sharded else "sent by all_reduce"
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from syncline.arguments import (
+    check_compression,
     check_sharded,
     checked_buffers,
     checked_caps,
@@ -26,6 +27,7 @@ from syncline.arguments import (
     checked_strategy,
     group_of_mesh,
 )
+from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.events import BackwardRecord
 from syncline.explain import contract_of, explain
@@ -97,6 +99,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         lazy_bucket_allocation: torch 2.15's; accepted, buckets are allocated here.
         buffers: what becomes of buffers before a forward: "broadcast" (rank 0's, as in torch), "average" (running
             statistics pooled, see `docs/buffers.md`) or "none". Not together with torch's two arguments for it.
+        compression: how gradients are encoded to be averaged, one of `sl.compression`; None sends them as they are. See
+            `docs/compression.md`.
         ignore: names or shell patterns (`"head.*"`) of parameters and buffers that are left alone: neither broadcast
             nor reduced. The same on all ranks.
         reduce_dtype: what floating gradients are added up in, say torch.float32 for a bfloat16 module; None means
@@ -147,6 +151,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         lazy_bucket_allocation: bool = False,
         *,
         buffers: BufferPolicy | None = None,
+        compression: Compression | None = None,
         ignore: Sequence[str] = (),
         reduce_dtype: torch.dtype | None = None,
         sharded: bool = False,
@@ -194,6 +199,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         )
         if reduce_dtype is None and self._lowered is not None:
             reduce_dtype = self._lowered.reduce_dtype
+        check_compression(compression, chosen, sharded=sharded)
         transport = transport_of(group)
         check_sharded(
             module,
@@ -232,6 +238,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             init_buffers=init_sync and init_buffers,
             buffer_policy=buffer_policy,
             ignore=ignore,
+            compression=compression,
         )
         if sharded and transport.size == 1:  # so that sl.write_shared is the same alone
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
@@ -437,7 +444,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
         Raises:
             TypeError: not an integer.
-            ValueError: negative; nested blocks; 0 items on all ranks; counted and uncounted micro-batches mixed.
+            ValueError: negative; nested blocks; 0 items on all ranks; counted and uncounted micro-batches mixed; a
+                communication hook was registered.
             SynclineError: used on some ranks only.
 
         Example:
@@ -451,7 +459,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """
         gradients = self._replica.gradients
         hook = gradients.comm_hook
-        if hook is not None:
+        if hook is not None and not hook.averages:
             raise ValueError(
                 f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
                 "Use one or the other"

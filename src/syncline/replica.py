@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.compression import Compression, HookState
+from syncline.compression import hook as compression_hook
 from syncline.errors import SynclineError
 from syncline.explain import Evidence, contract_of
 from syncline.optim.sharded import Sharding
@@ -58,6 +60,7 @@ class Replica:
         init_buffers: make buffers rank 0's now, too.
         buffer_policy: what becomes of buffers before a forward.
         ignore: names or patterns of tensors that are left alone, also of those that come later.
+        compression: how gradients are encoded.
 
     Raises:
         ContractMismatch: the ranks differ; the same text on every rank.
@@ -76,6 +79,7 @@ class Replica:
         init_buffers: bool,
         buffer_policy: BufferPolicy,
         ignore: Sequence[str],
+        compression: Compression | None = None,
     ) -> None:
         self.module = module
         self.transport = transport
@@ -93,6 +97,7 @@ class Replica:
             init_buffers=init_buffers,
             buffer_policy=buffer_policy,
             rules=strategy.rules(spec) if strategy.drifts else None,
+            compression=None if compression is None else compression.in_words(),
         )
         """What is known of it, to be agreed on and printed."""
         self.buffer_hook: BufferHook | None = None
@@ -110,6 +115,11 @@ class Replica:
         self.rounds = self._rounds(chosen, spec) if strategy.drifts else None
         """What carries out a strategy under which replicas drift."""
         self._wire(chosen)
+        self.compression: HookState | None = None
+        """What encodes gradients, and what it keeps from step to step; None where they travel as they are."""
+        if compression is not None and transport.size > 1:
+            self.compression = HookState(compression, self._gradient_lane)
+            self._compress(self.compression)
         self.sharding = self._shard() if options.sharded else None
 
     # ------------------------------------------------------------------ lanes and hooks
@@ -182,6 +192,12 @@ class Replica:
         # It must not hold on to what holds on to the wrapper.
         self._hooks_finalizer = weakref.finalize(self, _remove_all, self.gradients.handles)
 
+    def _compress(self, state: HookState) -> None:
+        """Let the buckets be encoded."""
+        state.use(self._gradient_lane, self.module)
+        label = state.compression.in_words()
+        self.gradients.use_comm_hook(CommHook(state=state, hook=compression_hook, label=label, averages=True))
+
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Take the place of the present hooks, over the lanes and by `options` as they are now."""
         self.refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
@@ -189,6 +205,8 @@ class Replica:
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again())
+        if self.compression is not None:
+            self.compression.use(self._gradient_lane, self.module)
         self.gradients.continues(former)
         self.buffers.continues(former_buffers)
 
@@ -303,7 +321,14 @@ class Replica:
 
     def use_comm_hook(self, hook: CommHook) -> None:
         """Let a hook reduce buckets."""
+        if self.plan.compression is not None:
+            raise ValueError(
+                f"a communication hook cannot reduce what compression={self.plan.compression} encodes: use one or the "
+                "other (sl.compression.hook is the same as a hook)"
+            )
         self.refuse_sharded("buckets are reduced by spans, which no communication hook does")
+        if hook.hook is compression_hook and isinstance(hook.state, HookState):
+            hook = replace(hook, label=hook.state.compression.in_words(), averages=True)
         self.gradients.use_comm_hook(hook)
         self.plan = replace(self.plan, comm_hook=hook.name)
 
@@ -419,6 +444,8 @@ class Replica:
         self._has_lanes = False
         self.plan = replace(self.plan, comm_hook=None, optimizers=())
         self._wire(self._chosen_again())
+        if self.compression is not None:
+            self._compress(self.compression)
 
 
 _KEPT = frozenset(
@@ -433,6 +460,7 @@ _KEPT = frozenset(
         "_buffer_policy",
         "_ignore",
         "_workers",
+        "compression",
     }
 )
 

@@ -81,6 +81,7 @@ def plan_of(
     init_buffers: bool,
     buffer_policy: BufferPolicy,
     rules: Rules | None,
+    compression: str | None,
 ) -> Plan:
     """What is known when a module is wrapped."""
     return Plan(
@@ -96,6 +97,7 @@ def plan_of(
         allow_unused=options.allow_unused,
         sharded=options.sharded,
         rules=rules,
+        compression=compression,
         reduce_dtype=None
         if options.reduce_dtype is None
         else str(options.reduce_dtype).removeprefix("torch."),

@@ -77,6 +77,8 @@ class CommHook:
     state: object
     hook: Callable[[Any, Any], Any]
     label: str = ""
+    averages: bool = False
+    """It is known to give the mean over all ranks, so that what it gives can be divided by something else."""
 
     @property
     def name(self) -> str:

@@ -456,6 +456,7 @@ class GradientSync:
             # The common case: hand out each bucket while later ones are still on their way.
             for bucket in self._sent:
                 self._wait(bucket)
+                self._divide(bucket, divisor)
                 bucket.hand_out(_NONE, any_missing=False)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
             self._check(self._decode())
@@ -469,8 +470,8 @@ class GradientSync:
             self._check(ranks)
             if self._num_items is not None:
                 divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
-                for bucket in self._sent:
-                    bucket.divide(divisor)
+            for bucket in self._sent:
+                self._divide(bucket, divisor)
             used = self.num_ranks_using
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self._sent:
@@ -479,6 +480,13 @@ class GradientSync:
         self._record(divisor=divisor)
         if not self.layout.order_is_learnt:
             self.layout.learn_order(self._ready)
+
+    def _divide(self, bucket: Bucket | SparseBucket, divisor: int) -> None:
+        """Make the mean of what has arrived, where it is not that already."""
+        averages = self.comm_hook is not None and self.comm_hook.averages
+        by = divisor / self.transport.size if averages else divisor
+        if (averages or self._num_items is not None) and by != 1:
+            bucket.divide(by)
 
     def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
         """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
