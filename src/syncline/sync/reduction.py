@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from syncline.plan.packing import plan_pieces
-from syncline.sync.tensors import is_plain
+from syncline.plan.packing import CAP_BYTES, plan_pieces
+from syncline.sync.tensors import is_plain, parts_of
 from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
 
-__all__ = ["check_reducible", "reduce_tensors"]
+__all__ = ["TensorReducer", "check_reducible"]
 
-_Piece = tuple[Work, Sequence[Tensor], list[Tensor]]
-"""What is under way, the tensors that it is for, and where their values arrive (nowhere else, if that is empty)."""
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
@@ -34,44 +34,159 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
             )
 
 
-def reduce_tensors(tensors: Sequence[Tensor], transport: Transport, op: ReduceOp) -> Work:
-    """Reduce tensors in place, those of one dtype and device together; everything is under way at once.
+class TensorReducer:
+    """Reduces tensors in place, those of one dtype and device together.
 
-    Tensors from 1 MiB on travel from where they are, smaller ones packed. A tensor that is not contiguous travels by a
-    contiguous copy; one on the CPU by the transport's control device where the engine cannot send from the CPU.
+    Tensors from 1 MiB on travel from where they are, in parts of up to 32 MiB; smaller ones are packed. A tensor that
+    is not contiguous travels by a contiguous copy; one on the CPU by the transport's control device where the engine
+    cannot send from the CPU. Every rank ends with the same bits.
 
     Args:
         tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
         transport: between the ranks.
         op: how; see `check_reducible`.
+        share: what this rank's values are multiplied by first; of a rank with 0 nothing counts, not even NaN. None: by
+            nothing, on any rank.
+        divisor: what the result is divided by.
+        rounds_once: add up 16-bit floats in fp32, scaled and divided there, too. As such they travel, unless that is
+            what the engine does with them by itself and nothing is scaled.
 
-    Returns:
-        What to wait for; the tensors are not to be touched before.
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> def program(transport):
+        ...     x, y = torch.full((2,), float(transport.rank)), torch.ones(1)
+        ...     TensorReducer([x, y], transport, "sum", share=0.25 + 0.5 * transport.rank).run()
+        ...     return x.tolist(), y.item(), transport.statistics().num_calls
+        >>> run_ranks(2, program)[0]
+        ([0.75, 0.75], 1.0, {'all_reduce': 1})
     """
-    if transport.size == 1:
-        return _Reduction([], [])
-    places = [(tensor.dtype, transport.sending_device(tensor.device)) for tensor in tensors]
-    sizes_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    pieces: list[_Piece] = []
-    for piece in plan_pieces(sizes_bytes, places):
-        members = [tensors[i].data for i in piece]
-        device = places[piece[0]][1]
-        flat, views = _packed(members, device)
-        pieces.append((transport.all_reduce(flat, op), members, views))
-    return _Reduction(pieces, [tensor for tensor in tensors if tensor.numel()])
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        transport: Transport,
+        op: ReduceOp,
+        *,
+        share: float | None = None,
+        divisor: float = 1.0,
+        rounds_once: bool = False,
+    ) -> None:
+        self._transport = transport
+        self._op: ReduceOp = op
+        is_unscaled = share is None and divisor == 1
+        does_something = transport.size > 1 or divisor != 1.0
+        self._written = [tensor for tensor in tensors if tensor.numel()] if does_something else []
+        # `.data` shares the memory, but neither graph nor version counter: writing to it is always allowed.
+        parts = [part for tensor in self._written for part in parts_of(tensor.data, CAP_BYTES)]
+        places = []
+        for part in parts:
+            device = transport.sending_device(part.device)
+            is_widened = (
+                rounds_once and part.dtype in _HALVES and not (is_unscaled and transport.rounds_once(device))
+            )
+            places.append((part.dtype, device, torch.float32 if is_widened else part.dtype))
+        sizes_bytes = [
+            part.numel() * dtype.itemsize for part, (_, _, dtype) in zip(parts, places, strict=True)
+        ]
+        self._pieces = [
+            _Piece([parts[i] for i in piece], *places[piece[0]][1:], share=share, divisor=divisor)
+            for piece in plan_pieces(sizes_bytes, places)
+        ]
+
+    def start(self) -> Work:
+        """Reduce, everything under way at once; the tensors are not to be touched before the work was waited for."""
+        for piece in self._pieces:
+            piece.launch(self._transport, self._op)
+        return _Reduction(self._pieces, self._written)
+
+    def run(self) -> None:
+        """Reduce and wait, with at most two packed copies of up to 32 MiB at a time."""
+        under_way: deque[_Piece] = deque()
+        num_copies = 0
+        for piece in self._pieces:
+            while num_copies == 2 and not piece.travels_in_place:
+                oldest = under_way.popleft()
+                oldest.land()
+                num_copies -= not oldest.travels_in_place
+            piece.launch(self._transport, self._op)
+            under_way.append(piece)
+            num_copies += not piece.travels_in_place
+        _Reduction(under_way, self._written).wait()
 
 
-def _packed(members: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """What travels, and the part of it for each member; none where the member itself travels."""
-    first = members[0]
-    if len(members) == 1 and is_plain(first) and first.device == device:
-        return first.view(-1), []
-    flat = torch.empty(sum(member.numel() for member in members), dtype=first.dtype, device=device)
-    parts = flat.split([member.numel() for member in members])
-    views = [part.view(member.shape) for part, member in zip(parts, members, strict=True)]
-    for view, member in zip(views, members, strict=True):
-        view.copy_(member)
-    return flat, views
+class _Piece:
+    """Tensors of one collective: in place if it is one that lies as it travels, else by a copy."""
+
+    def __init__(
+        self,
+        members: Sequence[Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        share: float | None,
+        divisor: float,
+    ) -> None:
+        self._members = members
+        self._device = device
+        self._dtype = dtype
+        self._share = share
+        self._divisor = divisor
+        self._are_plain = all(map(is_plain, members))
+        first = members[0]
+        self.travels_in_place = (
+            len(members) == 1 and self._are_plain and first.device == device and first.dtype is dtype
+        )
+        self._wire: Tensor | None = None
+        self._work: Work | None = None
+
+    def launch(self, transport: Transport, op: ReduceOp) -> None:
+        """Start it."""
+        if self.travels_in_place:
+            wire = self._members[0].view(-1)
+        else:
+            numel = sum(member.numel() for member in self._members)
+            wire = torch.empty(numel, dtype=self._dtype, device=self._device)
+        if self._share == 0:
+            wire.zero_()
+        else:
+            if not self.travels_in_place:
+                self._copy(into_wire=True, wire=wire)
+            if self._share is not None and self._share != 1:
+                wire.mul_(self._share)
+        self._wire = wire
+        self._work = transport.all_reduce(wire, op)
+
+    def land(self, timeout_seconds: float | None = None) -> None:
+        """Wait, and write what has arrived into the tensors; the copy is freed."""
+        assert self._work is not None
+        assert self._wire is not None
+        self._work.wait(timeout_seconds)
+        if self._divisor != 1:
+            self._wire.div_(self._divisor)
+        if not self.travels_in_place:
+            self._copy(into_wire=False, wire=self._wire)
+        self._wire = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `land` would not block."""
+        return self._work is not None and self._work.is_completed()
+
+    def _copy(self, *, into_wire: bool, wire: Tensor) -> None:
+        """Between the members and their parts of what travels."""
+        parts = wire.split([member.numel() for member in self._members])
+        members = self._members
+        if self._are_plain:
+            flat = [member.view(-1) for member in members]
+            torch._foreach_copy_(*((parts, flat) if into_wire else (flat, parts)))
+            return
+        # One by one: the batched call cannot write to a tensor with a pending conjugation.
+        for member, part in zip(members, parts, strict=True):
+            view = part.view(member.shape)
+            if into_wire:
+                view.copy_(member)
+            else:
+                member.copy_(view)
 
 
 class _Reduction(Work):
@@ -79,22 +194,19 @@ class _Reduction(Work):
 
     __slots__ = ("_pieces", "_written")
 
-    def __init__(self, pieces: list[_Piece], written: Sequence[Tensor]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Sequence[_Piece] | deque[_Piece], written: Sequence[Tensor]) -> None:
+        self._pieces = deque(pieces)
         self._written = written
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        if not self._pieces:
-            return
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._pieces:
-            work, members, views = self._pieces[0]
-            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for member, view in zip(members, views, strict=bool(views)):
-                member.copy_(view)
-            self._pieces.pop(0)
-        # A backward through a graph that saved one of the tensors before is torch's usual error.
-        torch.autograd.graph.increment_version(self._written)
+            self._pieces[0].land(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._pieces.popleft()
+        if self._written:
+            # A backward through a graph that saved one of the tensors before is torch's usual error.
+            torch.autograd.graph.increment_version(self._written)
+            self._written = ()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work, *_ in self._pieces)
+        return all(piece.has_arrived for piece in self._pieces)

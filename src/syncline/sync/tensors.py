@@ -17,7 +17,7 @@ from syncline.plan.trees import leaves
 from syncline.sync.optimizers import optimizer_leaves
 from syncline.transport.base import Transport, Work
 
-__all__ = ["TensorBroadcaster", "broadcast_tensors", "is_plain", "named_tensors"]
+__all__ = ["TensorBroadcaster", "broadcast_tensors", "is_plain", "named_tensors", "parts_of"]
 
 
 # ---------------------------------------------------------------------- which tensors
@@ -267,6 +267,21 @@ class _Piece:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory holds the values one after the other: no strides, no pending conjugation or sign."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
+    """Views of at most `cap_bytes` each that make up a tensor, row by row: cut by its shape alone.
+
+    Example:
+        >>> [part.shape[0] for part in parts_of(torch.zeros(5, 2), 17)]
+        [2, 2, 1]
+    """
+    if tensor.nbytes <= cap_bytes or tensor.numel() == 1:
+        return [tensor]
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    row_bytes = tensor.nbytes // tensor.shape[dim]
+    rows = tensor.split(max(1, cap_bytes // row_bytes), dim)
+    return [part for row in rows for part in parts_of(row, cap_bytes)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -359,6 +359,10 @@ class Transport(ABC):
         """Whether ranks that call different things are told so, instead of being mixed up."""
         return False
 
+    def rounds_once(self, device: torch.device) -> bool:
+        """Whether 16-bit floats on a device are added up in fp32 and rounded once; the same on all ranks."""
+        return False
+
     @property
     def reduces_in_place(self) -> bool:
         """Whether `allocate` gives memory that is worth to be moved to."""

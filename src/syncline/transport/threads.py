@@ -113,6 +113,9 @@ class ThreadsTransport(Transport):
     def sees_calls(self) -> bool:
         return True
 
+    def rounds_once(self, device: torch.device) -> bool:
+        return True
+
     def lane(self, purpose: str) -> ThreadsTransport:
         if self.size == 1:
             return self

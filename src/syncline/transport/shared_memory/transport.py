@@ -343,6 +343,9 @@ class SharedMemoryTransport(Transport):
     def sees_calls(self) -> bool:
         return True
 
+    def rounds_once(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
     @property
     def reduces_in_place(self) -> bool:
         return True

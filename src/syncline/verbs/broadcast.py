@@ -1,0 +1,119 @@
+"""broadcast_: every rank ends with what one has."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, overload
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.optim.attached import is_sharded
+from syncline.sync.agreement import describe_tensors, exchange
+from syncline.sync.optimizers import OptimizerNumbers
+from syncline.sync.tensors import TensorBroadcaster, named_tensors
+from syncline.transport.base import Transport, Work
+from syncline.verbs.common import Group, WorkThen, rank_of_source
+from syncline.world import transport_of
+
+__all__ = ["Replaced", "broadcast_"]
+
+T = TypeVar("T")
+
+_REMEDY = (
+    "Call it with the same tree of tensors and the same src on every rank. "
+    "(Of tied tensors only the first is named.)"
+)
+
+
+@overload
+def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: Literal[False] = False) -> T: ...
+@overload
+def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: bool) -> T | Work: ...
+def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool = False) -> Any:
+    """Make `target` what it is on rank `src`, in place, on every rank.
+
+    All dtypes travel together in few collectives. Tied weights stay tied. Of an optimizer, the tensors and the
+    numbers (learning rate, step counts) of its state and parameter groups are sent, not the parameters. Names,
+    shapes and dtypes are agreed on before anything is sent; strides may differ. Writing counts as an in-place
+    change for autograd, so a graph made before cannot give wrong gradients unnoticed. On `src` nothing is
+    written.
+
+    Args:
+        target: a Module (parameters and buffers), an Optimizer, a Tensor, or nested dicts, lists and tuples of
+            tensors.
+        src: whose values: a global rank, as in torch (with a Syncline transport: a rank of it).
+        group: the group to broadcast in: a `torch.distributed` process group, a Syncline transport, or None for
+            the default group (or a world of one, where torch.distributed is not initialised).
+        async_op: return at once; `target` is not to be touched before the handle was waited for.
+
+    Returns:
+        `target`, or with async_op a handle with `.wait()`.
+
+    Raises:
+        ContractMismatch: the ranks' targets or sources differ; the same text on every rank.
+        TypeError: `target` is or contains something else than the above, or `src` is no integer; on every rank,
+            if only one does so.
+        ValueError: a tensor cannot be written in place, or `src` is not a rank of the group; on every rank too.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> model = sl.broadcast_(torch.nn.Linear(2, 1))
+        >>> work = sl.broadcast_(model, async_op=True)
+        >>> work.wait()
+    """
+    transport = transport_of(group)
+    replaced, lines, src_rank, fault = None, [], 0, None
+    try:
+        src_rank = rank_of_source(src, group, transport)
+        replaced = Replaced(target)
+        lines = [f"source  rank {src}", *replaced.lines]
+    except Exception as error:
+        fault = error
+    exchange(transport, "sl.broadcast_", lines, fault=fault, remedy=_REMEDY)
+    assert replaced is not None
+    if async_op:
+        return replaced.start(transport, src_rank)
+    replaced.run(transport, src_rank)
+    return target
+
+
+class Replaced:
+    """What becomes that of one rank: the tensors of a target, and the numbers of an optimizer.
+
+    Args:
+        target: see `broadcast_`.
+
+    Raises:
+        TypeError, ValueError: it cannot be broadcast.
+    """
+
+    def __init__(self, target: Any) -> None:
+        named = named_tensors(target)
+        self._tensors: list[Tensor] = [tensor for _, tensor in named]
+        self._numbers: OptimizerNumbers | None = None
+        self.lines = describe_tensors(named, kind="tensor", layout=False)
+        """What the ranks have to agree on."""
+        if is_sharded(target):
+            raise ValueError(
+                "this optimizer is sharded: each rank has state for its own share, and nothing of it is equal. "
+                "optimizer.load_state_dict(optimizer.state_dict()) on all ranks goes through torch's ordinary form"
+            )
+        if isinstance(target, Optimizer):
+            self._numbers = OptimizerNumbers(target)
+            self._tensors += self._numbers.tensors
+            self.lines += self._numbers.lines
+
+    def start(self, transport: Transport, src_rank: int) -> Work:
+        """Broadcast, everything under way at once."""
+        work = TensorBroadcaster(self._tensors, transport).start(src_rank)
+        if self._numbers is None or transport.rank == src_rank:
+            return work
+        return WorkThen([work], self._numbers.write_back)
+
+    def run(self, transport: Transport, src_rank: int) -> None:
+        """Broadcast and wait, with bounded memory for copies."""
+        TensorBroadcaster(self._tensors, transport).run(src_rank)
+        if self._numbers is not None and transport.rank != src_rank:
+            self._numbers.write_back()
