@@ -38,7 +38,7 @@ from syncline.sharing import share_, write_shared
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
-from syncline.verbs import all_reduce_, barrier, broadcast_, mean
+from syncline.verbs import all_reduce_, average_, barrier, broadcast_, mean
 from syncline.world import World, init, shutdown, world
 
 __version__ = "0.1.0"
@@ -69,6 +69,7 @@ __all__ = [
     "UnreducedGradients",
     "World",
     "all_reduce_",
+    "average_",
     "barrier",
     "broadcast_",
     "compression",

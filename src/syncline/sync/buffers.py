@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from syncline.events import BufferRecord
 from syncline.sync.agreement import agree, describe_tensors
-from syncline.sync.pooling import average_buffers
+from syncline.sync.pooling import average_buffers, running_statistics
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 
@@ -141,9 +141,10 @@ class BufferSync:
             self._agree_on_changes()
         if self.policy == "average":
             distinct = list({id(tensor): tensor for tensor in tensors}.values())
+            taking_part = {id(tensor) for tensor in distinct}
             return average_buffers(
                 distinct,
-                self._running_statistics(),
+                running_statistics((owner for owner, _ in self._slots), taking_part),
                 self._transport,
                 counts=counts,
                 num_counting=num_counting,
@@ -182,19 +183,6 @@ class BufferSync:
 
     def _current(self) -> list[Tensor]:
         return [tensor for _, tensor in self._named_current()]
-
-    def _running_statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """Running means with their variances, wherever a submodule has both, each pair once."""
-        found = {}
-        taking_part = {id(tensor) for tensor in self._tensors}
-        for owner, name in self._slots:
-            mean, variance = owner.get("running_mean"), owner.get("running_var")
-            if name != "running_var" or mean is None or variance is None or mean.shape != variance.shape:
-                continue
-            is_floating = mean.is_floating_point() and variance.is_floating_point()
-            if id(mean) in taking_part and is_floating and mean.device == variance.device:
-                found[id(mean), id(variance)] = (mean, variance)
-        return list(found.values())
 
     def last_forward(self) -> BufferRecord | None:
         """What the most recent forward did about buffers; None before the first."""

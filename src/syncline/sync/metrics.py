@@ -20,7 +20,7 @@ from syncline.plan.trees import leaves, map_leaves
 from syncline.sync.agreement import PAYLOAD_BYTES, exchange
 from syncline.transport.base import Transport, Work
 
-__all__ = ["weighted_mean"]
+__all__ = ["checked_total", "checked_weight", "weighted_mean"]
 
 _LARGE_NUMEL = 4096
 """Tensors from this size on are reduced, not gathered."""
@@ -38,7 +38,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     row = torch.empty(0, dtype=torch.float64)
     scale, fault = 0.0, None
     try:
-        scale = _checked_weight(weight)
+        scale = checked_weight(weight)
         lines, found = _described(values)
         row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
     except Exception as error:
@@ -51,7 +51,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
         weight_there, *inline = _HEAD.unpack(head)
         weights.append(weight_there)
         rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
-    total = _checked_total(weights)
+    total = checked_total("sl.mean", weights)
     if row.numel() > _NUM_INLINE:
         rows = _gathered(transport, row)
     large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
@@ -62,7 +62,12 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
 # ---------------------------------------------------------------------- what comes in
 
 
-def _checked_weight(weight: Any) -> float:
+def checked_weight(weight: Any) -> float:
+    """How much a rank counts, as a float.
+
+    Raises:
+        ValueError: it is not finite, or below 0.
+    """
     try:
         value = float(weight)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -108,11 +113,16 @@ def _as_row(leaf: Any) -> Tensor:
 # ---------------------------------------------------------------------- what is exchanged
 
 
-def _checked_total(weights: Sequence[float]) -> float:
+def checked_total(title: str, weights: Sequence[float]) -> float:
+    """The sum of the ranks' weights.
+
+    Raises:
+        ValueError: nothing counts, or the sum is not finite.
+    """
     total = sum(weights)
     if not 0 < total < math.inf:
         raise ValueError(
-            f"sl.mean: expected weights with a finite sum above 0, got {list(weights)} (in rank order): a mean "
+            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): a mean "
             "of nothing is not defined, so leave the call out on all ranks or give some rank a weight"
         )
     return total

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from syncline.plan.trees import leaves, map_leaves
 
-__all__ = ["OptimizerNumbers", "optimizer_leaves"]
+__all__ = ["OptimizerNumbers", "is_setting", "optimizer_leaves"]
 
 
 def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -39,6 +39,8 @@ class OptimizerNumbers:
 
     Args:
         optimizer: whose numbers.
+        settings: send those of the parameter groups, too; with False they stay as they are, and their values are
+            part of the description.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -49,18 +51,21 @@ class OptimizerNumbers:
         (0.5, False)
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, settings: bool = True) -> None:
         self._optimizer = optimizer
         found = list(optimizer_leaves(optimizer))
-        self._integers = {path: leaf for path, leaf in found if _is_integer(leaf)}
-        self._floats = {path: leaf for path, leaf in found if isinstance(leaf, float)}
+        sent = [(path, leaf) for path, leaf in found if settings or not is_setting(path)]
+        self._integers = {path: leaf for path, leaf in sent if _is_integer(leaf)}
+        self._floats = {path: leaf for path, leaf in sent if isinstance(leaf, float)}
         self.tensors: tuple[Tensor, Tensor] = (
             torch.tensor(list(self._integers.values()), dtype=torch.int64),
             torch.tensor(list(self._floats.values()), dtype=torch.float64),
         )
         """What to send: int64 and float64, on the CPU."""
         self.lines: list[str] = [
-            f"{path}  {_described(leaf)}" for path, leaf in found if not isinstance(leaf, Tensor)
+            f"{path}  {_described(leaf) if settings or not is_setting(path) else _valued(leaf)}"
+            for path, leaf in found
+            if not isinstance(leaf, Tensor) or (not settings and is_setting(path))
         ]
         """A description for `agree`."""
         for index, group in enumerate(optimizer.param_groups):
@@ -79,6 +84,11 @@ class OptimizerNumbers:
             _write(node, path, node, received)
 
 
+def is_setting(path: str) -> bool:
+    """Whether what `optimizer_leaves` found there belongs to a parameter group, not to the state."""
+    return path.startswith("param_groups[")
+
+
 def _write(into: dict[str, Any], path: str, node: dict[str, Any], received: dict[str, Any]) -> None:
     into.update(map_leaves(node, lambda path, leaf: received.get(path, leaf), path))
 
@@ -91,3 +101,12 @@ def _described(leaf: Any) -> str:
     if _is_integer(leaf) or isinstance(leaf, float):
         return "an integer" if _is_integer(leaf) else "a float"
     return repr(leaf) if isinstance(leaf, bool | str | None) else type(leaf).__name__
+
+
+def _valued(leaf: Any) -> str:
+    """A setting in words that are equal on two ranks if its value is."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {leaf.tolist()}"
+    if isinstance(leaf, float):
+        return repr(float(leaf))  # numpy's are written differently
+    return repr(leaf) if isinstance(leaf, int | str | None) else type(leaf).__name__

@@ -8,7 +8,8 @@ the others, as in the mean of gradients) the pooled statistics are
     var  = mean over ranks of (var_i + mean_i**2) - mean**2
          = mean of the variances + variance of the means
 
-which is one sum over ranks. It is taken in float64, so that
+which is one sum over ranks (with weights, as in `sl.average_`, each term times the rank's share). It is taken in
+float64, so that
 
 - buffers that are equal on all ranks stay as they are, bit for bit, whatever the number of ranks: a sum of N equal
   numbers of 24 bits is exact there (float64 and complex128 buffers travel as two halves of 26 bits for this reason);
@@ -19,14 +20,23 @@ which is one sum over ranks. It is taken in float64, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from syncline.transport.base import Transport, Work
 
-__all__ = ["average_buffers", "from_raw_moments_", "join_halves", "split_halves", "to_raw_moments_"]
+__all__ = [
+    "BufferAverage",
+    "average_buffers",
+    "from_raw_moments_",
+    "join_halves",
+    "running_statistics",
+    "split_halves",
+    "to_raw_moments_",
+]
 
 _LOW_BITS = (1 << 27) - 1
 
@@ -88,54 +98,110 @@ def average_buffers(
     counts: bool = True,
     num_counting: int | None = None,
 ) -> int:
-    """Make buffers equal on all ranks: floating ones their mean, integers their maximum, bools "true anywhere".
+    """Make buffers their average over ranks, in place, and wait for it; see `BufferAverage`.
 
-    At most two collectives for each device, all under way at once. Autograd's version counters stay as they are.
+    Args:
+        tensors, pairs, transport, counts: see there.
+        num_counting: how many ranks' values count, each as much as the others'; None stands for all.
+
+    Returns:
+        The number of collectives.
+    """
+    averaging = BufferAverage(
+        tensors, pairs, transport, counts=counts, divisor=float(num_counting or transport.size)
+    )
+    averaging.wait()
+    return averaging.num_collectives
+
+
+class BufferAverage(Work):
+    """Makes buffers their average over ranks, in place, once it is waited for.
+
+    A running variance is pooled with its mean, other floating buffers become their mean, integers their maximum; a bool
+    becomes whether any was true. At most two collectives for each device, all under way at once. Autograd's version
+    counters stay as they are.
 
     Args:
         tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
         pairs: running mean and running variance, to be pooled; both are among `tensors`.
         transport: between the ranks.
         counts: whether the values of this rank do; it gets the results in any case.
-        num_counting: how many ranks' do; None stands for all.
-
-    Returns:
-        The number of collectives.
+        share: what floating values of this rank are multiplied by; those of all ranks add up to `divisor`.
+        divisor: what their sum is divided by.
     """
-    paired = {id(tensor) for pair in pairs for tensor in pair}
-    rest = [tensor for tensor in tensors if id(tensor) not in paired and tensor.numel()]
-    under_way: list[tuple[Work, _Averages | _Maxima]] = []
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        here = [tensor for tensor in rest if tensor.device == device]
-        floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
-        pairs_here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
-        if floats or pairs_here:
-            averages = _Averages(pairs_here, floats, transport, num_counting or transport.size)
-            if not counts:
-                averages.wire.zero_()
-            under_way.append((transport.all_reduce(averages.wire), averages))
-        integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
-        if integers:
-            maxima = _Maxima(integers, transport)
-            if not counts:
-                maxima.wire.fill_(torch.iinfo(torch.int64).min)
-            under_way.append((transport.all_reduce(maxima.wire, "max"), maxima))
-    for work, operation in under_way:
-        work.wait()
-        operation.land()
-    return len(under_way)
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        pairs: Sequence[_Pair],
+        transport: Transport,
+        *,
+        counts: bool = True,
+        share: float = 1.0,
+        divisor: float = 1.0,
+    ) -> None:
+        paired = {id(tensor) for pair in pairs for tensor in pair}
+        rest = [tensor for tensor in tensors if id(tensor) not in paired and tensor.numel()]
+        self._under_way: list[tuple[Work, _Averages | _Maxima]] = []
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            here = [tensor for tensor in rest if tensor.device == device]
+            floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
+            pairs_here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
+            if floats or pairs_here:
+                averages = _Averages(pairs_here, floats, transport, divisor)
+                if not counts:
+                    averages.wire.zero_()
+                elif share != 1:
+                    averages.wire.mul_(share)
+                self._under_way.append((transport.all_reduce(averages.wire), averages))
+            integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
+            if integers:
+                maxima = _Maxima(integers, transport)
+                if not counts:
+                    maxima.wire.fill_(torch.iinfo(torch.int64).min)
+                self._under_way.append((transport.all_reduce(maxima.wire, "max"), maxima))
+        self.num_collectives = len(self._under_way)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self._under_way:
+            work, operation = self._under_way[0]
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            operation.land()
+            self._under_way.pop(0)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work, _ in self._under_way)
+
+
+def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Container[int]) -> list[_Pair]:
+    """Running means with their variances, wherever a submodule has both, each pair once.
+
+    Args:
+        owners: the buffers of each submodule, by name.
+        among: identities of the tensors that count.
+    """
+    found: dict[tuple[int, int], _Pair] = {}
+    for owner in owners:
+        mean, variance = owner.get("running_mean"), owner.get("running_var")
+        if mean is None or variance is None or mean.shape != variance.shape:
+            continue
+        is_floating = mean.is_floating_point() and variance.is_floating_point()
+        if id(mean) in among and id(variance) in among and is_floating and mean.device == variance.device:
+            found[id(mean), id(variance)] = (mean, variance)
+    return list(found.values())
 
 
 class _Averages:
     """Floating buffers of one device, as one float64 vector: means, their variances, everything else."""
 
     def __init__(
-        self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, num_counting: int
+        self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
     ) -> None:
         means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
         self._targets = [_real(tensor) for tensor in (*means, *variances, *others)]
         self._num_paired = sum(mean.numel() for mean in means)
-        self._num_counting = num_counting
+        self._divisor = divisor
         self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
         flat = torch.cat([target.reshape(-1).double() for target in self._targets])
         to_raw_moments_(*self._moments(flat))
@@ -143,7 +209,7 @@ class _Averages:
         self.wire = wire.to(transport.sending_device(wire.device))
 
     def land(self) -> None:
-        flat = self.wire.div_(self._num_counting).to(self._targets[0].device)
+        flat = self.wire.div_(self._divisor).to(self._targets[0].device)
         flat = join_halves(flat) if self._in_halves else flat
         from_raw_moments_(*self._moments(flat))
         _scatter(flat, self._targets)

@@ -15,7 +15,8 @@ common.py          what they have in common
 from __future__ import annotations
 
 from syncline.verbs.all_reduce import all_reduce_
+from syncline.verbs.average import average_
 from syncline.verbs.broadcast import broadcast_
 from syncline.verbs.values import barrier, mean
 
-__all__ = ["all_reduce_", "barrier", "broadcast_", "mean"]
+__all__ = ["all_reduce_", "average_", "barrier", "broadcast_", "mean"]
