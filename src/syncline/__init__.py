@@ -28,6 +28,7 @@ from syncline.errors import (
     ContractMismatch,
     PeerFailed,
     PeerLost,
+    ReplicaDivergence,
     SynclineError,
     UnevenInputs,
     UnreducedGradients,
@@ -38,7 +39,7 @@ from syncline.sharing import share_, write_shared
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
-from syncline.verbs import all_reduce_, average_, barrier, broadcast_, mean
+from syncline.verbs import all_reduce_, average_, barrier, broadcast_, check_replicas, keep_best_, mean
 from syncline.world import World, init, shutdown, world
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "RoundRecord",
+    "ReplicaDivergence",
     "Row",
     "Statistics",
     "SynclineError",
@@ -73,7 +75,9 @@ __all__ = [
     "barrier",
     "broadcast_",
     "compression",
+    "check_replicas",
     "init",
+    "keep_best_",
     "mean",
     "nn",
     "register_backend",

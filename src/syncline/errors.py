@@ -4,6 +4,7 @@
     +-- ContractMismatch       ranks were given different modules, arguments or trees
     +-- UnreducedGradients     a parameter received no gradient in this backward
     +-- UnevenInputs           a rank ran fewer steps than its peers, or skipped a batch
+    +-- ReplicaDivergence      replicas that have to be equal are not
     +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
     +-- CollectiveTimeout      a rank did not arrive before the deadline
     +-- PeerLost               a rank's process or connection is gone
@@ -24,6 +25,7 @@ __all__ = [
     "ContractMismatch",
     "PeerFailed",
     "PeerLost",
+    "ReplicaDivergence",
     "SynclineError",
     "UnevenInputs",
     "UnreducedGradients",
@@ -77,6 +79,24 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 class UnevenInputs(SynclineError):
     """The ranks do not run the same number of steps: one skipped a batch, or has ended while others go on."""
+
+
+class ReplicaDivergence(SynclineError):
+    """Replicas that have to be equal are not.
+
+    Attributes:
+        tensor: the name of the first one that differs.
+        num_differing: how many differ.
+        minority_ranks: ranks (of the group) that have something that most ranks have not; empty where nobody can tell.
+    """
+
+    def __init__(
+        self, text: str, *, tensor: str, num_differing: int, minority_ranks: tuple[int, ...]
+    ) -> None:
+        super().__init__(text)
+        self.tensor = tensor
+        self.num_differing = num_differing
+        self.minority_ranks = minority_ranks
 
 
 class CollectiveMismatch(SynclineError):

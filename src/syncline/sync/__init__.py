@@ -21,6 +21,8 @@ buffer_hook.py      a user's hook in place of their policy, with torch's interfa
 buffers.py          a module's buffers before a forward, and after the last step
 pooling.py          the mean of buffers over ranks; running variances are pooled, not averaged
 tensors.py          naming the tensors of a target, and broadcasting them
+reduction.py        reducing them
+fingerprint.py      are they equal? 64 bits a tensor
 optimizers.py       the numbers of an optimizer, which travel beside its tensors
 in_backward.py      optimizers that step inside backward, after the reduction
 mixed_precision.py  torch's argument of that name

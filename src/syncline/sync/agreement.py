@@ -14,7 +14,7 @@ from syncline.plan.difference import DEFAULT_REMEDY
 from syncline.transport.base import Transport
 from syncline.transport.opening import PAYLOAD_BYTES, exchange
 
-__all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange"]
+__all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "gather_rows"]
 
 
 def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:
@@ -39,6 +39,20 @@ def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str
     """
     if transport.size > 1:
         exchange(transport, title, lines, remedy=remedy)
+
+
+def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
+    """Every rank's `row` in rank order, on the CPU; a collective call that blocks.
+
+    Args:
+        row: (numel,), on the CPU, with as many elements of one dtype on all ranks.
+    """
+    if transport.size == 1 or not row.numel():
+        return [row] * transport.size
+    mine = row.to(transport.control_device)
+    everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)
+    transport.all_gather(everyone, mine).wait()
+    return list(everyone.cpu().view(transport.size, -1).unbind())
 
 
 def describe_tensors(

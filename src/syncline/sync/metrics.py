@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncline.plan.trees import leaves, map_leaves
-from syncline.sync.agreement import PAYLOAD_BYTES, exchange
+from syncline.sync.agreement import PAYLOAD_BYTES, exchange, gather_rows
 from syncline.transport.base import Transport, Work
 
 __all__ = ["checked_total", "checked_weight", "weighted_mean"]
@@ -53,7 +53,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
         rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
     total = checked_total("sl.mean", weights)
     if row.numel() > _NUM_INLINE:
-        rows = _gathered(transport, row)
+        rows = gather_rows(transport, row)
     large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
     results = _results(found, _mean_of_rows(rows, weights, total), large)
     return map_leaves(values, lambda path, leaf: next(results))
@@ -126,15 +126,6 @@ def checked_total(title: str, weights: Sequence[float]) -> float:
             "of nothing is not defined, so leave the call out on all ranks or give some rank a weight"
         )
     return total
-
-
-def _gathered(transport: Transport, row: Tensor) -> list[Tensor]:
-    if transport.size == 1:
-        return [row]
-    mine = row.to(transport.control_device)
-    everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)
-    transport.all_gather(everyone, mine).wait()
-    return list(everyone.cpu().view(transport.size, -1).unbind())
 
 
 def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:

@@ -23,7 +23,7 @@ __all__ = ["TensorBroadcaster", "broadcast_tensors", "is_plain", "named_tensors"
 # ---------------------------------------------------------------------- which tensors
 
 
-def named_tensors(target: Any) -> list[tuple[str, Tensor]]:
+def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, Tensor]]:
     """The tensors of a target with their names, in an order that is the same on every rank.
 
     A tensor that occurs twice (tied weights, or another view of exactly the same memory) is listed once, by
@@ -33,6 +33,7 @@ def named_tensors(target: Any) -> list[tuple[str, Tensor]]:
         target: a Module (parameters, then buffers, non-persistent ones too), an Optimizer (tensors of its
             state and of its parameter groups; not the parameters), a Tensor, or dicts, lists and tuples of
             tensors (dicts in the order of their keys' text).
+        for_writing: whether they have to be such that they can be written in place.
 
     Raises:
         TypeError: something else, or a leaf that is no tensor; its path is named.
@@ -46,7 +47,9 @@ def named_tensors(target: Any) -> list[tuple[str, Tensor]]:
     seen: set[object] = set()
     named: list[tuple[str, Tensor]] = []
     for name, tensor in _walk(target):
-        _check_writable(name, tensor)
+        _check_readable(name, tensor)
+        if for_writing:
+            _check_writable(name, tensor)
         identity = _identity(tensor)
         if identity not in seen:
             seen.add(identity)
@@ -81,7 +84,7 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
         yield path or "tensor", leaf
 
 
-def _check_writable(name: str, tensor: Tensor) -> None:
+def _check_readable(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
     if hasattr(tensor, "__tensor_flatten__"):
@@ -94,6 +97,9 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         )
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device, it has no values: materialize it first (to_empty)")
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
             f"{name} is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): several elements "

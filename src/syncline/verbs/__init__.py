@@ -17,6 +17,8 @@ from __future__ import annotations
 from syncline.verbs.all_reduce import all_reduce_
 from syncline.verbs.average import average_
 from syncline.verbs.broadcast import broadcast_
+from syncline.verbs.check_replicas import check_replicas
+from syncline.verbs.keep_best import keep_best_
 from syncline.verbs.values import barrier, mean
 
-__all__ = ["all_reduce_", "average_", "barrier", "broadcast_", "mean"]
+__all__ = ["all_reduce_", "average_", "barrier", "broadcast_", "check_replicas", "keep_best_", "mean"]

@@ -1,0 +1,87 @@
+"""keep_best_: every rank ends with what the rank with the best score has."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, Literal
+
+from torch import Tensor
+
+from syncline.sync.agreement import exchange
+from syncline.verbs.broadcast import Replaced
+from syncline.verbs.common import Group, global_rank, refuse_one_copy
+from syncline.world import transport_of
+
+__all__ = ["keep_best_"]
+
+_TITLE = "sl.keep_best_"
+_REMEDY = "Call it with the same tree of tensors and the same mode on every rank."
+_SCORE = struct.Struct("<d")
+
+
+def keep_best_(
+    target: Any, score: float | Tensor, mode: Literal["max", "min"] = "max", *, group: Group = None
+) -> int:
+    """Make `target` what it is on the rank with the best score, in place, on every rank.
+
+    The scores travel with the agreement on names, shapes and dtypes, in one collective; then the best rank's values are
+    sent as by `broadcast_`.
+
+    Args:
+        target: a Module, an Optimizer, a Tensor, or nested dicts, lists and tuples of tensors; see `broadcast_`.
+        score: this rank's: a number, or a tensor of one. NaN never wins.
+        mode: "max" if a high score is good, "min" if a low one is.
+        group: see `broadcast_`.
+
+    Returns:
+        The best rank, the lowest of several: a global rank, as in torch (with a Syncline transport: a rank of it).
+
+    Raises:
+        ContractMismatch: the ranks' targets or modes differ; the same text on every rank.
+        TypeError: `target` is or contains something else, or `score` is no number.
+        ValueError: an unknown mode, all scores are NaN, or a tensor cannot be written in place; on every rank.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> model, validation_loss = torch.nn.Linear(2, 1), 0.25
+        >>> sl.keep_best_(model, validation_loss, mode="min")
+        0
+    """
+    transport = transport_of(group)
+    replaced, lines, mine, fault = None, [], math.nan, None
+    try:
+        if mode not in ("max", "min"):
+            raise ValueError(f'expected mode to be "max" or "min", got {mode!r}')
+        mine = _checked_score(score)
+        refuse_one_copy(target)
+        replaced = Replaced(target)
+        lines = [f"mode  {mode}", *replaced.lines]
+    except Exception as error:
+        fault = error
+    told = exchange(transport, _TITLE, lines, payload=_SCORE.pack(mine), fault=fault, remedy=_REMEDY)
+    assert replaced is not None
+    scores: list[float] = [_SCORE.unpack_from(payload)[0] for payload in told]
+    candidates = [rank for rank, its in enumerate(scores) if not math.isnan(its)]
+    if not candidates:
+        raise ValueError(
+            f"{_TITLE}: the score is NaN on all {transport.size} rank(s), so none is best, and nothing was sent"
+        )
+    choose = max if mode == "max" else min
+    best = choose(candidates, key=scores.__getitem__)  # of several the first, which is the lowest rank
+    if transport.size > 1:
+        replaced.run(transport, best)
+    return global_rank(best, group)
+
+
+def _checked_score(score: Any) -> float:
+    if isinstance(score, Tensor) and (score.numel() != 1 or score.is_complex()):
+        raise TypeError(
+            f"expected score to be one real number, got a {score.dtype} tensor of shape {tuple(score.shape)}"
+        )
+    try:
+        if isinstance(score, str | bytes):
+            raise TypeError
+        return float(score)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"expected score to be a number or a tensor of one, got {score!r}") from None
