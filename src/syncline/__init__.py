@@ -39,7 +39,16 @@ from syncline.sharing import share_, write_shared
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
-from syncline.verbs import all_reduce_, average_, barrier, broadcast_, check_replicas, keep_best_, mean
+from syncline.verbs import (
+    all_reduce_,
+    average_,
+    barrier,
+    broadcast_,
+    check_replicas,
+    keep_best_,
+    mean,
+    sync_gradients_,
+)
 from syncline.world import World, init, shutdown, world
 
 __version__ = "0.1.0"
@@ -83,6 +92,7 @@ __all__ = [
     "register_backend",
     "share_",
     "shutdown",
+    "sync_gradients_",
     "world",
     "write_shared",
 ]

@@ -42,6 +42,8 @@ class BackwardRecord:
     """What the sum over ranks was divided by: the number of ranks, or of items under `normalize_by`."""
     counted_items: bool
     """Whether the divisor is a number of items."""
+    reduced_afterwards: bool
+    """Whether `.grad` was reduced after this backward, by `sl.sync_gradients_`; then the divisor is of that."""
     num_reduced: int
     """Gradient elements that were reduced; each of them once."""
     buckets: tuple[BucketRecord, ...]

@@ -231,6 +231,8 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
     if backward.synchronized:
         num = len(backward.buckets)
         gradients = f"step {backward.step}: {format_count(num, 'bucket')}, {_mean(backward)}"
+    elif backward.reduced_afterwards:
+        gradients = f"after step {backward.step}: sl.sync_gradients_, {_mean(backward)}"
     elif plan.num_ranks == 1:
         gradients = f"step {backward.step}: nothing to send"
     elif plan.rules is not None:
@@ -395,6 +397,10 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
         else:
             holds = f".grad now holds the {_mean(backward)}"
         entries.append(("backward", holds))
+    if backward.reduced_afterwards:
+        entries.append(
+            ("backward", f"after it, by sl.sync_gradients_: .grad now holds the {_mean(backward)}")
+        )
     if backward.unused:
         entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
     return entries

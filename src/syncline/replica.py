@@ -173,6 +173,7 @@ class Replica:
             self.options,
             has_own_connection=self._gradient_lane is not self.transport,
         )
+        self.gradients.main_lane = self.transport
         self.gradients.before_first = _weakly(self.agree_before_the_first_step)
         if self.rounds is not None:
             self.gradients.decide = _weakly(self.reduces)

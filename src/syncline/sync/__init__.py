@@ -8,6 +8,7 @@ stand_in.py         what stands in for gradients that are not all here
 one_copy.py         who may write parameters of which there is one copy, and when
 sparse.py           a bucket of one sparse gradient
 comm_hook.py        a user's hook in place of all_reduce, with torch's interface
+caretakers.py       which gradient synchronizations there are, found by a parameter
 usage.py            which parameters a backward will reach: asked of the engine, or learnt once
 reentrant.py        is this backward inside of another one?
 outputs.py          the tensors in whatever a forward returns

@@ -16,7 +16,7 @@ parameter that can be done per bucket.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.autograd import Variable
 
 from syncline.errors import SynclineError
 from syncline.sync.bucket import Bucket, copy_scaled
+from syncline.sync.caretakers import remember_caretaker
 from syncline.sync.comm_hook import CommHook
 from syncline.sync.control import RankControl, decode, encode
 from syncline.sync.distributed_autograd import AutogradContexts
@@ -70,6 +71,8 @@ class GradientSync:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.transport = transport
+        self.main_lane = transport
+        """What the ranks agree by where gradients are reduced outside of a backward."""
         self.options = options
         self.enabled = True
         """What `no_sync` switches off. Read when the first gradient of a backward is ready."""
@@ -121,6 +124,7 @@ class GradientSync:
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
         if self._contexts is not None:
             self.handles += self._contexts.handles
+        remember_caretaker(self)
 
     def continues(self, former: GradientSync) -> None:
         """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
@@ -147,6 +151,20 @@ class GradientSync:
     def has_unreduced(self) -> bool:
         """Whether `.grad` holds what no other rank knows: the last backwards ran under `no_sync`."""
         return bool(self._used_since_reduction) and self._sends
+
+    def reduced_outside(self, indices: Collection[int], *, num_items: int | None, was_changed: bool) -> None:
+        """`.grad` of these parameters was reduced by other means than a backward; of all of them if items count.
+
+        Args:
+            indices: of the parameters.
+            num_items: what the sum was divided by, if not by the number of ranks.
+            was_changed: whether a mean that an earlier reduction left had been changed before, see `Standing`.
+        """
+        self._used_since_reduction.difference_update(indices)
+        if not self._used_since_reduction:
+            self.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
+        divisor = self.transport.size if num_items is None else num_items
+        self.ledger.note_reduction(divisor=divisor, counted_items=num_items is not None)
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""

@@ -88,6 +88,21 @@ class ItemCount:
             self._open_was_used = True
             self._unreduced = (self._unreduced or 0) + self._open
 
+    @property
+    def unreduced(self) -> int | None:
+        """Items behind what was not reduced yet; None where nothing was counted."""
+        return self._unreduced
+
+    @property
+    def num_uncounted_backwards(self) -> int:
+        """Backwards outside of `normalize_by` since the last reduction."""
+        return self._num_uncounted_backwards
+
+    @property
+    def carried_total(self) -> int | None:
+        """Global items behind a mean that was turned into this rank's share of the sum."""
+        return self._carried_total
+
     def take_for_reduction(self) -> int | None:
         """The items to report with a synchronized backward, or None where nothing was counted.
 

@@ -29,6 +29,7 @@ class Ledger:
         self._divisor = 1
         self._counted_items = False
         self._buckets: Sequence[Lifecycle] = ()
+        self._reduced_afterwards = False
 
     def note(
         self,
@@ -54,6 +55,11 @@ class Ledger:
         self._began_at, self._ended_at = began_at, time.perf_counter()
         self._divisor, self._counted_items = divisor, counted_items
         self._buckets = buckets
+        self._reduced_afterwards = False
+
+    def note_reduction(self, *, divisor: int, counted_items: bool) -> None:
+        """What the backward left in `.grad` was reduced after it; arguments as above."""
+        self._divisor, self._counted_items, self._reduced_afterwards = divisor, counted_items, True
 
     def last(self) -> BackwardRecord | None:
         """The most recent backward, or None before the first."""
@@ -67,6 +73,7 @@ class Ledger:
             unused=tuple(name for i, name in enumerate(self._names) if i not in position),
             divisor=self._divisor,
             counted_items=self._counted_items,
+            reduced_afterwards=self._reduced_afterwards,
             num_reduced=sum(bucket.plan.num_gradient_elements for bucket in self._buckets),
             buckets=tuple(self._bucket(bucket, position) for bucket in self._buckets),
             duration_seconds=self._ended_at - self._began_at,

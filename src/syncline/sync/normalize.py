@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncline.sync.items import ItemCount
 
-__all__ = ["ItemNormalizer"]
+__all__ = ["ItemNormalizer", "Standing"]
+
+
+class Standing(NamedTuple):
+    """What stands behind `.grad`, for a reduction outside of a backward."""
+
+    num_items: int | None
+    """Items behind what was not reduced yet; None where nothing was counted."""
+    is_uncounted: bool
+    """Whether backwards outside of `normalize_by` are not reduced yet."""
+    total: int | None
+    """Global items behind what was reduced and is still there."""
+    is_mean: bool
+    """Whether that is there as a mean, not as this rank's share of the sum."""
+    is_changed: bool
+    """Whether a mean was changed since."""
 
 
 class ItemNormalizer:
@@ -46,6 +62,39 @@ class ItemNormalizer:
         if self.count.is_open:
             self._versions = self._current_versions()
 
+    def standing(self) -> Standing:
+        """What stands behind `.grad` now; nothing, where it was cleared.
+
+        Raises:
+            ValueError: a block is open, so nobody knows whether its items are complete.
+        """
+        count = self.count
+        if count.is_open:
+            raise ValueError(
+                "gradients cannot be synchronized inside of a normalize_by block: leave it first"
+            )
+        unchanged = self._versions == self._current_versions()
+        if count.anything_behind_gradients and self._were_cleared(unchanged=unchanged):
+            count.forget()
+        return Standing(
+            num_items=count.unreduced,
+            is_uncounted=count.num_uncounted_backwards > 0,
+            total=count.reduced_total if count.carried_total is None else count.carried_total,
+            is_mean=count.reduced_total is not None,
+            is_changed=count.reduced_total is not None and not unchanged,
+        )
+
+    def carry(self) -> None:
+        """Turn a mean that is in `.grad` into this rank's share of the sum, to be summed with what is added."""
+        if self.count.reduced_total is not None:
+            self._scale(self.count.carry(self._num_ranks))
+
+    def was_reduced_outside(self, *, is_known: bool) -> None:
+        """All of `.grad` is a mean now; `is_known`: of the items that `total` returned, this time or before."""
+        self.count.take_for_reduction()
+        if is_known:
+            self._versions = self._current_versions()
+
     def total(self, num_items: Sequence[int], *, step: int) -> int:
         """The divisor: the items of all ranks, and those behind gradients that were carried over.
 
@@ -69,10 +118,9 @@ class ItemNormalizer:
         """
         if not self.count.anything_behind_gradients:
             return False
-        present = [p.grad for p in self._parameters if p.grad is not None]
         unchanged = self._versions == self._current_versions()
-        if not present or (not unchanged and not any(bool(g.any()) for g in present)):
-            self.count.forget()  # somebody cleared the gradients
+        if self._were_cleared(unchanged=unchanged):
+            self.count.forget()
             return False
         if self.count.reduced_total is None:
             return False
@@ -84,9 +132,18 @@ class ItemNormalizer:
         self._scale(self.count.carry(self._num_ranks))
         return True
 
+    def _were_cleared(self, *, unchanged: bool) -> bool:
+        """Whether somebody has cleared the gradients."""
+        present = [p.grad for p in self._parameters if p.grad is not None]
+        return not present or (not unchanged and not any(bool(_values(g).any()) for g in present))
+
     def _current_versions(self) -> list[int | None]:
         return [None if p.grad is None else p.grad._version for p in self._parameters]
 
     @torch.no_grad()
     def _scale(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

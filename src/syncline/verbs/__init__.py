@@ -19,6 +19,16 @@ from syncline.verbs.average import average_
 from syncline.verbs.broadcast import broadcast_
 from syncline.verbs.check_replicas import check_replicas
 from syncline.verbs.keep_best import keep_best_
+from syncline.verbs.sync_gradients import sync_gradients_
 from syncline.verbs.values import barrier, mean
 
-__all__ = ["all_reduce_", "average_", "barrier", "broadcast_", "check_replicas", "keep_best_", "mean"]
+__all__ = [
+    "all_reduce_",
+    "average_",
+    "barrier",
+    "broadcast_",
+    "check_replicas",
+    "keep_best_",
+    "mean",
+    "sync_gradients_",
+]

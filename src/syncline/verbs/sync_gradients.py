@@ -1,0 +1,326 @@
+"""sync_gradients_: the mean of gradients over ranks, without another batch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import SynclineError
+from syncline.plan.buckets import BucketPlan
+from syncline.plan.difference import describe_ranks
+from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
+from syncline.sync.caretakers import caretakers_of
+from syncline.sync.gradients import GradientSync
+from syncline.sync.normalize import Standing
+from syncline.sync.reduction import TensorReducer
+from syncline.sync.sparse import SparseBucket
+from syncline.transport.base import Transport, Work
+from syncline.verbs.common import Group, WorkThen
+from syncline.world import transport_of
+
+__all__ = ["sync_gradients_"]
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+_TITLE = "sl.sync_gradients_"
+_REMEDY = "Call it with the same module on every rank, wrapped or bare alike."
+
+_STANDING = struct.Struct("<qq???")  # items and total (-1: none), is_uncounted, is_mean, is_changed
+_NONE, _DENSE, _SPARSE = 0, 1, 2
+"""What a rank has for a parameter."""
+
+
+@overload
+def sync_gradients_(
+    module: AnyModule, *, group: Group = None, async_op: Literal[False] = False
+) -> AnyModule: ...
+@overload
+def sync_gradients_(module: nn.Module, *, group: Group = None, async_op: Literal[True]) -> Work: ...
+@overload
+def sync_gradients_(module: AnyModule, *, group: Group = None, async_op: bool) -> AnyModule | Work: ...
+def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False) -> Any:
+    """Make `.grad` of a module's parameters the mean over ranks, without another batch.
+
+    For gradients that were accumulated under `no_sync` when the epoch ends (pytorch/pytorch issue 53443), or that a
+    bare module got. They become what a backward that synchronizes would have made of them: of
+    `sl.DistributedDataParallel`, they count as reduced from now on (`optimizer.step()` and `clip_grad_norm_` go on),
+    and gradients counted by `normalize_by` are divided by the items of all ranks. A gradient that only some ranks have
+    counts as zero on the others and is created there; one that no rank has stays None. What is reduced already stays
+    as it is (but for a last bit, where the number of ranks is no power of two). Two small collectives (one, up to 212
+    parameters), then the gradients, fused by dtype and device. A communication hook is not asked.
+
+    Args:
+        module: `sl.DistributedDataParallel` or torch's wrapper (parameters that they ignore are left out), or a bare
+            module, also one that is wrapped.
+        group: see `broadcast_`; of a wrapped module, its wrapper's, which None stands for.
+        async_op: return at once; gradients are not to be touched before the handle was waited for. (Sparse gradients
+            are waited for here.)
+
+    Returns:
+        `module`, or with async_op a handle with `.wait()`.
+
+    Raises:
+        ContractMismatch: the ranks' modules differ; the same text on every rank.
+        TypeError: not a module.
+        ValueError: the module is sharded, has several wrappers or another group; counted and uncounted micro-batches
+            are mixed, or only some ranks cleared their gradients; a part of a module whose items are counted; on every
+            rank.
+        SynclineError: called inside of a backward.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> with ddp.no_sync():
+        ...     ddp(torch.ones(1, 2)).sum().backward()
+        >>> ddp = sl.sync_gradients_(ddp)
+    """
+    lines: list[str] = []
+    mine: _Gradients | None = None
+    payload, bits, fault = b"", b"", None
+    try:
+        mine = _Gradients(module)
+        lines = mine.lines
+        payload = mine.told()
+        bits = bytes(mine.kinds)
+    except Exception as error:
+        fault = error
+    transport, group_fault = _transport(module, group, mine)
+    fault = fault or group_fault
+    inline = len(payload) + _packed_bytes(len(bits)) <= PAYLOAD_BYTES
+    if inline and fault is None:
+        payload += _packed(bits)
+    told = exchange(transport, _TITLE, lines, payload=payload, fault=fault, remedy=_REMEDY)
+    assert mine is not None
+    standings = [_read(row) for row in told]
+    num_items = mine.settle(standings)
+    if inline:
+        kinds = [_unpacked(row[_STANDING.size :], len(bits)) for row in told]
+    else:
+        rows = gather_rows(transport, torch.frombuffer(bytearray(bits), dtype=torch.uint8))
+        kinds = [bytes(row.tolist()) for row in rows]
+    work = mine.start(
+        transport, [max(column) for column in zip(*kinds, strict=True)], num_items, wait=not async_op
+    )
+    if async_op:
+        return work
+    work.wait()
+    return module
+
+
+def _transport(module: Any, group: Group, mine: _Gradients | None) -> tuple[Transport, Exception | None]:
+    """By what the ranks agree, and what is wrong about it."""
+    caretaker = None if mine is None else mine.caretaker
+    if caretaker is None:
+        if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            group = module.process_group
+        return transport_of(group), None
+    if group is None or transport_of(group) is caretaker.main_lane:
+        return caretaker.main_lane, None
+    return transport_of(group), ValueError(
+        "the module is synchronized over another group by its wrapper: leave group out, or pass that one"
+    )
+
+
+class _Gradients:
+    """What is to be reduced, and what stands behind it.
+
+    Args:
+        module: see `sync_gradients_`.
+
+    Raises:
+        TypeError, ValueError, SynclineError: it cannot be.
+    """
+
+    def __init__(self, module: Any) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"expected a torch.nn.Module, got {type(module).__name__}: pass the module or its wrapper"
+            )
+        ignored: set[str] = set()
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            ignored, module = set(module.parameters_to_ignore), module.module
+        named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        self.caretaker = _caretaker_of([parameter for _, parameter in named])
+        self._parameters = [parameter for _, parameter in named]
+        self._place = {id(parameter): at for at, parameter in enumerate(self._parameters)}
+        own = [] if self.caretaker is None else self.caretaker.parameters
+        self._own = {self._place[id(parameter)] for parameter in own if id(parameter) in self._place}
+        """Which of them the wrapper takes care of."""
+        self._standing = Standing(None, False, None, False, False)
+        if self.caretaker is not None:
+            self._standing = self.caretaker.normalizer.standing()
+            if len(self._own) < len(own) and (self._standing.num_items, self._standing.total) != (None, None):
+                raise ValueError(
+                    "items are counted by normalize_by behind the gradients of the whole module, and this is a part of "
+                    "it: pass the whole"
+                )
+        self.kinds = [_kind(name, parameter) for name, parameter in named]
+        self.lines = describe_tensors(named, layout=False)
+        self.lines.append(f"parameters of a wrapper  {len(self._own)}")
+
+    def told(self) -> bytes:
+        """What stands behind this rank's gradients, for the others."""
+        items, is_uncounted, total, is_mean, is_changed = self._standing
+        counts = (-1 if count is None else count for count in (items, total))
+        return _STANDING.pack(*counts, is_uncounted, is_mean, is_changed)
+
+    def settle(self, standings: Sequence[Standing]) -> int | None:
+        """By what sums are to be divided: all items, or None for the number of ranks.
+
+        Raises:
+            ValueError: no divisor is right; on every rank.
+        """
+        counted = [rank for rank, one in enumerate(standings) if one.num_items is not None]
+        if not counted:
+            return None
+        uncounted = [rank for rank, one in enumerate(standings) if one.is_uncounted]
+        changed = [rank for rank, one in enumerate(standings) if one.is_changed]
+        problem = None
+        if uncounted:
+            problem = (
+                f"{describe_ranks(counted)} counted items by normalize_by, and backwards outside of it were added up "
+                f"on {describe_ranks(uncounted)}: no divisor is right for both. Put all of them inside"
+            )
+        elif changed:
+            problem = (
+                f"{describe_ranks(changed)}: the gradients of an earlier step were changed since (clipped, perhaps) "
+                "and not cleared, so nothing can be added to them exactly. Clear them"
+            )
+        elif len({one.total for one in standings}) > 1:
+            without = [rank for rank, one in enumerate(standings) if one.total is None]
+            problem = (
+                f"the gradients of an earlier step were cleared on {describe_ranks(without)} and not on the others. "
+                "Clear them on all"
+            )
+        if problem is not None:
+            raise ValueError(f"{_TITLE}: {problem}, then accumulate again")
+        assert self.caretaker is not None
+        normalizer = self.caretaker.normalizer
+        normalizer.carry()
+        return normalizer.total([one.num_items or 0 for one in standings], step=self.caretaker.step)
+
+    def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
+        """Reduce everything; with `wait` in bounded memory, and the work is done but for what comes last.
+
+        Args:
+            transport: between the ranks.
+            kinds: by parameter, what any rank has.
+            num_items: what sums of counted gradients are divided by.
+            wait: rather wait than start everything at once.
+        """
+        dense: dict[bool, list[Tensor]] = {False: [], True: []}
+        for at, (parameter, kind) in enumerate(zip(self._parameters, kinds, strict=True)):
+            is_counted = num_items is not None and at in self._own
+            divisor = float(num_items or 1) if is_counted else float(transport.size)
+            if kind == _SPARSE:
+                _reduce_sparse(parameter, transport, divisor)
+            elif kind == _DENSE:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                dense[is_counted].append(parameter.grad)
+        reducers = [
+            TensorReducer(dense[False], transport, "mean", rounds_once=True),
+            TensorReducer(dense[True], transport, "sum", divisor=float(num_items or 1), rounds_once=True),
+        ]
+        works = []
+        for reducer in reducers:
+            if wait:
+                reducer.run()
+            else:
+                works.append(reducer.start())
+        return WorkThen(works, lambda: self._finish(num_items))
+
+    def _finish(self, num_items: int | None) -> None:
+        if self.caretaker is not None:
+            own = [at for at, p in enumerate(self.caretaker.parameters) if id(p) in self._place]
+            self.caretaker.reduced_outside(own, num_items=num_items, was_changed=self._standing.is_changed)
+
+
+def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
+    found = caretakers_of(parameters)
+    if len(found) > 1:
+        raise ValueError(
+            f"parts of this module are wrapped by {len(found)} wrappers: pass one of these at a time"
+        )
+    if not found:
+        return None
+    if found[0].options.sharded:
+        raise ValueError(
+            "with sharded=True each rank holds its share of the gradients alone, after backward as well: run the last "
+            "micro-batch outside of no_sync"
+        )
+    if found[0].is_in_backward:
+        raise SynclineError(
+            "called inside of a backward, whose gradients are not complete: call it after backward()"
+        )
+    return found[0]
+
+
+def _kind(name: str, parameter: Tensor) -> int:
+    gradient = parameter.grad
+    if gradient is None:
+        return _NONE
+    if gradient.dtype is not parameter.dtype or gradient.device != parameter.device:
+        raise ValueError(
+            f"the gradient of {name}: expected {parameter.dtype} on {parameter.device}, as the parameter is, got "
+            f"{gradient.dtype} on {gradient.device}"
+        )
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        raise ValueError(
+            f"the gradient of {name}: expected a dense one or rows (sparse_coo), got {gradient.layout}"
+        )
+    return _DENSE if gradient.layout == torch.strided else _SPARSE
+
+
+def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> None:
+    """Rows are gathered and added up, as in a backward; waits."""
+    plan = BucketPlan(
+        index=0,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=str(parameter.device),
+        parameters=(0,),
+        offsets=(0,),
+        num_large=0,
+        numel=parameter.numel(),
+        tail_numel=0,
+        itemsize_bytes=parameter.element_size(),
+        sparse=True,
+        numels=(parameter.numel(),),
+    )
+    bucket = SparseBucket(plan, [parameter], transport)
+    bucket.launch(1.0, frozenset(), tail=None, trigger=None)
+    bucket.wait()
+    bucket.divide(divisor)
+    bucket.hand_out(frozenset(), any_missing=False)
+
+
+# ---------------------------------------------------------------------- what travels (pure)
+
+
+def _read(payload: bytes) -> Standing:
+    items, total, *flags = _STANDING.unpack_from(payload)
+    return Standing(None if items < 0 else items, flags[0], None if total < 0 else total, flags[1], flags[2])
+
+
+def _packed_bytes(num_kinds: int) -> int:
+    return -(-num_kinds // 4)
+
+
+def _packed(kinds: Sequence[int]) -> bytes:
+    """Four in a byte.
+
+    Example:
+        >>> list(_unpacked(_packed([0, 1, 2, 0, 1]), 5))
+        [0, 1, 2, 0, 1]
+    """
+    number = sum(kind << (2 * at) for at, kind in enumerate(kinds))
+    return number.to_bytes(_packed_bytes(len(kinds)), "little")
+
+
+def _unpacked(packed: bytes, num_kinds: int) -> bytes:
+    number = int.from_bytes(packed, "little")
+    return bytes((number >> (2 * at)) & 3 for at in range(num_kinds))
