@@ -119,7 +119,8 @@ def _gradients_row(plan: Plan) -> Row:
     rule = None if plan.rules is None else plan.rules.gradients
     if rule is not None and plan.num_ranks > 1:
         when, drift_allowed = rule.when, rule.drift_allowed
-        how = rule.how if plan.comm_hook is None or rule.how == "-" else how
+        is_plain = plan.comm_hook is None and plan.compression is None
+        how = rule.how if is_plain or rule.how == "-" else how
     return Row(
         what="gradients",
         size=_size(plan.sizes.num_gradients, plan.sizes.gradient_bytes),

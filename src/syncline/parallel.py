@@ -29,15 +29,16 @@ from syncline.arguments import (
 )
 from syncline.compression import Compression
 from syncline.contract import Contract
-from syncline.events import BackwardRecord
+from syncline.events import BackwardRecord, RoundRecord
 from syncline.explain import contract_of, explain
 from syncline.plan.buckets import automatic_caps
-from syncline.replica import Replica
+from syncline.replica import NOT_COPIED, Replica
 from syncline.strategy import Strategy
 from syncline.sync.agreement import agree
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.comm_hook import checked_comm_hook
 from syncline.sync.compilation import NotTraced
+from syncline.sync.divergence import have_met
 from syncline.sync.items import checked_num_items
 from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
@@ -482,7 +483,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """Let the replicas meet now, out of turn; afterwards all ranks are equal. A collective call.
 
         Under a strategy that lets replicas drift: before an evaluation, before a checkpoint, at the end. What a meeting
-        is, the strategy says (an average, an outer step). Under `EveryStep` nothing is sent.
+        is, the strategy says (an average, an outer step). Under `EveryStep` only buffers are made equal.
 
         Raises:
             ContractMismatch: under `ParameterServer`, the ranks have done different numbers of steps.
@@ -492,8 +493,16 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.LocalSGD(8))
             >>> ddp.meet()
         """
-        if self._replica.rounds is not None:
-            self._replica.rounds.meet()
+        if self._replica.rounds is None:
+            self.equalize_buffers_()
+            return
+        self._replica.rounds.meet()
+        have_met(self.module.parameters())
+
+    @property
+    def last_round(self) -> RoundRecord | None:
+        """The most recent meeting of parameters as it was recorded on this rank; None before the first."""
+        return None if self._replica.rounds is None else self._replica.rounds.last
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
@@ -637,6 +646,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     def __getstate__(self) -> dict[str, Any]:
         self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
+        self._replica.refuse_drifting(NOT_COPIED)
         self._check_default_group()
         return dict(self.__dict__)
 

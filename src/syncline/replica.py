@@ -22,6 +22,7 @@ from syncline.sync.attached import AttachedOptimizer
 from syncline.sync.buffer_hook import BufferHook
 from syncline.sync.buffers import BufferPolicy, BufferSync
 from syncline.sync.comm_hook import CommHook
+from syncline.sync.divergence import Divergence
 from syncline.sync.gradients import GradientSync
 from syncline.sync.in_backward import optimizers_in_backward
 from syncline.sync.inventory import Inventory
@@ -40,7 +41,11 @@ from syncline.wrapping import (
     spec_of,
 )
 
-__all__ = ["Replica"]
+__all__ = ["NOT_COPIED", "Replica"]
+
+NOT_COPIED = (
+    "a wrapper cannot be copied or pickled, for what the ranks agreed on last would not be the copy's"
+)
 
 
 class Replica:
@@ -112,6 +117,8 @@ class Replica:
         if init_sync:
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(chosen)
+        self.divergence = Divergence(module, transport, _weakly(self._drift))
+        """Whether replicas drift apart on purpose."""
         self.rounds = self._rounds(chosen, spec) if strategy.drifts else None
         """What carries out a strategy under which replicas drift."""
         self._wire(chosen)
@@ -144,6 +151,23 @@ class Replica:
             weakref.finalize(self if of is None else of, lane.close)
         return lane
 
+    def _let_decide(self) -> None:
+        """Ask in each backward whether it is to be reduced, where that is a question."""
+        is_open = self.rounds is not None or self.divergence.is_open
+        self.gradients.decide = _weakly(self.reduces) if is_open else None
+
+    def _drift(self, is_open: bool) -> None:
+        """Replicas begin to drift apart on purpose, or end to do so."""
+        self._let_decide()
+        for attached in self.gradients.guard.optimizers:
+            attached.counts = not is_open
+        buffers = self.buffers
+        if is_open:
+            self._before_drifting = (buffers.enabled, buffers.why_disabled)
+            buffers.enabled, buffers.why_disabled = False, "the replicas drift apart on purpose (sl.diverge)"
+        else:
+            buffers.enabled, buffers.why_disabled = self._before_drifting
+
     def _rounds(self, chosen: Selection, spec: Spec) -> Rounds:
         """What carries out the strategy. A collective call."""
         return Rounds(
@@ -175,8 +199,7 @@ class Replica:
         )
         self.gradients.main_lane = self.transport
         self.gradients.before_first = _weakly(self.agree_before_the_first_step)
-        if self.rounds is not None:
-            self.gradients.decide = _weakly(self.reduces)
+        self._let_decide()
         self.buffers = BufferSync(
             self.module,
             self._buffer_lane,
@@ -231,6 +254,8 @@ class Replica:
 
     def before_synchronized_forward(self, *, inside_join: bool) -> None:
         """See that the ranks mean the same: they do, unless something was changed or registered meanwhile."""
+        if self.divergence.has_diverged and self.reduces():
+            self.divergence.check_met()
         has_changed = self._inventory.has_changed() or not self.gradients.layout.fits()
         if inside_join:
             if has_changed:
@@ -314,6 +339,7 @@ class Replica:
     def use_transport(self, transport: Transport) -> None:
         """Synchronize over another group from now on. A collective call of the ranks in it, which are equal already."""
         self.transport = transport
+        self.divergence = Divergence(self.module, transport, _weakly(self._drift))
         self.plan = replace(self.plan, transport=transport.name, num_ranks=transport.size)
         self._open_lanes(self.selection)
         self._wire_again()
@@ -369,7 +395,9 @@ class Replica:
         self.is_agreed = False
 
     def reduces(self) -> bool:
-        """Whether a backward that begins now is to be reduced, as far as the strategy is concerned."""
+        """Whether a backward that begins now is to be reduced, unless it runs under no_sync."""
+        if self.divergence.is_open:
+            return False
         return self.rounds is None or self.rounds.reduces() is not None
 
     def _after_optimizer_step(self, attached: AttachedOptimizer) -> None:
@@ -433,15 +461,13 @@ class Replica:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds hooks and connections."""
-        self.refuse_drifting(
-            "a wrapper cannot be copied or pickled, for what the ranks agreed on last is not in it"
-        )
         return {name: value for name, value in vars(self).items() if name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Over the default group. Hooks and optimizers have to be registered again."""
         vars(self).update(state)
         self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)
+        self.divergence = Divergence(self.module, self.transport, _weakly(self._drift))
         self._has_lanes = False
         self.plan = replace(self.plan, comm_hook=None, optimizers=())
         self._wire(self._chosen_again())

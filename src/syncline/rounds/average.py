@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.rounds.flat import flat_groups
 from syncline.sync.optimizers import optimizer_leaves
+from syncline.sync.reduction import TensorReducer
 from syncline.transport.base import Transport
 
 __all__ = ["average_weighted", "floating_state"]
@@ -27,10 +27,7 @@ def average_weighted(tensors: Sequence[Tensor], weight: float, transport: Transp
     """
     rows = transport.all_gather_bytes(_WEIGHT.pack(weight))
     share = weight / sum(_WEIGHT.unpack(row)[0] for row in rows)
-    for group in flat_groups(tensors):
-        flat = group.read().mul_(share).to(transport.sending_device(group.device))
-        transport.all_reduce(flat).wait()
-        group.write(flat.to(group.device))
+    TensorReducer(tensors, transport, "sum", share=share, rounds_once=True).run()
 
 
 def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:

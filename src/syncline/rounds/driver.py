@@ -38,7 +38,7 @@ from syncline.strategy.base import (
 )
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.attached import AttachedOptimizer
-from syncline.sync.reduction import reduce_tensors
+from syncline.sync.reduction import TensorReducer
 from syncline.transport.base import Transport
 
 __all__ = ["Rounds"]
@@ -276,7 +276,7 @@ class Rounds:
             tensors = list(self._parameters)
             if action.optimizer_state:
                 tensors += [tensor for _, tensor in self._optimizer_state()]
-            reduce_tensors(tensors, self._lane, "mean").wait()
+            TensorReducer(tensors, self._lane, "mean", rounds_once=True).run()
         self._equalize_buffers()
 
     def _floating_buffers(self) -> list[Tensor]:

@@ -37,8 +37,8 @@ class PushSum:
         kept = [group.read().mul_(share) for group in groups]
         wires = [
             weights,
-            *(
-                part.to(transport.sending_device(group.device), group.wire_dtype)
+            *(  # copies: what is kept is added to while they travel
+                part.to(transport.sending_device(group.device), group.wire_dtype, copy=True)
                 for group, part in zip(groups, kept, strict=True)
             ),
         ]

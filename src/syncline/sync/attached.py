@@ -43,12 +43,16 @@ class AttachedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
+        self.counts = True
+        """Whether steps count, and are followed by what is due; switched off while replicas drift on purpose."""
         self.told_settings: object = None
         """The settings at the last reduction, which did not go on unless all ranks shared them."""
         inner = optimizer.step
 
         @functools.wraps(inner)
         def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self.counts:
+                return inner(*args, **kwargs)
             before_step(self)
             result = inner(*args, **kwargs)
             self.num_steps += 1

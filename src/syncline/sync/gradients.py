@@ -472,9 +472,11 @@ class GradientSync:
         divisor = self.num_contributing or self.transport.size
         if self._num_items is None and not self.options.allow_unused and not missing:
             # The common case: hand out each bucket while later ones are still on their way.
+            left = 1.0 if self.comm_hook is None else self._left_to_divide(divisor)
             for bucket in self._sent:
                 self._wait(bucket)
-                self._divide(bucket, divisor)
+                if left != 1:
+                    bucket.divide(left)
                 bucket.hand_out(_NONE, any_missing=False)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
             self._check(self._decode())
@@ -488,8 +490,10 @@ class GradientSync:
             self._check(ranks)
             if self._num_items is not None:
                 divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
-            for bucket in self._sent:
-                self._divide(bucket, divisor)
+            left = self._left_to_divide(divisor)
+            if left != 1:
+                for bucket in self._sent:
+                    bucket.divide(left)
             used = self.num_ranks_using
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self._sent:
@@ -499,12 +503,11 @@ class GradientSync:
         if not self.layout.order_is_learnt:
             self.layout.learn_order(self._ready)
 
-    def _divide(self, bucket: Bucket | SparseBucket, divisor: int) -> None:
-        """Make the mean of what has arrived, where it is not that already."""
-        averages = self.comm_hook is not None and self.comm_hook.averages
-        by = divisor / self.transport.size if averages else divisor
-        if (averages or self._num_items is not None) and by != 1:
-            bucket.divide(by)
+    def _left_to_divide(self, divisor: int) -> float:
+        """By what the result has to be divided yet: a user's hook divides by itself, one that encodes averages."""
+        if self.comm_hook is not None and self.comm_hook.averages:
+            return divisor / self.transport.size
+        return 1.0 if self._num_items is None else divisor
 
     def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
         """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.

@@ -8,6 +8,7 @@ average.py         the weighted mean of modules, optimizers and trees
 sync_gradients.py  the mean of gradients, without another batch
 keep_best.py       all become what the best rank's is
 check_replicas.py  are all equal, bit for bit?
+diverge.py         let replicas drift apart on purpose
 values.py          mean and barrier: nothing is changed in place
 common.py          what they have in common
 """
@@ -18,6 +19,7 @@ from syncline.verbs.all_reduce import all_reduce_
 from syncline.verbs.average import average_
 from syncline.verbs.broadcast import broadcast_
 from syncline.verbs.check_replicas import check_replicas
+from syncline.verbs.diverge import diverge
 from syncline.verbs.keep_best import keep_best_
 from syncline.verbs.sync_gradients import sync_gradients_
 from syncline.verbs.values import barrier, mean
@@ -28,6 +30,7 @@ __all__ = [
     "barrier",
     "broadcast_",
     "check_replicas",
+    "diverge",
     "keep_best_",
     "mean",
     "sync_gradients_",

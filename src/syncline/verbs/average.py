@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from syncline.optim.attached import is_sharded
 from syncline.sync.agreement import describe_tensors, exchange
+from syncline.sync.divergence import have_met
 from syncline.sync.metrics import checked_total, checked_weight
 from syncline.sync.optimizers import OptimizerNumbers, is_setting
 from syncline.sync.pooling import BufferAverage, running_statistics
@@ -190,6 +191,7 @@ class _Averaged:
             step.data.copy_(twin)
         if self._numbers is not None:
             self._numbers.write_back()
+        have_met(tensor for _, tensor in self._means)
         increment_version([*self._others, *(step for step, _ in self._steps)])
 
 

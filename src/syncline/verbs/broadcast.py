@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from syncline.optim.attached import is_sharded
 from syncline.sync.agreement import describe_tensors, exchange
+from syncline.sync.divergence import have_met
 from syncline.sync.optimizers import OptimizerNumbers
 from syncline.sync.tensors import TensorBroadcaster, named_tensors
 from syncline.transport.base import Transport, Work
@@ -107,13 +108,17 @@ class Replaced:
 
     def start(self, transport: Transport, src_rank: int) -> Work:
         """Broadcast, everything under way at once."""
-        work = TensorBroadcaster(self._tensors, transport).start(src_rank)
-        if self._numbers is None or transport.rank == src_rank:
-            return work
-        return WorkThen([work], self._numbers.write_back)
+        return WorkThen(
+            [TensorBroadcaster(self._tensors, transport).start(src_rank)],
+            lambda: self._finish(is_source=transport.rank == src_rank),
+        )
 
     def run(self, transport: Transport, src_rank: int) -> None:
         """Broadcast and wait, with bounded memory for copies."""
         TensorBroadcaster(self._tensors, transport).run(src_rank)
-        if self._numbers is not None and transport.rank != src_rank:
+        self._finish(is_source=transport.rank == src_rank)
+
+    def _finish(self, *, is_source: bool) -> None:
+        if self._numbers is not None and not is_source:
             self._numbers.write_back()
+        have_met(self._tensors)

@@ -12,6 +12,7 @@ from syncline.errors import ReplicaDivergence
 from syncline.optim.attached import is_sharded
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import describe_tensors, exchange, gather_rows
+from syncline.sync.divergence import have_met
 from syncline.sync.fingerprint import Difference, differences, digest_of, fingerprint_of_number, fingerprints
 from syncline.sync.optimizers import OptimizerNumbers, optimizer_leaves
 from syncline.sync.tensors import named_tensors
@@ -54,6 +55,7 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
     names: list[str] = []
     mine: list[int] = []
     lines: list[str] = []
+    tensors: list[Tensor] = []
     fault = None
     try:
         if is_sharded(target):
@@ -63,7 +65,8 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
         named = named_tensors(target, for_writing=False)
         lines = describe_tensors(named, kind="tensor", layout=False)
         names = [name for name, _ in named]
-        mine = fingerprints([tensor for _, tensor in named])
+        tensors = [tensor for _, tensor in named]
+        mine = fingerprints(tensors)
         if isinstance(target, Optimizer):
             lines += OptimizerNumbers(target).lines
             numbers = [
@@ -76,6 +79,7 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
     told = exchange(transport, _TITLE, lines, payload=digest_of(mine), fault=fault, remedy=_REMEDY)
     if len(set(told)) > 1:
         raise _divergence(differences(names, _gathered(mine, transport)), len(names), transport.size)
+    have_met(tensors)
 
 
 def _gathered(mine: list[int], transport: Transport) -> list[list[int]]:
