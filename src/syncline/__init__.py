@@ -11,7 +11,8 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     sync/, data/, nn/           gradients, buffers, agreement; the sampler; layers
     compression/                encodings of what is averaged, so that fewer bytes travel
     optim/                      optimizers of which each rank steps its share
-    verbs, sharing              synchronization without a wrapper; one copy of parameters for all ranks
+    verbs, sharing, evolution/  synchronization without a wrapper; one copy of parameters for all ranks; training
+                                without a backward pass
     parallel                    DistributedDataParallel
     launch/, bench/             ranks as processes; competitors that take turns
     cli/, testing/              `syncline run`, `syncline bench`; ranks for tests
@@ -33,7 +34,8 @@ from syncline.errors import (
     UnevenInputs,
     UnreducedGradients,
 )
-from syncline.events import BackwardRecord, BucketRecord, BufferRecord, RoundRecord
+from syncline.events import BackwardRecord, BucketRecord, BufferRecord, EvolutionRecord, RoundRecord
+from syncline.evolution.strategy import EvolutionStrategy
 from syncline.parallel import DistributedDataParallel
 from syncline.sharing import share_, write_shared
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
@@ -66,6 +68,8 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EveryStep",
+    "EvolutionRecord",
+    "EvolutionStrategy",
     "Gossip",
     "LocalSGD",
     "Manual",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "RoundRecord"]
+__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "EvolutionRecord"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,3 +76,16 @@ class RoundRecord:
     """Bytes of the tensors handed to the transport."""
     waited_seconds: float
     duration_seconds: float
+class EvolutionRecord:
+    """One step of an evolution strategy; the same on every rank."""
+
+    step: int
+    """The first is step 1."""
+    losses: tuple[float, ...]
+    """Of each member, pair by pair, plus before minus, as they came; not all need be finite."""
+    mean_loss: float
+    """The mean of those that are finite."""
+    best_loss: float
+    """The lowest of those that are finite."""
+    num_nonfinite: int
+    """How many members' losses are not finite, and so counted as the worst."""

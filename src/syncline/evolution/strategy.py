@@ -1,0 +1,376 @@
+"""Training without a backward pass: `EvolutionStrategy`. Losses travel; noise and update are made again on every rank.
+
+[Note: same update] No parameter is sent after construction. All ranks know all losses and make all noise from its
+seeds, so all take the same step, by the same operations on the same numbers in the same order. What that rests on is
+checked: at construction, that all machines make the same numbers from a seed (another CPU type or version of torch may
+not); in each step, beside the losses, that parameters and the optimizer's settings are the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import operator
+import struct
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.contract import Contract, Row, format_bytes, format_count
+from syncline.errors import PeerFailed, SynclineError
+from syncline.events import EvolutionRecord
+from syncline.evolution.members import Members, Settings, trained_parameters
+from syncline.plan.difference import describe_ranks
+from syncline.plan.population import in_order, noise_, pair_weights, pairs_of
+from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange
+from syncline.sync.tensors import TensorBroadcaster, named_tensors
+from syncline.transport.base import Statistics, Transport
+from syncline.world import transport_of
+
+__all__ = ["EvolutionStrategy"]
+
+_TITLE = "sl.EvolutionStrategy"
+_REMEDY = (
+    "Build the same module with the same arguments on every rank. (Where only the noise differs, the machines do: use the "
+    "same version of torch and the same type of CPU, or ATEN_CPU_CAPABILITY=default, on every rank.)"
+)
+_REMEDY_STEP = (
+    "Between steps, change parameters, learning rate or state on all ranks in the same way, or make them equal again: "
+    "sl.broadcast_(module), sl.broadcast_(strategy.optimizer)."
+)
+_OPENING_BYTES = 105
+"""What a rank sends to agree on a step; see `syncline.sync.agreement.agree`."""
+_HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # whether loss_fn failed, then the first losses
+_NUM_INLINE = PAYLOAD_BYTES // 8 - 1
+_PROBE_NUMEL = 4096
+
+
+class EvolutionStrategy:
+    """Trains a module by trying small random changes of its parameters: no backward, so any loss will do.
+
+    In each step `population` members are evaluated, dealt out to the ranks: the parameters plus sigma times noise, and
+    minus the same noise. The losses, 8 bytes a member, are all that travels: every rank makes the noise of all members
+    again from (seed, step, member), estimates the same gradient of the expected loss, and takes the same step. The
+    bytes do not depend on the size of the module. Evaluations are shared out, noise for the update is not: more ranks
+    help as long as a rank's evaluations take longer than drawing `population / 2` random numbers a parameter.
+
+    Parameters with `requires_grad` are trained, tied ones as one; noise is float32. Buffers are put back after each
+    evaluation: running statistics of a BatchNorm stay what they are. Construction is a collective call, after which parameters and buffers are
+    rank 0's on every rank.
+
+    Args:
+        module: the same on all ranks, on any devices.
+        sigma: standard deviation of the noise, in units of the parameters.
+        lr: learning rate of the optimizer.
+        population: evaluations a step over all ranks; an even number. With more ranks than half of it, some have none.
+        seed: of all noise; the same on all ranks.
+        optimizer: called as `optimizer(parameters, lr=lr)`: torch.optim.Adam, say, or a `functools.partial` of one. It
+            finds the estimated gradient in `.grad`.
+        group: the ranks that share the work: a `torch.distributed` process group, a Syncline transport, or None for
+            the default group (or a world of one, where torch.distributed is not initialised).
+
+    Raises:
+        ContractMismatch: the ranks' modules or arguments differ, or their machines make different noise from the same
+            seed; the same text on every rank.
+        TypeError, ValueError: an argument makes no sense, on any rank; on every rank.
+
+    Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
+    https://arxiv.org/abs/1703.03864.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> model = torch.nn.Linear(2, 1)
+        >>> strategy = sl.EvolutionStrategy(model, sigma=0.1, lr=0.02, population=20, seed=0)
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+        >>> first = strategy.step(lambda model: model(x).square().mean())
+        >>> for _ in range(99):
+        ...     last = strategy.step(lambda model: model(x).square().mean())
+        >>> last.step, last.mean_loss < 0.1 * first.mean_loss
+        (100, True)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sigma: float,
+        lr: float,
+        population: int,
+        seed: int,
+        *,
+        optimizer: Callable[..., Optimizer] = torch.optim.SGD,
+        group: dist.ProcessGroup | Transport | None = None,
+    ) -> None:
+        self._transport = transport_of(group)
+        self.module = module
+        self.num_steps = 0
+        """Steps taken so far."""
+        lines: list[str] = []
+        fault = None
+        try:
+            self._settings = Settings.checked(sigma, population, seed)
+            self._trained = trained_parameters(module)
+            self._members = Members(module, [p for _, p in self._trained])
+            self.optimizer = _made_optimizer(optimizer, [p for _, p in self._trained], lr)
+            """Made by the argument `optimizer`; for a schedule of its learning rate, say."""
+            lines = self._description()
+        except Exception as error:
+            fault = error
+        exchange(self._transport, _TITLE, lines, fault=fault, remedy=_REMEDY)
+        TensorBroadcaster([t for _, t in named_tensors(module)], self._transport).run(0)
+
+    @torch.no_grad()
+    def step(self, loss_fn: Callable[[nn.Module], float | Tensor]) -> EvolutionRecord:
+        """Evaluate the population, and move the parameters to where the losses are lower; a collective call.
+
+        Args:
+            loss_fn: `loss_fn(module)` returns a number or a tensor of one element, the lower the better. It is called
+                without gradients, on this rank for this rank's members, so with the same data for all of them: their
+                losses are compared with each other. It makes no collective calls: ranks may have different numbers of
+                members. A loss that is not finite counts as the worst.
+
+        Returns:
+            The losses of all members; the same on every rank.
+
+        Raises:
+            ValueError: no loss is finite; on every rank.
+            PeerFailed: `loss_fn` raised on another rank; where it did, its own exception is raised.
+            ContractMismatch: parameters or optimizer settings are no longer the same on all ranks.
+
+            After each of these, parameters and buffers are what they were before the step.
+        """
+        board = self._transport.board
+        board.step, board.phase = self.num_steps + 1, "EvolutionStrategy.step, evaluating members"
+        mine: list[float] = []
+        fault = None
+        try:
+            pairs = pairs_of(self._transport.rank, self._transport.size, self._settings.num_pairs)
+            mine = self._members.evaluate(loss_fn, pairs, self._settings, step=self.num_steps + 1)
+        except Exception as error:
+            fault = error
+        losses = self._losses_of_all(mine, fault)
+        record = _record(self.num_steps + 1, losses)
+        self._update(pair_weights(losses, self._settings.sigma))
+        self.num_steps += 1
+        board.phase = "after step"
+        return record
+
+    def statistics(self) -> Statistics:
+        """Collectives, bytes and time waiting, of everything that used the same transport on this rank."""
+        return self._transport.statistics()
+
+    @property
+    def contract(self) -> Contract:
+        """What is synchronized, when and how."""
+        settings, transport = self._settings, self._transport
+        named = named_tensors(self.module)
+        num_buffers = sum(not isinstance(t, nn.Parameter) for _, t in named)
+        num_bytes = sum(t.numel() * t.element_size() for _, t in self._trained)
+        alone = transport.size == 1
+        ranks = format_count(transport.size, "rank")
+        scores = Row(
+            what="losses",
+            size=f"{settings.population} floats, {format_bytes(self._num_bytes_a_step())} a step",
+            when="never: alone" if alone else "in step, when all are evaluated",
+            how="-" if alone else "all_gather",
+            drift_allowed="none",
+        )
+        parameters = Row(
+            what="parameters",
+            size=f"{format_count(len(self._trained), 'tensor')}, {format_bytes(num_bytes)}",
+            when="never: alone" if alone else "once, at construction",
+            how="same update from the same seeds"
+            if alone
+            else "broadcast from rank 0; then the same update from the same seeds",
+            drift_allowed="none" if alone else "none: compared in each step",
+        )
+        noise = Row(
+            what="noise",
+            size=f"{format_count(settings.num_pairs, 'pair')}",
+            when="never",
+            how="made on every rank from (seed, step, pair)",
+            drift_allowed="none",
+        )
+        buffers = Row(
+            what="buffers",
+            size=format_count(num_buffers, "tensor") if num_buffers else "none",
+            when="never" if alone or not num_buffers else "once, at construction",
+            how="put back after each evaluation" if num_buffers else "-",
+            drift_allowed="none" if num_buffers else "-",
+        )
+        title = f"EvolutionStrategy({type(self.module).__name__}), {ranks}, transport: {transport.name}"
+        return Contract(title=title, rows=(scores, noise, parameters, buffers))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What continues the run bit for bit beside `module.state_dict()`, with any number of ranks."""
+        return {
+            "num_steps": self.num_steps,
+            **asdict(self._settings),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; on all ranks. Its settings take the place of the arguments.
+
+        Raises:
+            ValueError: something is missing, or makes no sense.
+        """
+        expected = {"num_steps", "sigma", "population", "seed", "optimizer"}
+        if set(state) != expected:
+            raise ValueError(
+                f"expected a state of EvolutionStrategy with {', '.join(sorted(expected))}; got "
+                f"{', '.join(sorted(map(str, state)))}: load what strategy.state_dict() has returned"
+            )
+        settings = Settings.checked(state["sigma"], state["population"], state["seed"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._settings, self.num_steps = settings, operator.index(state["num_steps"])
+
+    # ------------------------------------------------------------------ what travels
+
+    def _losses_of_all(self, mine: Sequence[float], fault: Exception | None) -> list[float]:
+        """The losses of all members, pair by pair."""
+        inline = [*mine[:_NUM_INLINE], *([0.0] * (_NUM_INLINE - len(mine)))]
+        head = _HEAD.pack(fault is not None, *inline)
+        lines = self._state_lines() if self._transport.size > 1 else []
+        try:
+            heads = exchange(self._transport, f"{_TITLE}.step", lines, payload=head, remedy=_REMEDY_STEP)
+        except SynclineError:
+            if fault is not None:
+                raise fault  # noqa: B904  (the other error stays in its context)
+            raise
+        rows = [list(_HEAD.unpack(head)) for head in heads]
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed:
+            self._tell_failure(failed, fault)
+        rows = [row[1:] for row in rows] if self._fits_inline() else self._gathered(mine)
+        return in_order(rows, self._settings.num_pairs)
+
+    def _most_losses(self) -> int:
+        """How many losses the rank with the most has: rank 0."""
+        return 2 * len(pairs_of(0, self._transport.size, self._settings.num_pairs))
+
+    def _fits_inline(self) -> bool:
+        return self._most_losses() <= _NUM_INLINE
+
+    def _num_bytes_a_step(self) -> int:
+        """What all ranks send together."""
+        if self._transport.size == 1:
+            return 0
+        own = _OPENING_BYTES + (0 if self._fits_inline() else 8 * self._most_losses())
+        return own * self._transport.size
+
+    def _gathered(self, mine: Sequence[float]) -> list[list[float]]:
+        if self._transport.size == 1:
+            return [list(mine)]
+        width = self._most_losses()
+        device = self._transport.control_device
+        own = torch.zeros(width, dtype=torch.float64, device="cpu")
+        own[: len(mine)] = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        everyone = torch.empty(self._transport.size * width, dtype=torch.float64, device=device)
+        self._transport.all_gather(everyone, own.to(device)).wait()
+        return cast(list[list[float]], everyone.view(self._transport.size, width).tolist())
+
+    def _tell_failure(self, failed: Sequence[int], fault: Exception | None) -> None:
+        """Raise on all ranks: `fault` where there is one, elsewhere what the first that failed tells."""
+        text = "" if fault is None else "".join(traceback.format_exception(fault)).rstrip()
+        told = self._transport.all_gather_bytes(text.encode(errors="replace"))
+        if fault is not None:
+            raise fault
+        raise PeerFailed(
+            f"{_TITLE}.step, step {self.num_steps + 1}: loss_fn raised on {describe_ranks(failed)}; no parameter was "
+            f"changed. The first of them, rank {failed[0]}:\n{told[failed[0]].decode()}"
+        )
+
+    # ------------------------------------------------------------------ what ranks agree on
+
+    def _description(self) -> list[str]:
+        probe = torch.empty(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
+        noise_(probe, seed=self._settings.seed, step=0, pair=0)
+        named = named_tensors(self.module)
+        return [
+            f"module  {type(self.module).__name__}",
+            *self._settings_lines(),
+            f"noise  made from the seed, digest {_digest(probe)}",
+            *describe_tensors([(n, t) for n, t in named if isinstance(t, nn.Parameter)], kind="parameter"),
+            *describe_tensors([(n, t) for n, t in named if not isinstance(t, nn.Parameter)], kind="buffer"),
+        ]
+
+    def _state_lines(self) -> list[str]:
+        """What has to be the same on all ranks for the same update."""
+        return [
+            f"step  {self.num_steps + 1}",
+            *self._settings_lines(),
+            *(f"parameter {name}  digest {_digest(p)}" for name, p in self._trained),
+        ]
+
+    def _settings_lines(self) -> list[str]:
+        lines = [f"{name}  {value!r}" for name, value in asdict(self._settings).items()]
+        lines.append(f"optimizer  {type(self.optimizer).__qualname__}")
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key in sorted(set(group) - {"params"}):
+                value = group[key].tolist() if isinstance(group[key], Tensor) else group[key]
+                lines.append(f"optimizer.param_groups[{index}].{key}  {value!r}")
+        return lines
+
+    # ------------------------------------------------------------------ the step itself
+
+    def _update(self, weights: Sequence[float]) -> None:
+        """One step of the optimizer by the estimated gradient; `.grad` is left as it was."""
+        grads = self._members.gradients(weights, self._settings, step=self.num_steps + 1)
+        parameters = [p for _, p in self._trained]
+        grads_before = [p.grad for p in parameters]
+        try:
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = torch.empty_like(p).copy_(grad)
+            self.optimizer.step()
+        finally:
+            for p, before in zip(parameters, grads_before, strict=True):
+                p.grad = before
+
+
+def _made_optimizer(
+    factory: Callable[..., Optimizer], parameters: list[nn.Parameter], lr: float
+) -> Optimizer:
+    if not 0 <= float(lr) < math.inf:
+        raise ValueError(f"expected a finite lr of at least 0, got {lr}")
+    optimizer = factory(parameters, lr=lr)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected optimizer(parameters, lr=lr) to return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if stepped != {id(p) for p in parameters}:
+        raise ValueError("expected an optimizer of the parameters it was given, got one of others")
+    return optimizer
+
+
+def _record(step: int, losses: Sequence[float]) -> EvolutionRecord:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        raise ValueError(
+            f"{_TITLE}.step, step {step}: expected a finite loss of at least one of {len(losses)} members, got none "
+            f"(the first is {losses[0]}); no parameter was changed. Look at the data of this step, or lower sigma or lr"
+        )
+    return EvolutionRecord(
+        step=step,
+        losses=tuple(losses),
+        mean_loss=math.fsum(finite) / len(finite),
+        best_loss=min(finite),
+        num_nonfinite=len(losses) - len(finite),
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of the bits."""
+    flat = tensor.detach().cpu().contiguous()
+    num_bytes = flat.numel() * flat.element_size()
+    if not num_bytes:
+        return ""
+    memory = (ctypes.c_char * num_bytes).from_address(flat.data_ptr())
+    return hashlib.blake2b(memory, digest_size=8).hexdigest()
