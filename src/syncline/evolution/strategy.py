@@ -38,8 +38,8 @@ __all__ = ["EvolutionStrategy"]
 
 _TITLE = "sl.EvolutionStrategy"
 _REMEDY = (
-    "Build the same module with the same arguments on every rank. (Where only the noise differs, the machines do: use the "
-    "same version of torch and the same type of CPU, or ATEN_CPU_CAPABILITY=default, on every rank.)"
+    "Build the same module with the same arguments on every rank. (Where only the noise differs, the machines do: use "
+    "the same version of torch and the same type of CPU, or ATEN_CPU_CAPABILITY=default, on every rank.)"
 )
 _REMEDY_STEP = (
     "Between steps, change parameters, learning rate or state on all ranks in the same way, or make them equal again: "
@@ -62,8 +62,8 @@ class EvolutionStrategy:
     help as long as a rank's evaluations take longer than drawing `population / 2` random numbers a parameter.
 
     Parameters with `requires_grad` are trained, tied ones as one; noise is float32. Buffers are put back after each
-    evaluation: running statistics of a BatchNorm stay what they are. Construction is a collective call, after which parameters and buffers are
-    rank 0's on every rank.
+    evaluation: running statistics of a BatchNorm stay what they are. Construction is a collective call, after which
+    parameters and buffers are rank 0's on every rank.
 
     Args:
         module: the same on all ranks, on any devices.
