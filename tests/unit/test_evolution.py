@@ -43,6 +43,14 @@ def error(module: nn.Module) -> Tensor:
     return F.mse_loss(module(X), Y)
 
 
+def error_of_weight(module: nn.Module) -> Tensor:
+    return module.weight.square().sum()
+
+
+def fail(error: Exception, module: nn.Module) -> float:
+    raise error
+
+
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in module.state_dict().items()}
 
@@ -212,12 +220,12 @@ def test_the_contract_says_what_travels() -> None:
     cells = [[cell.strip() for cell in line if cell] for line in lines[2:]]
     assert cells == [
         ["losses", "64 floats, 722 B a step", "in step, when all are evaluated", "all_gather", "none"],
-        ["noise", "32 pairs", "never", "made on every rank from (seed, step, pair)", "none"],
+        ["noise", "32 pairs", "never", "made again from seed, step, pair", "none"],
         [
             "parameters",
             "6 tensors, 96 B",
             "once, at construction",
-            "broadcast from rank 0; then the same update from the same seeds",
+            "rank 0's; then the same update everywhere",
             "none: compared in each step",
         ],
         ["buffers", "3 tensors", "once, at construction", "put back after each evaluation", "none"],
@@ -311,6 +319,17 @@ def test_an_exception_in_loss_fn_is_raised_where_it_was_and_told_elsewhere() -> 
     assert "step 2: loss_fn raised on rank 1; no parameter was changed" in texts[0]
     assert texts[0].endswith("OSError: the simulator is gone")
     assert "in loss_fn" in texts[0]
+
+
+def test_an_exception_in_loss_fn_is_raised_where_it_was_also_when_the_ranks_do_not_agree() -> None:
+    def program(transport: Transport) -> None:
+        es = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0, group=transport)
+        if transport.rank == 1:
+            es.optimizer.param_groups[0]["lr"] = 0.3
+        with pytest.raises(OSError if transport.rank == 1 else sl.ContractMismatch):
+            es.step(functools.partial(fail, OSError()) if transport.rank == 1 else error_of_weight)
+
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize(

@@ -185,16 +185,14 @@ class EvolutionStrategy:
             what="parameters",
             size=f"{format_count(len(self._trained), 'tensor')}, {format_bytes(num_bytes)}",
             when="never: alone" if alone else "once, at construction",
-            how="same update from the same seeds"
-            if alone
-            else "broadcast from rank 0; then the same update from the same seeds",
+            how="-" if alone else "rank 0's; then the same update everywhere",
             drift_allowed="none" if alone else "none: compared in each step",
         )
         noise = Row(
             what="noise",
             size=f"{format_count(settings.num_pairs, 'pair')}",
             when="never",
-            how="made on every rank from (seed, step, pair)",
+            how="made again from seed, step, pair",
             drift_allowed="none",
         )
         buffers = Row(
