@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["AttachedOptimizer"]
+__all__ = ["AttachedOptimizer", "plain_setting"]
 
 _Setting = float | int | str | None
 
@@ -67,7 +67,7 @@ class AttachedOptimizer:
         return (
             self.num_steps,
             *(
-                tuple((key, _plain(value)) for key, value in group.items() if key != "params")
+                tuple((key, plain_setting(value)) for key, value in group.items() if key != "params")
                 for group in self.optimizer.param_groups
             ),
         )
@@ -85,7 +85,7 @@ class AttachedOptimizer:
         return lines
 
 
-def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
+def plain_setting(value: object) -> _Setting | tuple[_Setting, ...]:
     """A setting as a value that is equal on two ranks if the setting is; None for what cannot be compared cheaply."""
     if isinstance(value, Tensor):
         # On an accelerator, reading it would wait for all that runs there.
