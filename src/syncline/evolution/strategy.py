@@ -30,6 +30,7 @@ from syncline.evolution.members import Members, Settings, trained_parameters
 from syncline.plan.difference import describe_ranks
 from syncline.plan.population import in_order, noise_, pair_weights, pairs_of
 from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange
+from syncline.sync.attached import plain_setting
 from syncline.sync.tensors import TensorBroadcaster, named_tensors
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
@@ -87,11 +88,11 @@ class EvolutionStrategy:
     Example:
         >>> import torch, syncline as sl
         >>> model = torch.nn.Linear(2, 1)
-        >>> strategy = sl.EvolutionStrategy(model, sigma=0.1, lr=0.02, population=20, seed=0)
+        >>> strategy = sl.EvolutionStrategy(model, sigma=0.1, lr=0.05, population=20, seed=0)
         >>> x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
-        >>> first = strategy.step(lambda model: model(x).square().mean())
+        >>> first = strategy.step(lambda model: (model(x) - 5).square().mean())
         >>> for _ in range(99):
-        ...     last = strategy.step(lambda model: model(x).square().mean())
+        ...     last = strategy.step(lambda model: (model(x) - 5).square().mean())
         >>> last.step, last.mean_loss < 0.1 * first.mean_loss
         (100, True)
     """
@@ -312,8 +313,7 @@ class EvolutionStrategy:
         lines.append(f"optimizer  {type(self.optimizer).__qualname__}")
         for index, group in enumerate(self.optimizer.param_groups):
             for key in sorted(set(group) - {"params"}):
-                value = group[key].tolist() if isinstance(group[key], Tensor) else group[key]
-                lines.append(f"optimizer.param_groups[{index}].{key}  {value!r}")
+                lines.append(f"optimizer.param_groups[{index}].{key}  {plain_setting(group[key])!r}")
         return lines
 
     # ------------------------------------------------------------------ the step itself
