@@ -10,6 +10,8 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     world                       who this process is
     sync/, data/, nn/           gradients, buffers, agreement; the sampler; layers
     compression/                encodings of what is averaged, so that fewer bytes travel
+    strategy/                   pure: when and how parameters meet
+    rounds/                     carries strategies out
     optim/                      optimizers of which each rank steps its share
     verbs, sharing, evolution/  synchronization without a wrapper; one copy of parameters for all ranks; training
                                 without a backward pass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "RoundRecord"]
-__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "EvolutionRecord"]
+__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "EvolutionRecord", "RoundRecord"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +75,9 @@ class RoundRecord:
     """Bytes of the tensors handed to the transport."""
     waited_seconds: float
     duration_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvolutionRecord:
     """One step of an evolution strategy; the same on every rank."""
 
