@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import syncline as sl
 from syncline.parallel import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
@@ -89,3 +90,74 @@ def test_nccl_alone(tmp_path: Any) -> None:
         assert all(p.grad is not None for p in ddp.parameters())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        sl.LocalSGD(2, warmup=1, optimizer_state=True),
+        sl.DiLoCo(2),
+        sl.DiLoCo(4, fragments=2, delay=1, compression=sl.compression.Quantize(4)),
+        sl.Gossip("exponential"),
+        sl.ParameterServer(1),
+    ],
+    ids=str,
+)
+def test_strategies_let_replicas_on_the_device_meet(strategy: Any) -> None:
+    template = model()
+
+    def rank(t: Transport) -> None:
+        import copy
+
+        ddp = DDP(copy.deepcopy(template), process_group=t, strategy=strategy)
+        optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=0.01))
+        for step in range(6):
+            optimizer.zero_grad()
+            generator = torch.Generator("cuda").manual_seed(10 * step + t.rank)
+            ddp(torch.randn(8, 256, device="cuda", generator=generator)).square().mean().backward()
+            optimizer.step()
+        ddp.meet()
+        sl.check_replicas(ddp.module, group=t)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        sl.compression.Cast(torch.bfloat16),
+        sl.compression.Quantize(4),
+        sl.compression.TopK(0.1),
+        sl.compression.PowerSGD(2),
+    ],
+    ids=str,
+)
+def test_gradients_on_the_device_are_encoded(compression: Any) -> None:
+    template = model()
+
+    def rank(t: Transport) -> None:
+        import copy
+
+        ddp = DDP(copy.deepcopy(template), process_group=t, compression=compression)
+        for step in range(3):
+            ddp.zero_grad()
+            generator = torch.Generator("cuda").manual_seed(10 * step + t.rank)
+            ddp(torch.randn(8, 256, device="cuda", generator=generator)).square().mean().backward()
+        sl.check_replicas([p.grad for p in ddp.parameters()], group=t)
+
+    run_ranks(2, rank)
+
+
+def test_verbs_on_the_device() -> None:
+    def rank(t: Transport) -> None:
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
+        sl.average_(module, weight=1.0 + t.rank, group=t)
+        sl.check_replicas(module, group=t)
+        x = torch.full((3,), float(t.rank), device="cuda")
+        assert sl.keep_best_(x, score=t.rank, group=t) == 1
+        assert x.tolist() == [1.0, 1.0, 1.0]
+        module(torch.randn(8, 4, device="cuda")).sum().backward()
+        sl.sync_gradients_(module, group=t)
+        sl.check_replicas([p.grad for p in module.parameters()], group=t)
+
+    run_ranks(2, rank)

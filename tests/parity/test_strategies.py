@@ -221,6 +221,28 @@ def test_golden_trajectories_in_processes(engine: str) -> None:
         sl.check_replicas(ddp.module, group=transport)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_stale_server_in_processes_ends_where_all_updates_lead(engine: str, staleness: int) -> None:
+    """With gradients that do not depend on the parameters, the end does not depend on who was when where."""
+    transport = C10dTransport() if engine == "gloo" else SharedMemoryTransport.over(C10dTransport())
+    module = nn.Linear(50, 30, bias=False).double()
+    nn.init.zeros_(module.weight)
+    ddp = sl.DistributedDataParallel(module, process_group=transport, strategy=sl.ParameterServer(staleness))
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for step in range(30):
+        optimizer.zero_grad()
+        for _ in range(1 + 5 * (step % 3 == transport.rank)):  # each is slow at times
+            loss = ddp(torch.full((1, 50), transport.rank + step, dtype=torch.float64)).sum()
+        loss.backward()
+        optimizer.step()
+    ddp.meet()
+    sl.check_replicas(module, group=transport)
+    expected = -0.1 * sum(step + 1.0 for step in range(30))
+    torch.testing.assert_close(module.weight.detach(), torch.full_like(module.weight, expected))
+
+
 def test_alone_diloco_is_lookahead() -> None:
     seen, ddp = run(sl.DiLoCo(4))
     assert_follows(reference_diloco(1, 4, 0.7, 0.9, 0), [seen])

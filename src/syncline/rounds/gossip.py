@@ -42,14 +42,21 @@ class PushSum:
                 for group, part in zip(groups, kept, strict=True)
             ),
         ]
-        sends = [transport.send(wire, rank) for rank in to for wire in wires]
-        arrivals: list[list[tuple[Tensor, Work]]] = []
-        for rank in sources:
-            blanks = [torch.empty_like(wire) for wire in wires]
-            arrivals.append([(blank, transport.recv(blank, rank)) for blank in blanks])
+        sends: list[Work] = []
+        arrivals: dict[int, list[tuple[Tensor, Work]]] = {}
+        for rank in sorted({*to, *sources}):
+            # Of two that send to each other the lower begins: where the messages of a pair go one after the other
+            # (NCCL), each would wait for the other otherwise.
+            if rank in to and transport.rank < rank:
+                sends += [transport.send(wire, rank) for wire in wires]
+            if rank in sources:
+                blanks = [torch.empty_like(wire) for wire in wires]
+                arrivals[rank] = [(blank, transport.recv(blank, rank)) for blank in blanks]
+            if rank in to and transport.rank > rank:
+                sends += [transport.send(wire, rank) for wire in wires]
         total = share
-        for messages in arrivals:  # in the order of the ranks, so that a run can be repeated
-            for (part, work), sum_ in zip(messages, [None, *kept], strict=True):
+        for rank in sorted(arrivals):  # in the order of the ranks, so that a run can be repeated
+            for (part, work), sum_ in zip(arrivals[rank], [None, *kept], strict=True):
                 work.wait()
                 if sum_ is None:
                     total += part.item()

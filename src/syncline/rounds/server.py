@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 class ShardedServer:
     """Sends how this rank's parameters move, adds up what others send, and takes over what the servers have.
 
-    `ParameterServer` decides when. Updates and values have a connection each, on which the messages between two ranks
-    come in the order of their clocks. What a rank computes with is, shard by shard, the last values that it has from
-    the server and its own moves since then.
+    `ParameterServer` decides when. Updates and values have connections of their own, on which the messages between two
+    ranks come in the order of their clocks. What a rank computes with is, shard by shard, the last values that it has
+    from the server and its own moves since then.
 
     Args:
         tensors: the parameters, of one floating type, on one device.
-        transport: between the ranks, for two lanes.
+        transport: between the ranks; four lanes of it are opened.
 
     Raises:
         ValueError: they are of several types, or on several devices.
@@ -46,8 +46,8 @@ class ShardedServer:
             )
         self._group = groups[0]
         self._rank, self._size = transport.rank, transport.size
-        self._updates = _Mail("update", transport.lane("updates"))
-        self._values = _Mail("values", transport.lane("values"))
+        self._updates = _Mail("update", transport)
+        self._values = _Mail("values", transport)
         numel = self._group.numel
         bounds = [numel * rank // self._size for rank in range(self._size + 1)]
         self._spans = [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -155,24 +155,34 @@ class ShardedServer:
 
 
 class _Mail:
-    """Messages of one kind; from one rank they come in the order of their clocks."""
+    """Messages of one kind; from one rank they come in the order of their clocks.
 
-    def __init__(self, kind: Any, transport: Transport) -> None:
-        self._kind = kind
+    They travel by two lanes, one to higher ranks and one to lower ones: where the messages of a pair go one after the
+    other (NCCL), one that is expected must not hold up one that is to be sent.
+    """
+
+    def __init__(self, kind: Literal["update", "values"], transport: Transport) -> None:
+        self._kind: Literal["update", "values"] = kind
         self._transport = transport
+        self._to_higher, self._to_lower = (
+            transport.lane(f"{kind} upwards"),
+            transport.lane(f"{kind} downwards"),
+        )
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._expected: dict[int, deque[tuple[int, Tensor, Work]]] = {}
         self._arrived: dict[tuple[int, int], Tensor] = {}
 
     def send(self, values: Tensor, rank: int) -> None:
         wire = values.to(self._transport.sending_device(values.device), copy=True)
-        self._sent.append((self._transport.send(wire, rank), wire))
+        lane = self._to_higher if rank > self._transport.rank else self._to_lower
+        self._sent.append((lane.send(wire, rank), wire))
 
     def expect(self, rank: int, clock: int, like: Tensor) -> None:
         blank = torch.empty(
             like.numel(), dtype=like.dtype, device=self._transport.sending_device(like.device)
         )
-        self._expected.setdefault(rank, deque()).append((clock, blank, self._transport.recv(blank, rank)))
+        lane = self._to_lower if rank > self._transport.rank else self._to_higher
+        self._expected.setdefault(rank, deque()).append((clock, blank, lane.recv(blank, rank)))
 
     def poll(self) -> list[Message]:
         found = []
