@@ -107,9 +107,8 @@ class Quantize(Codec):
         blocks = _padded(values, self.block_numel).view(num_rows, -1, self.block_numel)
         scales = blocks.abs().amax(2).div_(self._largest).to(_SCALE)  # (num_rows, num_blocks)
         wide = scales.to(values.dtype)[..., None]
-        # Rounded down, a scale may be so small that the largest value would get a larger code than there is.
+        # No code is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is still below 127.5.
         codes = (blocks * torch.where(wide < _SMALLEST_SCALE, 0, wide.reciprocal())).round_()
-        codes.clamp_(-self._largest, self._largest)
         if self.bits == 8:
             packed = codes.to(torch.int8).view(torch.uint8)
         else:

@@ -1,0 +1,473 @@
+"""Encodings by their properties and against plain references; ranks are generators in one thread, nothing is sent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from encodings_in_one_thread import averagers, mean_of_ranks, residual
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from syncline.compression import Cast, Chain, Compression, PowerSGD, Quantize, TopK
+from syncline.compression.orthogonal import orthonormal_rows, sum_of_outer_products
+from syncline.compression.topk import largest_places
+
+FED_BACK = [
+    Quantize(8, block_numel=16),
+    Quantize(4, block_numel=6),
+    TopK(0.1),
+    PowerSGD(2),
+    Chain(TopK(0.2), Quantize(4, block_numel=8)),
+    Chain(TopK(0.2), Cast()),
+    Chain(PowerSGD(1), Quantize(8, block_numel=4)),
+    Chain(PowerSGD(2), TopK(0.5), Quantize(8, block_numel=8)),
+]
+"""Of these nothing is lost for ever. (What a sum in bfloat16 rounds is nobody's to feed back.)"""
+
+ALL = [
+    *FED_BACK,
+    Cast(),
+    Cast(torch.float16),
+    Chain(PowerSGD(2), Cast()),
+    Quantize(8, error_feedback=False),
+    Quantize(4, error_feedback=False),
+    TopK(0.3, error_feedback=False),
+    PowerSGD(1, error_feedback=False),
+]
+
+shapes_of_tensors = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+def drawn(shapes: Any, num_ranks: int, seed: int, scale: float = 1.0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    numel = sum(math.prod(shape) for shape in shapes)
+    return [scale * torch.randn(numel, generator=g) for _ in range(num_ranks)]
+
+
+# ---------------------------------------------------------------------- properties of all
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    compression=st.sampled_from(FED_BACK),
+    shapes=shapes_of_tensors,
+    num_ranks=st.integers(1, 5),
+    num_rounds=st.integers(1, 4),
+    exponent=st.integers(-12, 12),
+    seed=st.integers(0, 1000),
+)
+def test_means_and_what_is_kept_add_up_to_what_went_in(
+    compression: Compression, shapes: Any, num_ranks: int, num_rounds: int, exponent: int, seed: int
+) -> None:
+    ranks = averagers(compression, shapes, num_ranks)
+    rounds = [drawn(shapes, num_ranks, seed + i, 10.0**exponent) for i in range(num_rounds)]
+    came_out = torch.stack([mean_of_ranks(ranks, values).double() for values in rounds]).sum(0)
+    kept = torch.stack([residual(rank).double() for rank in ranks]).mean(0)
+    went_in = torch.stack([torch.stack(values).double().mean(0) for values in rounds]).sum(0)
+    torch.testing.assert_close(came_out + kept, went_in, rtol=0, atol=3e-5 * 10.0**exponent)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    compression=st.sampled_from(ALL),
+    shapes=shapes_of_tensors,
+    num_ranks=st.integers(2, 4),
+    seed=st.integers(0, 1000),
+)
+def test_saved_and_loaded_it_goes_on_with_the_same_bits(
+    compression: Compression, shapes: Any, num_ranks: int, seed: int
+) -> None:
+    ranks, others = averagers(compression, shapes, num_ranks), averagers(compression, shapes, num_ranks)
+    mean_of_ranks(ranks, drawn(shapes, num_ranks, seed))
+    for rank, other in zip(ranks, others, strict=True):
+        state = rank.state_dict()
+        other.load_state_dict(state)
+        assert other.state_dict().keys() == state.keys()
+    values = drawn(shapes, num_ranks, seed + 1)
+    assert torch.equal(mean_of_ranks(ranks, values), mean_of_ranks(others, values))
+
+
+@pytest.mark.parametrize("compression", ALL, ids=str)
+def test_without_error_feedback_nothing_of_the_values_is_kept(compression: Compression) -> None:
+    (rank,) = averagers(compression, [(8, 8), (3,)], 1)
+    names = {name for tensors in rank.memory() for name in tensors}
+    assert ("residual" in names) == compression.feeds_back
+    assert compression.feeds_back == ("error feedback" in compression.in_words())
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("compression", ALL, ids=lambda c: c.in_words())
+def test_what_is_not_finite_is_seen_once_and_not_kept(
+    compression: Compression, num_ranks: int, wrong: float
+) -> None:
+    shapes = [(12, 10), (20,)]
+    ranks = averagers(compression, shapes, num_ranks)
+    values = drawn(shapes, num_ranks, 0)
+    values[-1][7] = wrong
+    assert not mean_of_ranks(ranks, values).isfinite().all()
+    assert all(tensor.isfinite().all() for rank in ranks for tensor in rank.state_dict().values())
+    assert mean_of_ranks(ranks, drawn(shapes, num_ranks, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("compression", ALL, ids=lambda c: c.in_words())
+def test_zeros_stay_zeros_and_values_come_after_them(compression: Compression) -> None:
+    shapes = [(12, 10), (5,)]
+    ranks = averagers(compression, shapes, 3)
+    assert not mean_of_ranks(ranks, [torch.zeros(125)] * 3).any()
+    assert mean_of_ranks(ranks, drawn(shapes, 3, 0)).any()
+
+
+@pytest.mark.parametrize("compression", ALL, ids=lambda c: c.in_words())
+def test_doubles_are_averaged_as_doubles(compression: Compression) -> None:
+    shapes = [(12, 10), (20,)]
+    ranks = averagers(compression, shapes, 3, torch.float64)
+    mean = mean_of_ranks(ranks, drawn(shapes, 3, 0))
+    assert mean.dtype is torch.float64
+    if compression.feeds_back:
+        kept = torch.stack([residual(rank) for rank in ranks]).mean(0)
+        exact = torch.stack(drawn(shapes, 3, 0)).double().mean(0)
+        tolerance = 1e-13 if compression in FED_BACK else 1e-2
+        torch.testing.assert_close(mean + kept, exact, rtol=0, atol=tolerance)
+
+
+# ---------------------------------------------------------------------- Cast
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_a_cast_mean_is_as_precise_as_its_type(dtype: torch.dtype, precision: float) -> None:
+    values = drawn([(1000,)], 4, 0)
+    mean = mean_of_ranks(averagers(Cast(dtype), [(1000,)], 4), values)
+    exact = torch.stack(values).double().mean(0)
+    size = torch.stack(values).abs().double().mean(0)
+    assert ((mean - exact).abs() <= 2 * precision * size).all()
+
+
+def test_a_sum_of_halves_does_not_overflow_where_its_mean_would_not() -> None:
+    mean = mean_of_ranks(averagers(Cast(torch.float16), [(1,)], 4), [torch.tensor([60000.0])] * 4)
+    assert mean.tolist() == [60000.0]
+
+
+# ---------------------------------------------------------------------- Quantize
+
+
+def quantized_by_hand(values: Tensor, bits: int, block_numel: int) -> Tensor:
+    """What comes out, value by value."""
+    largest, out = 2 ** (bits - 1) - 1, torch.zeros_like(values)
+    for start in range(0, len(values), block_numel):
+        block = values[start : start + block_numel]
+        scale = (block.abs().max() / largest).bfloat16().float()
+        for i, value in enumerate(block):
+            code = torch.round(value * (1 / scale)).clamp(-largest, largest) if scale else torch.tensor(0.0)
+            out[start + i] = code * scale
+    return out
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    bits=st.sampled_from([4, 8]),
+    block_numel=st.sampled_from([2, 4, 6, 16]),
+    numel=st.integers(1, 70),
+    num_ranks=st.integers(2, 4),
+    seed=st.integers(0, 99),
+)
+def test_quantized_means_are_those_of_a_plain_loop(
+    bits: Any, block_numel: int, numel: int, num_ranks: int, seed: int
+) -> None:
+    values = drawn([(numel,)], num_ranks, seed)
+    compression = Quantize(bits, block_numel=block_numel, error_feedback=False)
+    mean = mean_of_ranks(averagers(compression, [(numel,)], num_ranks), values)
+    decoded = [quantized_by_hand(v, bits, block_numel) for v in values]
+    if num_ranks == 2:
+        torch.testing.assert_close(mean, torch.stack(decoded).mean(0), rtol=1e-6, atol=1e-7)
+        return
+    blocks_each = math.ceil(math.ceil(numel / num_ranks) / block_numel)
+    expected = []
+    for owner in range(num_ranks):
+        chunk = slice(owner * blocks_each * block_numel, (owner + 1) * blocks_each * block_numel)
+        total = torch.zeros_like(values[0][chunk])
+        for rank in range(num_ranks):
+            total += (values if rank == owner else decoded)[rank][chunk]
+        expected.append(quantized_by_hand(total / num_ranks, bits, block_numel))
+    assert torch.equal(mean, torch.cat(expected))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bits=st.sampled_from([4, 8]),
+    values=st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=1, max_size=40),
+)
+def test_a_value_is_off_by_half_a_step_at_most(bits: Any, values: list[float]) -> None:
+    quantize = Quantize(bits, block_numel=8)
+    tensor = torch.tensor(values)
+    codes = quantize.encode(tensor)
+    assert codes.numel() == quantize.num_bytes(len(values))
+    decoded = quantize.decode(codes[None], len(values), torch.float32)[0]
+    largest = torch.cat([block.abs().amax().expand(len(block)) for block in tensor.split(8)])
+    step = largest / quantize._largest
+    # The scale is rounded to 8 bits, by which the largest codes are off more than their rounding.
+    tolerance = step * (0.5 + quantize._largest * 2.0**-8) + 2.0**-119
+    assert ((decoded - tensor).abs() <= tolerance).all()
+
+
+def test_four_bits_are_packed_two_a_byte() -> None:
+    assert Quantize(4, block_numel=128).num_bytes(128 * 1000) == 1000 * (2 + 64)
+    assert Quantize(8, block_numel=128).num_bytes(128 * 1000) == 1000 * (2 + 128)
+    assert Quantize(4, block_numel=128).encode(torch.randn(1280)).numel() == 660
+
+
+# ---------------------------------------------------------------------- TopK
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    numel=st.integers(1, 60), ratio=st.floats(0.01, 1.0), num_ranks=st.integers(1, 4), seed=st.integers(0, 99)
+)
+def test_topk_is_that_of_a_plain_loop_over_rounds(
+    numel: int, ratio: float, num_ranks: int, seed: int
+) -> None:
+    ranks = averagers(TopK(ratio), [(numel,)], num_ranks)
+    kept = [torch.zeros(numel) for _ in range(num_ranks)]
+    for i in range(3):
+        values = drawn([(numel,)], num_ranks, seed + i)
+        expected = torch.zeros(numel)
+        for rank in range(num_ranks):
+            kept[rank] += values[rank]
+            for place in sorted(range(numel), key=lambda j: -abs(kept[rank][j].item()))[
+                : math.ceil(ratio * numel)
+            ]:
+                expected[place] += kept[rank][place] / num_ranks
+                kept[rank][place] = 0
+        torch.testing.assert_close(mean_of_ranks(ranks, values), expected)
+    for rank in range(num_ranks):
+        torch.testing.assert_close(residual(ranks[rank]), kept[rank])
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "few", "ties", "nan", "ramp", "all in the sample"])
+def test_the_largest_of_many_are_found(kind: str) -> None:
+    numel, number = 200_000, 1_500
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    if kind == "zeros":
+        values.zero_()
+    elif kind == "few":  # fewer than are asked for are not zero
+        values[1000:] = 0
+    elif kind == "ties":
+        values = values.sign() * (values.abs() > 2)
+    elif kind == "nan":
+        values[[5, 77777]] = math.nan
+    elif kind == "ramp":  # all of the largest lie together
+        values = torch.arange(numel).float()
+    elif kind == "all in the sample":  # so it has seen many more of them than there are
+        values[:: numel // 2**14] += 1000
+    places = largest_places(values, number)
+    assert len(set(places.tolist())) == number
+    found, expected = (values.abs()[p] for p in (places, values.abs().topk(number).indices))
+    assert torch.equal(found.sort().values.nan_to_num(-1), expected.sort().values.nan_to_num(-1))
+
+
+# ---------------------------------------------------------------------- PowerSGD
+
+
+def test_power_sgd_is_that_of_the_paper_over_rounds() -> None:
+    """Algorithms 1 and 2 for one matrix, with warm start and error feedback, all ranks in one loop, in float64."""
+    n, m, rank, num_ranks = 12, 15, 3, 2
+    ranks = averagers(PowerSGD(rank), [(n, 3, 5), (4,)], num_ranks)
+    q = ranks[0].memory()[0]["start"].double().t()  # (m, rank)
+    errors = [torch.zeros(n, m, dtype=torch.float64) for _ in range(num_ranks)]
+    for i in range(6):
+        values = drawn([(n, m), (4,)], num_ranks, i)
+        deltas = [v[: n * m].view(n, m).double() + e for v, e in zip(values, errors, strict=True)]
+        p = torch.linalg.qr(sum(delta @ q for delta in deltas) / num_ranks).Q
+        q = sum(delta.t() @ p for delta in deltas) / num_ranks
+        errors = [delta - p @ (p.t() @ delta) for delta in deltas]
+        mean = mean_of_ranks(ranks, values)
+        torch.testing.assert_close(mean[: n * m].view(n, m), (p @ q.t()).float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mean[n * m :], (values[0] + values[1])[n * m :] / 2)
+    for averager, error in zip(ranks, errors, strict=True):
+        kept = averager.memory()
+        torch.testing.assert_close(kept[0]["residual"].view(n, m), error.float(), rtol=1e-3, atol=1e-4)
+        assert not kept[1]["residual"].any()
+
+
+def test_a_matrix_of_the_rank_comes_through_whole() -> None:
+    ranks = averagers(PowerSGD(2, error_feedback=False), [(30, 20)], 2)
+    g = torch.Generator().manual_seed(0)
+    matrix = (torch.randn(30, 2, generator=g) @ torch.randn(2, 20, generator=g)).view(-1)
+    torch.testing.assert_close(
+        mean_of_ranks(ranks, [0.5 * matrix, 1.5 * matrix]), matrix, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("compression", [PowerSGD(4), PowerSGD(4, error_feedback=False)], ids=str)
+def test_degenerate_matrices_come_through_and_leave_no_trace(compression: Compression) -> None:
+    """Rank 1, where rank 4 is asked for, and zeros before: later matrices are approximated by four vectors again."""
+    ranks = averagers(compression, [(16, 16)], 2)
+    mean_of_ranks(ranks, [torch.zeros(256)] * 2)
+    ones = torch.ones(16, 16)
+    for _ in range(2):
+        mean = mean_of_ranks(ranks, [ones.view(-1)] * 2)
+        torch.testing.assert_close(mean, ones.view(-1), rtol=1e-4, atol=1e-5)
+    g = torch.Generator().manual_seed(1)
+    matrix = (torch.randn(16, 4, generator=g) @ torch.randn(4, 16, generator=g)).view(-1)
+    for _ in range(3):
+        mean = mean_of_ranks(ranks, [matrix] * 2)
+    torch.testing.assert_close(mean, matrix, rtol=1e-3, atol=1e-3)
+
+
+def test_only_what_gets_smaller_is_compressed() -> None:
+    shapes = [(64, 64), (64,), (2, 64), (4, 4), (), (0, 8), (16, 4, 3, 3)]
+    (rank,) = averagers(PowerSGD(2), shapes, 1)
+    compressed = [index for index, tensors in enumerate(rank.memory()) if "start" in tensors]
+    assert compressed == [0, 6]
+    (whole,) = averagers(PowerSGD(4), [(4, 5), (3,)], 1)
+    assert all("start" not in tensors for tensors in whole.memory())
+
+
+matrices = st.tuples(
+    st.integers(1, 4), st.integers(1, 40), st.integers(0, 99), st.integers(-15, 15), st.booleans()
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(matrices, min_size=1, max_size=4))
+def test_rows_become_orthonormal_or_zero_and_span_the_same(kinds: list[Any]) -> None:
+    given_rows = []
+    for rows, width, seed, exponent, repeats in kinds:
+        matrix = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
+        if repeats:
+            matrix[-1] = 2 * matrix[0]
+        given_rows.append(matrix)
+    for matrix, ortho in zip(given_rows, orthonormal_rows(given_rows), strict=True):
+        assert ortho.shape == matrix.shape
+        gram = (ortho.double() @ ortho.double().t()).abs()
+        lengths = gram.diagonal()
+        assert (((lengths - 1).abs() < 1e-5) | (lengths == 0)).all()
+        assert (gram - gram.diagonal().diag()).max() < 1e-5
+        projected = matrix.double() @ ortho.double().t() @ ortho.double()
+        scale = matrix.abs().max().item()
+        torch.testing.assert_close(projected, matrix.double(), rtol=0, atol=1e-4 * scale)
+        # By itself or among others, the bits are the same.
+        assert torch.equal(orthonormal_rows([matrix])[0], ortho)
+
+
+def test_rows_that_nearly_depend_on_each_other_become_orthogonal_to_the_last_digits() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 50, generator=g, dtype=torch.float64)
+    rows[1:] = rows[0] + 1e-10 * rows[1:]
+    (ortho,) = orthonormal_rows([rows])
+    torch.testing.assert_close(ortho @ ortho.t(), torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-13)
+
+
+def test_the_largest_code_is_never_too_large() -> None:
+    """Scales of all mantissas, also those that bfloat16 rounds down by most."""
+    largest = torch.linspace(1, 4, 40_001)
+    for bits in (8, 4):
+        quantize = Quantize(bits, block_numel=2)
+        values = torch.stack([largest, -largest], 1).view(-1)
+        decoded = quantize.decode(quantize.encode(values)[None], len(values), torch.float32)[0]
+        torch.testing.assert_close(decoded, values, rtol=2.0**-8, atol=0)
+
+
+def test_factors_have_the_same_bits_whatever_the_number_of_threads() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randn(3, 70_001, generator=g), torch.randn(3, 301, generator=g)]
+    before, found = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            left, right = orthonormal_rows(rows)
+            product = torch.empty(5_001, 301)
+            sum_of_outer_products(left[:, :5_001].contiguous(), right, out=product)
+            found.append((left, right, product))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# ---------------------------------------------------------------------- descriptions
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        (
+            (Quantize(8), Cast()),
+            "Cast.* cannot follow Quantize.*codes, which are not values: Quantize comes last",
+        ),
+        ((Cast(), Quantize(8)), "Quantize.* cannot follow Cast.*Cast comes last"),
+        (
+            (TopK(), PowerSGD()),
+            "PowerSGD.* cannot follow TopK.*no longer stand in whole matrices: PowerSGD comes first",
+        ),
+        ((PowerSGD(), PowerSGD()), "PowerSGD comes first"),
+        ((TopK(), TopK()), "after TopK only Cast or Quantize can come"),
+        ((PowerSGD(), Cast(), Cast()), "Cast comes last"),
+        ((Chain(PowerSGD(), Cast()), Quantize()), "Cast comes last"),
+        ((PowerSGD(),), "two or more"),
+        ((), "two or more"),
+    ],
+)
+def test_a_chain_that_makes_no_sense_is_refused(stages: tuple[Compression, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Chain(*stages)
+
+
+def test_a_chain_of_other_things_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a chain of compressions, got str"):
+        Chain(PowerSGD(), "fp16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Cast(torch.float32), "expected Cast to torch.bfloat16"),
+        (lambda: Quantize(5), "bits=8"),  # type: ignore[arg-type]
+        (lambda: Quantize(4, block_numel=7), "even"),
+        (lambda: Quantize(4, block_numel=0), "at least 2"),
+        (lambda: TopK(0.0), "above 0"),
+        (lambda: TopK(1.5), "up to 1"),
+        (lambda: TopK(math.nan), "above 0"),
+        (lambda: PowerSGD(0), "at least 1"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_descriptions_are_values_and_say_what_is_not_the_default() -> None:
+    assert PowerSGD(2) == PowerSGD(rank=2)
+    assert Chain(TopK(), Cast()) == Chain(TopK(), Cast()) != Chain(TopK(), Quantize())
+    assert len({Chain(TopK(), Cast()), Chain(TopK(), Cast())}) == 1
+    assert str(Quantize(4, block_numel=64)) == "Quantize(bits=4, block_numel=64)"
+    assert Chain(PowerSGD(4, seed=1), Cast()).in_words() == (
+        "Chain(PowerSGD(rank=4, seed=1), Cast(dtype=bfloat16)) with error feedback"
+    )
+    assert PowerSGD(2, error_feedback=False).in_words() == "PowerSGD(rank=2)"
+
+
+def test_properties_of_chains_are_those_of_their_stages() -> None:
+    chain = Chain(PowerSGD(), Quantize(8))
+    assert (chain.is_lossy, chain.is_linear, chain.is_order_dependent) == (True, False, True)
+    assert Chain(PowerSGD(), Cast()).is_linear
+    assert not Chain(TopK(), Cast()).is_order_dependent
+    with pytest.raises(ValueError, match="PowerSGD comes first"):
+        Chain(TopK(), Chain(PowerSGD(), Cast()))
+
+
+def test_state_of_another_compression_is_refused_and_changes_nothing() -> None:
+    (rank,) = averagers(PowerSGD(2), [(20, 20), (3,)], 1)
+    before = rank.state_dict()
+    (other,) = averagers(PowerSGD(3), [(20, 20), (3,)], 1)
+    wrong = other.state_dict()
+    wrong["1.residual"] += 1
+    with pytest.raises(ValueError, match="saved with another compression or of another tensor"):
+        rank.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="got one of 7"):
+        rank.load_state_dict({**before, "7.residual": torch.zeros(1)})
+    assert all(torch.equal(before[name], tensor) for name, tensor in rank.state_dict().items())
