@@ -1,0 +1,529 @@
+"""Compressed averaging over a transport, as a communication hook, and inside of DistributedDataParallel; ranks are
+threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from encodings_in_one_thread import averagers, mean_of_ranks
+from torch import Tensor, nn
+
+from syncline.compression import (
+    Cast,
+    Chain,
+    Compression,
+    HookState,
+    MeanExchange,
+    PowerSGD,
+    Quantize,
+    TopK,
+    hook,
+)
+from syncline.errors import ContractMismatch, SynclineError
+from syncline.parallel import DistributedDataParallel as DDP
+from syncline.plan.cost import sent_bytes
+from syncline.sync.comm_hook import GradBucket
+from syncline.transport.base import Statistics, Transport
+from syncline.transport.threads import run_ranks
+
+CPU = torch.device("cpu")
+SHAPES = [(30, 20), (7,), (5, 4, 3)]
+NUMEL = 667
+KINDS: list[Compression] = [
+    Cast(),
+    Quantize(8),
+    Quantize(4, error_feedback=False),
+    TopK(0.1),
+    PowerSGD(2),
+    Chain(PowerSGD(2), Cast(torch.float16)),
+    Chain(PowerSGD(2), Quantize(8)),
+    Chain(TopK(0.1), Quantize(8)),
+    Chain(TopK(0.1), Cast()),
+]
+
+
+def exchange_over(transport: Transport, compression: Compression | None, **options: Any) -> MeanExchange:
+    options = {"dtype": torch.float32, "device": CPU, **options}
+    return MeanExchange(compression, SHAPES, transport=transport, **options)
+
+
+def values_of(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# ---------------------------------------------------------------------- over a transport
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("compression", KINDS, ids=str)
+def test_over_a_transport_it_is_what_the_encodings_give(compression: Compression, num_ranks: int) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        exchange = exchange_over(transport, compression)
+        means = []
+        for step in range(3):
+            exchange.start(values_of(transport.rank, step))
+            exchange.advance()
+            means.append(exchange.wait())
+        return means
+
+    found = run_ranks(num_ranks, program)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    ranks = averagers(compression, SHAPES, num_ranks)
+    for step, mean in enumerate(found[0]):
+        expected = mean_of_ranks(ranks, [values_of(rank, step) for rank in range(num_ranks)])
+        tolerance = 0.02 if "Cast" in str(compression) else 1e-4  # a sum is rounded by the engine
+        torch.testing.assert_close(mean, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("compression", [None, *KINDS], ids=str)
+def test_alone_nothing_is_sent_and_nothing_lost(compression: Compression | None) -> None:
+    def program(transport: Transport) -> tuple[Tensor, Statistics]:
+        exchange = exchange_over(transport, compression)
+        exchange.start(values_of(0))
+        return exchange.wait(), transport.statistics()
+
+    ((mean, statistics),) = run_ranks(1, program)
+    assert torch.equal(mean, values_of(0))
+    assert statistics.total_calls == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("compression", [None, TopK(1.0), Quantize(8), PowerSGD(2), Cast()], ids=str)
+def test_other_floating_types_come_back_as_they_went_in(
+    compression: Compression | None, dtype: torch.dtype
+) -> None:
+    def program(transport: Transport) -> Tensor:
+        exchange = exchange_over(transport, compression, dtype=dtype)
+        exchange.start(values_of(transport.rank).to(dtype))
+        return exchange.wait()
+
+    first, second = run_ranks(2, program)
+    assert first.dtype is dtype
+    assert torch.equal(first, second)
+    if compression in (None, TopK(1.0)):
+        exact = (values_of(0).to(dtype).double() + values_of(1).to(dtype).double()) / 2
+        torch.testing.assert_close(first.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_several_are_under_way_at_once_and_go_on_step_by_step() -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        exchanges = [exchange_over(transport, kind) for kind in (PowerSGD(2), Quantize(8), None)]
+        for step, exchange in enumerate(exchanges):
+            exchange.start(values_of(transport.rank, step))
+            for earlier in exchanges[:step]:
+                earlier.advance()
+        with pytest.raises(SynclineError, match="an averaging is under way: wait for it before the next"):
+            exchanges[0].start(values_of(0))
+        return [exchange.wait() for exchange in reversed(exchanges)]
+
+    for a, b in zip(*run_ranks(2, program), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_under_way_cannot_be_saved_and_nothing_cannot_be_waited_for() -> None:
+    def program(transport: Transport) -> None:
+        exchange = exchange_over(transport, Quantize(8))
+        with pytest.raises(SynclineError, match="nothing is under way: call start first"):
+            exchange.wait()
+        exchange.start(values_of(transport.rank))
+        with pytest.raises(SynclineError, match="what is kept is in it: wait for it first"):
+            exchange.state_dict()
+        exchange.wait()
+        assert sorted(exchange.state_dict()) == ["0.residual", "1.residual", "2.residual"]
+
+    run_ranks(2, program)
+
+
+def test_wrong_values_are_refused() -> None:
+    def program(transport: Transport) -> None:
+        exchange = exchange_over(transport, Cast())
+        with pytest.raises(ValueError, match=r"expected 667 elements, torch.float32 on cpu; got 666"):
+            exchange.start(torch.zeros(666))
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(ValueError, match=rf"real floating numbers to compress, got {dtype}"):
+                exchange_over(transport, Cast(), dtype=dtype)
+        with pytest.raises(ValueError, match=r"expected no state, for nothing is compressed; got a.residual"):
+            exchange_over(transport, None).load_state_dict({"a.residual": torch.zeros(1)})
+
+    run_ranks(1, program)
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def test_bytes_on_the_wire_by_operation() -> None:
+    assert sent_bytes("all_reduce", 800, 4) == 1200
+    assert sent_bytes("reduce_scatter", 800, 4) == sent_bytes("reduce_spans", 800, 4) == 600
+    assert sent_bytes("all_gather", 800, 4) == sent_bytes("broadcast", 800, 4) == 600
+    assert (sent_bytes("send", 800, 4), sent_bytes("recv", 800, 4), sent_bytes("barrier", 0, 4)) == (
+        800,
+        0,
+        0,
+    )
+    assert sent_bytes("all_reduce", 800, 1) == 0
+    with pytest.raises(ValueError, match=r"expected one of all_reduce, .*; got 'gossip'"):
+        sent_bytes("gossip", 1, 2)
+    statistics = Statistics(payload_bytes={"send": 5, "recv": 7, "all_reduce": 100})
+    assert statistics.sent_bytes(2) == 105
+
+
+@pytest.mark.parametrize(
+    ("compression", "at_least"),
+    [
+        (Quantize(4), 7.5),
+        (Quantize(8), 3.9),
+        (Cast(), 2.0),
+        (PowerSGD(2), 120),
+        (Chain(PowerSGD(2), Quantize(4)), 900),
+        (TopK(0.01), 24),  # 8 bytes a value, to 3 peers
+    ],
+    ids=str,
+)
+def test_what_is_sent_is_smaller_by(compression: Compression, at_least: float) -> None:
+    def program(transport: Transport) -> float:
+        sent = []
+        for kind in (None, compression):
+            before = transport.statistics()
+            exchange = MeanExchange(kind, [(1024, 512)], dtype=torch.float32, device=CPU, transport=transport)
+            exchange.start(torch.ones(1024 * 512))
+            exchange.wait()
+            sent.append((transport.statistics() - before).sent_bytes(transport.size))
+        return sent[0] / sent[1]
+
+    ratios = run_ranks(4, program)
+    assert min(ratios) >= at_least * 0.999
+
+
+def test_statistics_count_the_packed_bytes() -> None:
+    quantize = Quantize(4)
+
+    def program(transport: Transport) -> Statistics:
+        exchange = MeanExchange(quantize, [(4096,)], dtype=torch.float32, device=CPU, transport=transport)
+        exchange.start(torch.ones(4096))
+        exchange.wait()
+        return transport.statistics()
+
+    chunk_bytes = quantize.num_bytes(1024)
+    for statistics in run_ranks(4, program):
+        assert statistics.payload_bytes == {
+            "send": 3 * chunk_bytes,
+            "recv": 3 * chunk_bytes,
+            "all_gather": 4 * chunk_bytes,
+        }
+        assert statistics.sent_bytes(4) == 6 * chunk_bytes
+
+
+# ---------------------------------------------------------------------- as a communication hook
+
+
+def buckets_of(
+    parameters: Sequence[Tensor], layout: Sequence[Sequence[int]], values: Tensor
+) -> list[GradBucket]:
+    """Buckets of some parameters (by position), filled with their parts of `values`."""
+    parts = values.split([parameter.numel() for parameter in parameters])
+    buckets = []
+    for index, members in enumerate(layout):
+        flat = torch.cat([parts[i] for i in members])
+        views = flat.split([parameters[i].numel() for i in members])
+        buckets.append(
+            GradBucket(
+                index=index,
+                buffer=flat,
+                parameters=[parameters[i] for i in members],
+                gradients=[v.view(parameters[i].shape) for v, i in zip(views, members, strict=True)],
+                is_last=index == len(layout) - 1,
+            )
+        )
+    return buckets
+
+
+@pytest.mark.parametrize("compression", [TopK(0.05), PowerSGD(1), Quantize(4)], ids=str)
+def test_what_is_kept_follows_its_parameters_into_other_buckets(compression: Compression) -> None:
+    layouts = [[[2, 1], [0]], [[0, 2], [1]], [[0, 2], [1]], [[1], [2], [0]]]
+
+    def program(transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+        net = nn.ParameterList([torch.zeros(shape) for shape in SHAPES])
+        state = HookState(compression, transport, module=net)
+        came_out, went_in = torch.zeros(NUMEL), torch.zeros(NUMEL)
+        for step, layout in enumerate(layouts):
+            values = values_of(transport.rank, step)
+            went_in += values
+            buckets = buckets_of(list(net), layout, values)
+            futures = [hook(state, bucket) for bucket in buckets]
+            assert [future.wait() is b.buffer() for future, b in zip(futures, buckets, strict=True)]
+            found = {
+                i: g
+                for b, members in zip(buckets, layout, strict=True)
+                for i, g in zip(members, b.gradients(), strict=True)
+            }
+            came_out += torch.cat([found[i].flatten() for i in range(3)])
+        kept = state.state_dict()
+        return came_out, went_in, torch.cat([kept[f"{i}.residual"] for i in range(3)])
+
+    ranks = run_ranks(2, program)
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    balance = ranks[0][0] + (ranks[0][2] + ranks[1][2]) / 2
+    torch.testing.assert_close(balance, (ranks[0][1] + ranks[1][1]) / 2, rtol=0, atol=1e-4)
+
+
+def test_a_future_that_is_waited_for_before_the_last_bucket_completes_what_is_under_way() -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        parameters = [torch.zeros(shape) for shape in SHAPES]
+        state = HookState(PowerSGD(2), transport)
+        first, second, _ = buckets_of(parameters, [[0], [1], [2]], values_of(transport.rank))
+        futures = [hook(state, first), hook(state, second)]
+        assert not any(future.done() for future in futures)
+        return [future.wait() for future in futures]
+
+    for a, b in zip(*run_ranks(2, program), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_saved_without_names_is_an_error_and_so_are_unknown_names() -> None:
+    def program(transport: Transport) -> None:
+        with pytest.raises(ValueError, match="give the module, HookState"):
+            HookState(Cast(), transport).state_dict()
+        named = HookState(TopK(), transport, module=nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"parameters of this module, got one of head.weight"):
+            named.load_state_dict({"head.weight.residual": torch.zeros(4)})
+        with pytest.raises(TypeError, match="expected a compression"):
+            HookState("fp16", transport)  # type: ignore[arg-type]
+
+    run_ranks(1, program)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    def program(transport: Transport) -> None:
+        gradient = torch.zeros(3, 2).to_sparse(1)
+        bucket = GradBucket(
+            index=4, buffer=gradient, parameters=[torch.zeros(3, 2)], gradients=(), is_last=True
+        )
+        with pytest.raises(ValueError, match=r"bucket 4 has a sparse gradient, which TopK.* cannot encode"):
+            hook(HookState(TopK(), transport), bucket)
+
+    run_ranks(1, program)
+
+
+# ---------------------------------------------------------------------- inside of DistributedDataParallel
+
+
+def net_of(seed: int = 0) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 4))
+    g = torch.Generator().manual_seed(seed)  # torch's own is shared by the threads
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=g)
+    return net
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def gradients_of(ddp: DDP) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+
+
+def backward(ddp: DDP, rank: int, step: int) -> Tensor:
+    ddp.zero_grad()
+    ddp(batch_of(rank, step)).square().mean().backward()
+    return gradients_of(ddp)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=str
+)
+def test_all_ranks_get_the_same_gradients_and_what_is_lossless_is_the_mean(options: dict[str, Any]) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        found = []
+        for compression in (None, TopK(1.0), Quantize(8), Chain(PowerSGD(1), Quantize(4))):
+            ddp = DDP(net_of(), process_group=transport, compression=compression, **options)
+            found += [backward(ddp, transport.rank, step) for step in range(3)]
+        return found
+
+    ranks = run_ranks(3, program)
+    for other in ranks[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ranks[0], other, strict=True))
+    for plain, whole, quantized in zip(ranks[0][:3], ranks[0][3:6], ranks[0][6:9], strict=True):
+        torch.testing.assert_close(whole, plain)
+        torch.testing.assert_close(quantized, plain, rtol=0, atol=0.05 * plain.abs().max().item())
+        assert not torch.equal(quantized, plain)
+
+
+def test_the_contract_and_the_timeline_say_how_gradients_travel() -> None:
+    def program(transport: Transport) -> tuple[str, str, str]:
+        ddp = DDP(net_of(), process_group=transport, compression=PowerSGD(2))
+        before = ddp.explain()
+        backward(ddp, transport.rank, 0)
+        return ddp.contract["gradients"].how, before, ddp.explain()
+
+    how, before, after = run_ranks(2, program)[0]
+    assert how == "mean, PowerSGD(rank=2) with error feedback"
+    for text in (before, after):
+        assert "sent by PowerSGD(rank=2) with error feedback when" in text
+    (alone,) = run_ranks(1, lambda transport: DDP(net_of(), process_group=transport, compression=TopK()))
+    assert alone.contract["gradients"].when == "never: there is one rank"
+    assert alone._replica.compression is None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (PowerSGD(2), PowerSGD(3)),
+        (PowerSGD(2), None),
+        (TopK(0.1), TopK(0.1, error_feedback=False)),
+        (PowerSGD(2), PowerSGD(2, seed=1)),
+    ],
+    ids=str,
+)
+def test_ranks_with_different_compressions_are_told_so(others: Sequence[Compression | None]) -> None:
+    def program(transport: Transport) -> None:
+        DDP(net_of(), process_group=transport, compression=others[transport.rank])
+
+    with pytest.raises(ContractMismatch, match="mean, "):
+        run_ranks(2, program)
+
+
+def test_ranks_that_register_different_compressions_are_told_so() -> None:
+    def program(transport: Transport) -> None:
+        ddp = DDP(net_of(), process_group=transport)
+        ddp.register_comm_hook(HookState(PowerSGD(2 + transport.rank), transport), hook)
+        backward(ddp, transport.rank, 0)
+
+    with pytest.raises(ContractMismatch, match=r"PowerSGD\(rank=3\) with error feedback"):
+        run_ranks(2, program)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    embedding = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    complex_net = nn.Linear(2, 2, dtype=torch.complex64)
+    cases: list[tuple[dict[str, Any], nn.Module, type[Exception], str]] = [
+        ({"sharded": True}, net_of(), ValueError, "sharded=True does not go with compression="),
+        ({}, embedding, ValueError, r"sparse gradients \(0.weight\): make them dense"),
+        ({}, complex_net, ValueError, "weight is torch.complex64"),
+        ({"compression": "fp16"}, net_of(), TypeError, "expected compression= to be one of sl.compression"),
+    ]
+
+    def program(transport: Transport) -> None:
+        for options, net, kind, text in cases:
+            with pytest.raises(kind, match=text):
+                DDP(net, process_group=transport, **{"compression": Cast(), **options})
+        ddp = DDP(net_of(), process_group=transport, compression=Cast())
+        with pytest.raises(
+            ValueError, match=r"cannot reduce what compression=Cast\(dtype=bfloat16\) encodes"
+        ):
+            ddp.register_comm_hook(None, lambda state, bucket: None)
+
+    run_ranks(2, program)
+    run_ranks(1, program)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_normalize_by_is_exact_under_a_compression_that_loses_nothing(registered: bool) -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        found = []
+        for compression in (None, TopK(1.0)):
+            inside = None if registered else compression
+            ddp = DDP(net_of(), process_group=transport, compression=inside, bucket_cap_mb=0.001)
+            if registered and compression is not None:
+                ddp.register_comm_hook(HookState(compression, transport), hook)
+            for step in range(2):
+                ddp.zero_grad()
+                num_items = 1 + 3 * transport.rank
+                with ddp.normalize_by(num_items):
+                    ddp(batch_of(transport.rank, step)[:num_items]).square().sum().backward()
+            found.append(gradients_of(ddp))
+            assert ddp.last_step is not None
+            assert ddp.last_step.divisor == 1 + 4 + 7
+        return found
+
+    for plain, compressed in run_ranks(3, program):
+        torch.testing.assert_close(compressed, plain)
+
+
+class Branches(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([net_of(0), net_of(1)])
+        self.used = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[self.used](x)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_buckets_that_nobody_uses_may_be_skipped_also_the_last_one(used: int) -> None:
+    def program(transport: Transport) -> Tensor:
+        net = Branches()
+        net.used = used
+        ddp = DDP(
+            net,
+            process_group=transport,
+            compression=PowerSGD(2),
+            bucket_cap_mb=0.001,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+        )
+        return torch.cat([backward(ddp, transport.rank, step) for step in range(3)])
+
+    first, second = run_ranks(2, program)
+    assert torch.equal(first, second)
+
+
+def test_a_module_that_changes_goes_on_with_what_was_kept() -> None:
+    def program(transport: Transport) -> list[str]:
+        net = net_of()
+        ddp = DDP(net, process_group=transport, compression=TopK(0.01))
+        backward(ddp, transport.rank, 0)
+        state = ddp._replica.compression
+        assert state is not None
+        before = state.state_dict()["0.weight.residual"]
+        assert before.any()
+        net.append(nn.Linear(4, 16))
+        ddp(batch_of(transport.rank, 1))
+        assert torch.equal(state.state_dict()["0.weight.residual"], before)
+        backward(ddp, transport.rank, 1)
+        return sorted(state.state_dict())
+
+    names = run_ranks(2, program)[0]
+    assert "5.weight.residual" in names
+
+
+@pytest.mark.parametrize("compression", [PowerSGD(2), Chain(PowerSGD(1), Cast())], ids=str)
+def test_a_resumed_training_goes_on_with_the_same_bits(compression: Compression) -> None:
+    """Also over several buckets, which are laid out anew after the first step of either."""
+
+    def program(transport: Transport) -> None:
+        straight = DDP(net_of(), process_group=transport, compression=compression, bucket_cap_mb=0.001)
+        for step in range(3):
+            backward(straight, transport.rank, step)
+        assert straight._replica.compression is not None
+        saved = straight._replica.compression.state_dict()
+        resumed = DDP(net_of(), process_group=transport, compression=compression, bucket_cap_mb=0.001)
+        assert resumed._replica.compression is not None
+        resumed._replica.compression.load_state_dict(saved)
+        assert resumed._replica.compression.state_dict().keys() == saved.keys()
+        for step in range(3, 6):
+            expected = backward(straight, transport.rank, step)
+            torch.testing.assert_close(
+                backward(resumed, transport.rank, step), expected, rtol=1e-5, atol=1e-6
+            )
+
+    run_ranks(2, program)
+
+
+def test_state_of_another_compression_is_refused_when_it_is_needed() -> None:
+    def program(transport: Transport) -> None:
+        ddp = DDP(net_of(), process_group=transport, compression=PowerSGD(2))
+        assert ddp._replica.compression is not None
+        ddp._replica.compression.load_state_dict({"0.weight.residual": torch.zeros(16 * 24)})
+        backward(ddp, transport.rank, 0)
+
+    with pytest.raises(ValueError, match="saved with another compression or of another tensor"):
+        run_ranks(2, program)
