@@ -70,7 +70,8 @@ class _PowerSGDEncoder(Encoder):
             rank = power_sgd.rank
             if (n + m) * rank < n * m:
                 self._shapes[index] = (n, m)
-                chance = torch.Generator().manual_seed(power_sgd.seed + index)
+                # The same for all of a width: so it does not matter which tensors share a bucket.
+                chance = torch.Generator().manual_seed(power_sgd.seed)
                 start = torch.randn(rank, m, generator=chance, dtype=torch.float32)
                 self._starts[index] = start.to(layout.device, layout.dtype)
         self._rank = power_sgd.rank

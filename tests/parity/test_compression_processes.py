@@ -1,0 +1,166 @@
+"""Compression on real processes: as a communication hook of torch's DistributedDataParallel, and inside of ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from syncline.compression import Cast, Chain, Compression, HookState, PowerSGD, Quantize, TopK, hook
+from syncline.parallel import DistributedDataParallel as DDP
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+KINDS: dict[str, Compression] = {
+    "bf16": Cast(),
+    "fp16": Cast(torch.float16),
+    "int8": Quantize(8),
+    "4 bits": Quantize(4),
+    "topk": TopK(0.1),
+    "powersgd": PowerSGD(2),
+    "powersgd, bf16": Chain(PowerSGD(2), Cast()),
+    "powersgd, 4 bits": Chain(PowerSGD(2), Quantize(4)),
+    "topk, int8": Chain(TopK(0.1), Quantize(8)),
+}
+
+
+def net_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 6))
+
+
+def train(ddp: nn.Module, num_steps: int) -> tuple[list[float], Tensor]:
+    """Learn what a fixed network says; the losses over all ranks, and the parameters."""
+    torch.manual_seed(7)
+    teacher = nn.Sequential(nn.Linear(12, 6), nn.Tanh())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(num_steps):
+        x = torch.randn(32, 12, generator=g)
+        loss = (ddp(x) - teacher(x).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses, torch.cat([p.detach().flatten() for p in ddp.parameters()])
+
+
+def assert_equal_on_all_ranks(tensor: Tensor) -> None:
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    assert all(torch.equal(tensor, other) for other in everyone)
+
+
+def hooked(ddp: Any, compression: Compression) -> Any:
+    ddp.register_comm_hook(HookState(compression), hook)
+    return ddp
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_it_trains_as_a_hook_of_torchs_class_as_one_of_ours_and_inside_of_ours(name: str) -> None:
+    compression = KINDS[name]
+    found = []
+    for wrapped in (
+        hooked(TorchDDP(net_of()), compression),
+        hooked(DDP(net_of()), compression),
+        DDP(net_of(), compression=compression),
+    ):
+        losses, parameters = train(wrapped, 3)
+        assert_equal_on_all_ranks(parameters)
+        found.append(parameters)
+    assert torch.equal(found[1], found[2])
+    # The order of parameters in a bucket is another in torch, so blocks of 4 bits hold others.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-3 if "4 bits" in name else 1e-4)
+    losses, parameters = train(wrapped, 60)
+    assert_equal_on_all_ranks(parameters)
+    plain, _ = train(DDP(net_of()), 63)
+    assert sum(losses[-5:]) < 0.4 * sum(plain[:5])
+    assert sum(losses[-5:]) < 1.1 * sum(plain[-5:])
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", ["fp16", "4 bits", "topk", "powersgd, 4 bits"])
+@pytest.mark.parametrize("caps", [{}, {"bucket_cap_mb": 0.002}], ids=str)
+def test_three_ranks_and_many_buckets_stay_equal(name: str, caps: dict[str, Any]) -> None:
+    for wrapped in (
+        hooked(TorchDDP(net_of(), gradient_as_bucket_view=True, **caps), KINDS[name]),
+        DDP(net_of(), compression=KINDS[name], gradient_as_bucket_view=True, **caps),
+    ):
+        losses, parameters = train(wrapped, 40)
+        assert_equal_on_all_ranks(parameters)
+        assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_and_a_pickle_go_on_with_what_was_kept() -> None:
+    compression = Chain(PowerSGD(1), Cast())
+    ddp = DDP(net_of(), compression=compression)
+    train(ddp, 2)
+    kept = ddp._replica.compression.state_dict()
+    assert kept["0.weight.residual"].any()
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        for name, tensor in other._replica.compression.state_dict().items():
+            assert torch.equal(tensor, kept[name]), name
+        _, parameters = train(other, 2)
+        assert_equal_on_all_ranks(parameters)
+        assert not torch.equal(
+            other._replica.compression.state_dict()["0.weight.residual"], kept["0.weight.residual"]
+        )
+    state = HookState(compression, module=net_of())
+    state.load_state_dict(kept)
+    assert pickle.loads(pickle.dumps(state)).compression == compression
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_all", [True, False])
+def test_a_rank_that_ends_early_gives_zeros_and_the_mean_is_that_of_torch(by_all: bool) -> None:
+    found = []
+    for wrapped in (DDP(net_of(), compression=TopK(1.0)), TorchDDP(net_of())):
+        with wrapped.join(divide_by_initial_world_size=by_all):
+            for step in range(2 + dist.get_rank()):
+                x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
+                wrapped.zero_grad()
+                wrapped(x).square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_overflow_are_seen_by_a_scaler_and_forgotten() -> None:
+    for name in ("4 bits", "topk", "powersgd"):
+        ddp = DDP(net_of(), compression=KINDS[name])
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scales = []
+        for step in range(3):
+            loss = ddp(torch.ones(4, 12)).square().mean()
+            if step == 1 and dist.get_rank() == 1:
+                loss = loss * torch.inf
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == [4.0, 2.0, 2.0], name
+        parameters = torch.cat([p.detach().flatten() for p in ddp.parameters()])
+        assert parameters.isfinite().all()
+        assert_equal_on_all_ranks(parameters)
+
+
+@pytest.mark.ranks(2)
+def test_sparse_gradients_are_an_error_of_torchs_class_too() -> None:
+    net = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    ddp = hooked(TorchDDP(net), TopK())
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"has a sparse gradient, which TopK.* cannot encode"
+    ):
+        ddp(torch.tensor([1, 2])).sum().backward()
