@@ -11,8 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.compression import Cast, Chain, Compression, HookState, PowerSGD, Quantize, TopK, hook
+from syncline.compression import (
+    Cast,
+    Chain,
+    Compression,
+    HookState,
+    MeanExchange,
+    PowerSGD,
+    Quantize,
+    TopK,
+    hook,
+)
 from syncline.parallel import DistributedDataParallel as DDP
+from syncline.transport.c10d import C10dTransport
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -164,3 +175,27 @@ def test_sparse_gradients_are_an_error_of_torchs_class_too() -> None:
         (ValueError, RuntimeError), match=r"has a sparse gradient, which TopK.* cannot encode"
     ):
         ddp(torch.tensor([1, 2])).sum().backward()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", KINDS)
+def test_over_gloo_the_mean_is_the_same_bits_and_near_the_true_one(name: str) -> None:
+    rank, compression = dist.get_rank(), KINDS[name]
+    transport = C10dTransport()
+    exchange = MeanExchange(
+        compression, [(40, 30), (50,)], dtype=torch.float32, device=torch.device("cpu"), transport=transport
+    )
+    came_out, went_in = torch.zeros(1250), torch.zeros(1250)
+    for step in range(3):
+        values = torch.randn(1250, generator=torch.Generator().manual_seed(10 * step + rank))
+        went_in += values
+        exchange.start(values)
+        mean = exchange.wait()
+        assert_equal_on_all_ranks(mean)
+        came_out += mean
+    kept = exchange.state_dict()
+    if compression.feeds_back:
+        went_in -= torch.cat([kept["0.residual"], kept["1.residual"]])
+    dist.all_reduce(went_in)
+    tolerance = 0.05 if "Cast" in str(compression) and "TopK" not in str(compression) else 1e-4
+    torch.testing.assert_close(came_out, went_in / 3, rtol=0, atol=tolerance)
