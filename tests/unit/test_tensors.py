@@ -387,3 +387,13 @@ def test_a_rank_that_fails_is_an_error_of_wait_and_nothing_counts_as_arrived() -
 
     with pytest.raises(ZeroDivisionError):
         run_ranks(2, program)
+
+
+def test_a_single_element_travels_whatever_stride_it_has() -> None:
+    def program(transport: Transport) -> list[float]:
+        x = torch.full((4,), float(transport.rank))
+        broadcast_tensors([x[::2][:1], torch.empty((2, 0, 1), dtype=torch.float64)], transport, 1).wait()
+        return x.tolist()
+
+    assert run_ranks(2, program)[0] == [1.0, 0.0, 0.0, 0.0]
+    assert names([torch.empty_strided((2, 0, 1), (0, 1, 0))]) == ["[0]"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.plan.difference import describe_ranks
-from syncline.sync.tensors import is_plain, parts_of
+from syncline.sync.tensors import as_bytes, is_plain, parts_of
 
 __all__ = ["Difference", "differences", "digest_of", "fingerprint_of_number", "fingerprints"]
 
@@ -80,7 +80,7 @@ class _Scratch:
         """The bytes of a chunk as words, (num_words,) int64; the last one is filled up with zeros."""
         if not is_plain(part):
             part = part.resolve_conj().resolve_neg().contiguous()
-        flat = part.view(-1).view(torch.uint8)
+        flat = as_bytes(part)
         num_bytes = flat.numel()
         if num_bytes % 8 == 0 and flat.storage_offset() % 8 == 0:
             return flat.view(torch.int64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from syncline.plan.packing import CAP_BYTES, plan_pieces
-from syncline.sync.tensors import is_plain, parts_of
+from syncline.sync.tensors import as_flat, is_plain, parts_of
 from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
 
 __all__ = ["TensorReducer", "check_reducible"]
@@ -142,7 +142,7 @@ class _Piece:
     def launch(self, transport: Transport, op: ReduceOp) -> None:
         """Start it."""
         if self.travels_in_place:
-            wire = self._members[0].view(-1)
+            wire = as_flat(self._members[0])
         else:
             numel = sum(member.numel() for member in self._members)
             wire = torch.empty(numel, dtype=self._dtype, device=self._device)
@@ -177,7 +177,7 @@ class _Piece:
         parts = wire.split([member.numel() for member in self._members])
         members = self._members
         if self._are_plain:
-            flat = [member.view(-1) for member in members]
+            flat = [as_flat(member) for member in members]
             torch._foreach_copy_(*((parts, flat) if into_wire else (flat, parts)))
             return
         # One by one: the batched call cannot write to a tensor with a pending conjugation.

@@ -17,7 +17,15 @@ from syncline.plan.trees import leaves
 from syncline.sync.optimizers import optimizer_leaves
 from syncline.transport.base import Transport, Work
 
-__all__ = ["TensorBroadcaster", "broadcast_tensors", "is_plain", "named_tensors", "parts_of"]
+__all__ = [
+    "TensorBroadcaster",
+    "as_bytes",
+    "as_flat",
+    "broadcast_tensors",
+    "is_plain",
+    "named_tensors",
+    "parts_of",
+]
 
 
 # ---------------------------------------------------------------------- which tensors
@@ -100,7 +108,10 @@ def _check_readable(name: str, tensor: Tensor) -> None:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    repeats = any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if repeats and tensor.numel():
         raise ValueError(
             f"{name} is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): several elements "
             "share one place in memory and cannot be written; clone() it first"
@@ -262,7 +273,7 @@ class _Piece:
     def _allocate(self) -> None:
         self._twins = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in self._strided]
         twins = iter(self._twins)
-        self._bytes = [_as_bytes(t if is_plain(t) else next(twins)) for t in self._tensors]
+        self._bytes = [as_bytes(t if is_plain(t) else next(twins)) for t in self._tensors]
         if len(self._bytes) == 1 and self._bytes[0].device == self._device:
             self._wire = self._bytes[0]
             return
@@ -290,8 +301,14 @@ def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
     return [part for row in rows for part in parts_of(row, cap_bytes)]
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)  # (numel * element_size,)
+def as_flat(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor, (numel,). (`view(-1)` leaves a single element whatever stride it has.)"""
+    return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor as bytes, (numel * element_size,)."""
+    return as_flat(tensor).view(torch.uint8)
 
 
 class _Broadcast(Work):

@@ -1,0 +1,254 @@
+"""keep_best_, check_replicas and the fingerprints below it. Ranks are threads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import ContractMismatch, ReplicaDivergence
+from syncline.sync.fingerprint import fingerprints
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+# ---------------------------------------------------------------------- keep_best_
+
+
+@pytest.mark.parametrize(
+    ("scores", "mode", "best"),
+    [
+        ([0.1, 0.7, 0.3], "max", 1),
+        ([0.1, 0.7, 0.3], "min", 0),
+        ([1.0, 2.0, 2.0], "max", 1),
+        ([math.nan, 2.0, 3.0], "min", 1),
+        ([math.nan, -math.inf, math.nan], "max", 1),
+        ([torch.tensor(1), torch.tensor([2.0]), 3], "max", 2),
+    ],
+)
+def test_all_become_what_the_best_rank_has(scores: list[Any], mode: Any, best: int) -> None:
+    def program(t: Transport) -> tuple[int, list[float], dict[str, int]]:
+        tree = {"x": torch.full((2,), float(t.rank)), "n": torch.tensor(t.rank)}
+        found = sl.keep_best_(tree, scores[t.rank], mode, group=t)
+        return found, [*tree["x"].tolist(), tree["n"].item()], t.statistics().num_calls
+
+    expected = (best, [best, best, best], {"all_gather": 1, "broadcast": 1})
+    assert run_ranks(3, program) == [expected] * 3
+
+
+def test_an_optimizer_becomes_the_best_ones_with_its_settings() -> None:
+    def program(t: Transport) -> float:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0 + t.rank)
+        sl.keep_best_(optimizer, t.rank, group=t)
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert run_ranks(2, program) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("score", "mode", "error", "text"),
+    [
+        ([math.nan, math.nan], "max", ValueError, r"the score is NaN on all 2 rank\(s\)"),
+        (
+            [1.0, torch.zeros(2)],
+            "max",
+            TypeError,
+            r"rank 1: expected score to be one real number.*shape \(2,\)",
+        ),
+        (["1.0", 1.0], "max", TypeError, "rank 0: expected score to be a number .* got '1.0'"),
+        ([1.0, 1.0], "best", ValueError, 'expected mode to be "max" or "min", got \'best\''),
+    ],
+)
+def test_scores_that_name_no_best_are_refused_alike(
+    score: list[Any], mode: Any, error: type[Exception], text: str
+) -> None:
+    def program(t: Transport) -> str:
+        x = torch.tensor([float(t.rank)])
+        with pytest.raises(error, match=text) as caught:
+            sl.keep_best_(x, score[t.rank], mode, group=t)
+        assert x.item() == t.rank
+        return str(caught.value)
+
+    first, second = run_ranks(2, program)
+    assert first == second
+
+
+def test_modes_that_differ_are_a_mismatch() -> None:
+    def program(t: Transport) -> None:
+        with pytest.raises(ContractMismatch, match="mode"):
+            sl.keep_best_(torch.zeros(1), 1.0, "max" if t.rank else "min", group=t)
+
+    run_ranks(2, program)
+
+
+# ---------------------------------------------------------------------- fingerprints
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn),
+]
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), dtype=torch.uint8, generator=g)
+    return raw.view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (300, 401)])
+def test_any_changed_bit_and_any_two_exchanged_elements_change_it(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = random_tensor(dtype, shape)
+    (before,) = fingerprints([tensor])
+    raw = tensor.view(-1).view(torch.uint8)
+    for at in {0, raw.numel() // 2, raw.numel() - 1}:
+        for bit in (1,) if dtype is torch.bool else (1, 128):
+            raw[at] ^= bit
+            assert fingerprints([tensor]) != [before]
+            raw[at] ^= bit
+    assert fingerprints([tensor]) == [before]
+    if dtype not in (torch.bool, torch.float8_e4m3fn) and tensor.numel() > 1:
+        flat = tensor.view(-1)
+        flat[0], flat[-1] = flat[-1].clone(), flat[0].clone()
+        assert fingerprints([tensor]) != [before]
+
+
+def test_two_flipped_signs_do_not_cancel() -> None:
+    x = torch.ones(4, dtype=torch.float64)
+    y = x.clone()
+    y[1] = y[2] = -1.0
+    assert fingerprints([x]) != fingerprints([y])
+    assert fingerprints([x * 0]) != fingerprints([x * -0.0])
+
+
+@given(
+    st.sampled_from(DTYPES[:8]),
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.integers(0, 3),
+    st.integers(0, 7),
+)
+def test_strides_and_offsets_do_not_matter(
+    dtype: torch.dtype, shape: tuple[int, ...], layout: int, offset: int
+) -> None:
+    tensor = random_tensor(dtype, shape)
+    other = torch.empty(offset + tensor.numel(), dtype=dtype)[offset:].view(shape).copy_(tensor)
+    if layout == 1 and tensor.dim() > 1:
+        other = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    elif layout == 2:
+        other = torch.stack([tensor, tensor], -1)[..., 1]
+    elif layout == 3 and tensor.is_complex():
+        other = tensor.conj().resolve_conj().conj()
+    assert fingerprints([tensor]) == fingerprints([other])
+
+
+def test_large_strided_tensors_are_read_in_chunks() -> None:
+    tensor = torch.arange(600 * 700, dtype=torch.float32).view(600, 700)
+    assert fingerprints([tensor, torch.zeros(3)]) == fingerprints(
+        [tensor.t().contiguous().t(), torch.zeros(3)]
+    )
+    assert fingerprints([torch.ones(3).expand(1000, 3)]) == fingerprints([torch.ones(1000, 3)])
+
+
+# ---------------------------------------------------------------------- check_replicas
+
+
+def replica() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    module[2].weight = module[0].weight
+    for p in module.parameters():
+        nn.init.constant_(p, 0.5)
+    return module
+
+
+def diverged(size: int, change: Any) -> list[ReplicaDivergence]:
+    def program(t: Transport) -> ReplicaDivergence:
+        target = change(t)
+        with pytest.raises(ReplicaDivergence) as caught:
+            sl.check_replicas(target, group=t)
+        assert t.statistics().num_calls["all_gather"] == 2
+        return caught.value
+
+    errors = run_ranks(size, program)
+    assert [str(error) for error in errors] == [str(errors[0])] * size
+    return errors
+
+
+def test_equal_replicas_pass_by_one_small_collective() -> None:
+    def program(t: Transport) -> tuple[dict[str, int], int]:
+        sl.check_replicas(replica(), group=t)
+        return t.statistics().num_calls, t.statistics().total_bytes
+
+    calls, num_bytes = run_ranks(2, program)[0]
+    assert calls == {"all_gather": 1}
+    assert num_bytes < 1000
+
+
+def test_the_first_tensor_that_differs_and_the_minority_are_named() -> None:
+    def change(t: Transport) -> nn.Module:
+        module = replica()
+        with torch.no_grad():
+            if t.rank == 2:
+                module[0].weight[1, 1] += 1e-7
+                module[1].running_var[0] = -0.0
+            if t.rank == 3:
+                module[1].num_batches_tracked += 1
+        return module
+
+    error = diverged(5, change)[0]
+    assert (error.tensor, error.num_differing, error.minority_ranks) == ("0.weight", 3, (2, 3))
+    text = str(error)
+    assert "3 of 7 tensors and numbers differ, the first of them 0.weight" in text
+    assert "\n  0.weight  ranks 0, 1, 3, 4 | rank 2\n  1.running_var  " in text
+    assert "In the minority: ranks 2, 3." in text
+
+
+def test_of_two_ranks_nobody_can_tell_which_is_right() -> None:
+    error = diverged(2, lambda t: [torch.zeros(2), torch.full((1,), float(t.rank))])[0]
+    assert (error.tensor, error.minority_ranks) == ("[1]", ())
+    assert "With two ranks nobody can tell which one is right." in str(error)
+
+
+def test_without_a_majority_nobody_is_blamed() -> None:
+    error = diverged(4, lambda t: torch.tensor(t.rank // 2))[0]
+    assert error.minority_ranks == ()
+    assert "No more than half of the ranks agree" in str(error)
+    assert "  tensor  ranks 0, 1 | ranks 2, 3" in str(error)
+
+
+def test_numbers_of_an_optimizer_are_compared_too() -> None:
+    def change(t: Transport) -> torch.optim.Optimizer:
+        p = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.Adam([p], lr=0.1 + (0.1 if t.rank == 1 else 0))
+        p.grad = torch.ones(2)
+        for _ in range(1 + (t.rank == 1)):
+            optimizer.step()
+        return optimizer
+
+    error = diverged(3, change)[0]
+    assert error.tensor == "state[0].exp_avg"
+    assert error.minority_ranks == (1,)
+    assert "param_groups[0].lr  ranks 0, 2 | rank 1" in str(error)
+
+
+def test_many_differences_are_counted() -> None:
+    error = diverged(2, lambda t: [torch.tensor(t.rank) for _ in range(9)])[0]
+    assert error.num_differing == 9
+    assert "\n  and 4 more\n" in str(error)
+
+
+def test_trees_that_differ_in_shape_are_a_mismatch() -> None:
+    def program(t: Transport) -> None:
+        with pytest.raises(ContractMismatch):
+            sl.check_replicas(torch.zeros(1 + t.rank), group=t)
+        with pytest.raises(TypeError, match="got str"):
+            sl.check_replicas(["x"], group=t)
+
+    run_ranks(2, program)
