@@ -20,7 +20,7 @@ from syncline.plan.difference import describe_ranks
 from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 
-__all__ = ["OneCopy", "one_copy_of", "remember_one_copy", "written_elsewhere"]
+__all__ = ["OneCopy", "has_one_copy", "one_copy_of", "remember_one_copy", "written_elsewhere"]
 
 _copies: weakref.WeakKeyDictionary[nn.Module, OneCopy] = weakref.WeakKeyDictionary()
 _MAX_NAMES = 5
@@ -29,6 +29,11 @@ _MAX_NAMES = 5
 def one_copy_of(module: nn.Module) -> OneCopy | None:
     """The guard of a module's shared parameters; None where they are not shared."""
     return _copies.get(module)
+
+
+def has_one_copy(module: nn.Module) -> bool:
+    """Whether the parameters of a module, or of one inside of it, are shared."""
+    return bool(_copies) and any(inner in _copies for inner in module.modules())
 
 
 def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:

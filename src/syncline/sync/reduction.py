@@ -17,6 +17,11 @@ __all__ = ["TensorReducer", "check_reducible"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
+_Tensors = list[Tensor] | tuple[Tensor, ...]
+
+_Place = tuple[torch.dtype, torch.device, torch.dtype]
+"""Of what type tensors are, from where they are sent, and as what type."""
+
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
     """Refuse what cannot be reduced by `op`, by name.
@@ -78,13 +83,14 @@ class TensorReducer:
         self._written = [tensor for tensor in tensors if tensor.numel()] if does_something else []
         # `.data` shares the memory, but neither graph nor version counter: writing to it is always allowed.
         parts = [part for tensor in self._written for part in parts_of(tensor.data, CAP_BYTES)]
-        places = []
-        for part in parts:
-            device = transport.sending_device(part.device)
+        place_of: dict[tuple[torch.dtype, torch.device], _Place] = {}
+        for kind in {(part.dtype, part.device) for part in parts}:
+            device = transport.sending_device(kind[1])
             is_widened = (
-                rounds_once and part.dtype in _HALVES and not (is_unscaled and transport.rounds_once(device))
+                rounds_once and kind[0] in _HALVES and not (is_unscaled and transport.rounds_once(device))
             )
-            places.append((part.dtype, device, torch.float32 if is_widened else part.dtype))
+            place_of[kind] = (kind[0], device, torch.float32 if is_widened else kind[0])
+        places = [place_of[part.dtype, part.device] for part in parts]
         sizes_bytes = [
             part.numel() * dtype.itemsize for part, (_, _, dtype) in zip(parts, places, strict=True)
         ]
@@ -119,7 +125,7 @@ class _Piece:
 
     def __init__(
         self,
-        members: Sequence[Tensor],
+        members: list[Tensor],
         device: torch.device,
         dtype: torch.dtype,
         *,
@@ -131,12 +137,12 @@ class _Piece:
         self._dtype = dtype
         self._share = share
         self._divisor = divisor
-        self._are_plain = all(map(is_plain, members))
         first = members[0]
         self.travels_in_place = (
-            len(members) == 1 and self._are_plain and first.device == device and first.dtype is dtype
+            len(members) == 1 and is_plain(first) and first.device == device and first.dtype is dtype
         )
         self._wire: Tensor | None = None
+        self._views: _Tensors = ()
         self._work: Work | None = None
 
     def launch(self, transport: Transport, op: ReduceOp) -> None:
@@ -146,11 +152,13 @@ class _Piece:
         else:
             numel = sum(member.numel() for member in self._members)
             wire = torch.empty(numel, dtype=self._dtype, device=self._device)
+            # The part of each member, in its shape; made in one call.
+            self._views = torch._C._nn.unflatten_dense_tensors(wire, self._members)
         if self._share == 0:
             wire.zero_()
         else:
             if not self.travels_in_place:
-                self._copy(into_wire=True, wire=wire)
+                _copy(self._views, self._members)
             if self._share is not None and self._share != 1:
                 wire.mul_(self._share)
         self._wire = wire
@@ -164,29 +172,23 @@ class _Piece:
         if self._divisor != 1:
             self._wire.div_(self._divisor)
         if not self.travels_in_place:
-            self._copy(into_wire=False, wire=self._wire)
-        self._wire = None
+            _copy(self._members, self._views)
+        self._wire, self._views = None, ()
 
     @property
     def has_arrived(self) -> bool:
         """Whether `land` would not block."""
         return self._work is not None and self._work.is_completed()
 
-    def _copy(self, *, into_wire: bool, wire: Tensor) -> None:
-        """Between the members and their parts of what travels."""
-        parts = wire.split([member.numel() for member in self._members])
-        members = self._members
-        if self._are_plain:
-            flat = [as_flat(member) for member in members]
-            torch._foreach_copy_(*((parts, flat) if into_wire else (flat, parts)))
-            return
+
+def _copy(targets: _Tensors, sources: _Tensors) -> None:
+    """Copy each source to its target."""
+    if any(target.is_conj() or target.is_neg() for target in targets):
         # One by one: the batched call cannot write to a tensor with a pending conjugation.
-        for member, part in zip(members, parts, strict=True):
-            view = part.view(member.shape)
-            if into_wire:
-                view.copy_(member)
-            else:
-                member.copy_(view)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 class _Reduction(Work):

@@ -52,15 +52,15 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
         >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
         ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
-    seen: set[object] = set()
+    seen: dict[int, list[Tensor]] = {}
     named: list[tuple[str, Tensor]] = []
     for name, tensor in _walk(target):
         _check_readable(name, tensor)
         if for_writing:
             _check_writable(name, tensor)
-        identity = _identity(tensor)
-        if identity not in seen:
-            seen.add(identity)
+        others = seen.setdefault(tensor.data_ptr() or id(tensor), [])
+        if not others or not any(_identity(tensor) == _identity(other) for other in others):
+            others.append(tensor)
             named.append((name, tensor))
     return named
 
@@ -108,10 +108,12 @@ def _check_readable(name: str, tensor: Tensor) -> None:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
+    if tensor.is_contiguous():
+        return  # so are empty ones
     repeats = any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    if repeats and tensor.numel():
+    if repeats:
         raise ValueError(
             f"{name} is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): several elements "
             "share one place in memory and cannot be written; clone() it first"

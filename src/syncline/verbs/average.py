@@ -136,7 +136,8 @@ class _Averaged:
 
     def _take_module(self, module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:
         taking_part = {id(tensor) for _, tensor in named}
-        self._pairs = running_statistics((owner._buffers for owner in module.modules()), taking_part)
+        if any(name.endswith("running_var") for name, _ in named):
+            self._pairs = running_statistics((owner._buffers for owner in module.modules()), taking_part)
         pooled = {id(tensor) for pair in self._pairs for tensor in pair}
         for name, tensor in named:
             if id(tensor) in pooled or not _has_mean(tensor):

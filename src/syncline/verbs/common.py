@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.plan.difference import describe_ranks
-from syncline.sync.one_copy import one_copy_of
+from syncline.sync.one_copy import has_one_copy
 from syncline.transport.base import Transport, Work
 
 __all__ = ["Group", "WorkThen", "global_rank", "rank_of_source", "refuse_one_copy"]
@@ -47,14 +47,11 @@ def refuse_one_copy(target: Any) -> None:
     Raises:
         ValueError: it has.
     """
-    if not isinstance(target, nn.Module):
-        return
-    for path, module in target.named_modules():
-        if one_copy_of(module) is not None:
-            raise ValueError(
-                f"the parameters of {path or type(module).__name__} are shared by the ranks (sl.share_, or "
-                "sharded=True): they are equal already, and are written inside of sl.write_shared alone"
-            )
+    if isinstance(target, nn.Module) and has_one_copy(target):
+        raise ValueError(
+            f"parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True): they are "
+            "equal already, and are written inside of sl.write_shared alone"
+        )
 
 
 class WorkThen(Work):

@@ -1,0 +1,158 @@
+"""What sl.average_ costs, against one flat all_reduce of the same bytes and against a loop over parameters.
+
+    syncline run -n 2 benchmarks/verbs.py [--rounds 40] [--json FILE]
+    syncline run -n 2 benchmarks/verbs.py --quick      # does it run?
+
+Two modules: a GPT of 19 M parameters, and a chain of 500 small ones. Competitors take turns within one tree of
+processes, in another order in each round; a round's time is the slowest rank's. A ratio is the median over rounds of
+the two times of one round; its 95 % confidence interval is bootstrapped over rounds.
+
+"one flat all_reduce" reduces a contiguous tensor of as many bytes, by "mean", over the same transport. "a loop
+of dist.all_reduce" is what one writes by hand: one call and one division a parameter, over Gloo. "weighted" has another
+weight on each rank. check_replicas and sync_gradients_ are there for orientation. A goal is judged by the median;
+"within noise" says that the interval holds both answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncline as sl
+from models import GPT, SIZES, Chain
+from syncline.bench.rounds import alternate, calls_for, ratio, timer
+from syncline.bench.tables import table
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.world import transport_of
+
+FLAT, LOOP, AVERAGE = "one flat all_reduce", "a loop of dist.all_reduce", "sl.average_"
+WEIGHTED, GRADIENTS, CHECK = "sl.average_, weighted", "sl.sync_gradients_", "sl.check_replicas"
+
+TIMES_FLAT = 1.2
+"""What average_ of the large module may take, in times of the flat all_reduce."""
+TIMES_LOOP = 5.0
+"""How many times as fast as the loop it has to be on the small parameters."""
+
+Rounds = Mapping[str, Sequence[float]]
+"""Seconds of each round, by competitor."""
+
+
+def competitors(module: nn.Module, transport: Transport) -> dict[str, Callable[[], object]]:
+    """What is called, by name; the loop over Gloo alone."""
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+
+    def loop() -> None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.data)
+            parameter.data.div_(transport.size)
+
+    calls: dict[str, Callable[[], object]] = {
+        FLAT: lambda: transport.all_reduce(flat, "mean").wait(),
+        AVERAGE: lambda: sl.average_(module, group=transport),
+        WEIGHTED: lambda: sl.average_(module, 1.0 + transport.rank, group=transport),
+        GRADIENTS: lambda: sl.sync_gradients_(module, group=transport),
+        CHECK: lambda: sl.check_replicas(module, group=transport),
+    }
+    return calls | {LOOP: loop} if transport.name == "gloo" else calls
+
+
+def measure(module: nn.Module, transport: Transport, *, num_rounds: int, turn_seconds: float) -> Rounds:
+    """Seconds a call, by competitor and round."""
+    timers = {name: timer(call, transport) for name, call in competitors(module, transport).items()}
+    num_calls = calls_for(timers, seconds=turn_seconds, most=50, transport=transport)
+    return alternate(timers, num_rounds=num_rounds, num_calls=num_calls, transport=transport)
+
+
+def rows(rounds: Rounds) -> list[list[str]]:
+    """A row for each competitor: milliseconds, and its ratio to the flat all_reduce."""
+    found = [["what", "ms", "in times of the flat one"]]
+    for name, seconds in rounds.items():
+        middle, low, high = ratio(seconds, rounds[FLAT])
+        milliseconds = f"{statistics.median(seconds) * 1e3:.2f}"
+        found.append([name, milliseconds, f"{middle:.2f} [{low:.2f}, {high:.2f}]"])
+    return found
+
+
+def verdict(found: tuple[float, float, float], goal: float, *, is_upper: bool) -> str:
+    """A ratio and whether it meets its goal.
+
+    Example:
+        >>> verdict((1.1, 1.0, 1.3), 1.2, is_upper=True), verdict((4.0, 3.0, 4.5), 5.0, is_upper=False)
+        ('1.10 [1.00, 1.30] met, within noise', '4.00 [3.00, 4.50] not met')
+    """
+    middle, low, high = found
+    is_met = middle <= goal if is_upper else middle >= goal
+    noise = ", within noise" if low < goal < high else ""
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}] {'met' if is_met else 'not met'}{noise}"
+
+
+def goals(large: Mapping[str, Rounds], small: Rounds) -> list[list[str]]:
+    """What was promised of average_, and what was found."""
+    found = [["goal", "ratio"]]
+    for name, rounds in large.items():
+        times = ratio(rounds[AVERAGE], rounds[FLAT])
+        what = f"19 M parameters, {name}: at most {TIMES_FLAT:g}x one flat all_reduce"
+        found.append([what, verdict(times, TIMES_FLAT, is_upper=True)])
+    times = ratio(small[LOOP], small[AVERAGE])
+    what = f"500 parameters, gloo: at least {TIMES_LOOP:g}x as fast as the loop"
+    return [*found, [what, verdict(times, TIMES_LOOP, is_upper=False)]]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="3 short rounds: figures without meaning")
+    parser.add_argument("--json", type=Path, help="where to write the rounds")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    world = sl.init(device="cpu")
+    if world.size == 1:
+        sys.exit("expected at least 2 ranks: syncline run -n 2 benchmarks/verbs.py")
+    torch.set_num_threads(1)
+    engines: list[Transport] = [transport_of(None)]
+    if engines[0].name != "gloo":
+        engines.append(C10dTransport())
+    modules: dict[str, Callable[[], nn.Module]] = {
+        "a GPT of 19 M parameters": lambda: GPT(SIZES["0.3M" if arguments.quick else "19M"]),
+        "500 small parameters": lambda: Chain(num_parameters=500),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for title, make in modules.items():
+        found[title] = {}
+        for transport in engines:
+            rounds = measure(
+                make(),
+                transport,
+                num_rounds=3 if arguments.quick else arguments.rounds,
+                turn_seconds=0.002 if arguments.quick else 0.1,
+            )
+            found[title][transport.name] = rounds
+            if world.rank == 0:
+                print(f"{title}, {world.size} ranks, {transport.name}")
+                print(table(rows(rounds)), end="\n\n", flush=True)
+    if world.rank == 0:
+        large, small = found.values()
+        print("Goals")
+        print(table(goals(large, small["gloo"])))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
