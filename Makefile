@@ -48,6 +48,7 @@ bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)
 	$(BIN)/syncline run -n 1 benchmarks/step.py
 	$(BIN)/syncline run -n 2 benchmarks/step.py
 	$(BIN)/syncline run -n 2 benchmarks/step.py --variants
+	$(BIN)/syncline run -n 2 benchmarks/verbs.py
 	$(BIN)/syncline run -n 2 benchmarks/backend.py
 	$(BIN)/python benchmarks/memory.py
 
