@@ -521,23 +521,15 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.DiLoCo(8))
             >>> ddp.load_sync_state_dict(ddp.sync_state_dict())
         """
-        rounds = self._replica.rounds
-        return {} if rounds is None else {"rounds": rounds.state_dict()}
+        return self._replica.sync_state_dict()
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `sync_state_dict`; local.
+        """The inverse of `sync_state_dict`, on the same rank of as many; local.
 
         Raises:
-            ValueError: it was saved under another strategy, or of another module.
+            ValueError: it was saved under another strategy or compression, or of another module.
         """
-        rounds = self._replica.rounds
-        if (rounds is None) == ("rounds" in state):
-            raise ValueError(
-                f"expected what sync_state_dict() gave under the same strategy ({self._replica.strategy}), got "
-                f"{'the state of another one' if 'rounds' in state else 'none of a strategy'}"
-            )
-        if rounds is not None:
-            rounds.load_state_dict(state["rounds"])
+        self._replica.load_sync_state_dict(state)
 
     # ------------------------------------------------------------------ uneven inputs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -458,6 +458,27 @@ class Replica:
             round=None if self.rounds is None else self.rounds.last,
             next_round=None if self.rounds is None else self.rounds.next_step(),
         )
+
+    def _remembering(self) -> dict[str, Any]:
+        """What has a state of its own, by name."""
+        parts = {"rounds": self.rounds, "compression": self.compression}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def sync_state_dict(self) -> dict[str, Any]:
+        """See `DistributedDataParallel.sync_state_dict`."""
+        return {name: part.state_dict() for name, part in self._remembering().items()}
+
+    def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `DistributedDataParallel.load_sync_state_dict`."""
+        parts = self._remembering()
+        if parts.keys() != state.keys():
+            raise ValueError(
+                f"expected what sync_state_dict() gave under strategy={self.strategy} and compression="
+                f"{self.plan.compression}: the state of {', '.join(parts) or 'nothing'}; got that of "
+                f"{', '.join(state) or 'nothing'}"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds hooks and connections."""

@@ -416,6 +416,27 @@ def test_a_run_goes_on_from_what_was_saved(strategy: Any) -> None:
         assert torch.equal(whole, resumed)
 
 
+def test_residuals_of_compression_are_saved_as_well() -> None:
+    def program(transport: Transport) -> tuple[Tensor, Tensor]:
+        wrap = {"compression": sl.compression.Quantize(4, error_feedback=True)}
+        whole = Run(transport, None, **wrap)
+        for step in range(1, 4):
+            whole.step(step)
+        saved = copy.deepcopy(
+            (whole.ddp.module.state_dict(), whole.optimizer.state_dict(), whole.ddp.sync_state_dict())
+        )
+        whole.step(4)
+        resumed = Run(transport, None, **wrap)
+        resumed.ddp.module.load_state_dict(saved[0])
+        resumed.optimizer.load_state_dict(saved[1])
+        resumed.ddp.load_sync_state_dict(saved[2])
+        resumed.step(4)
+        return whole.values(), resumed.values()
+
+    for whole, resumed in run_ranks(2, program):
+        torch.testing.assert_close(whole, resumed, rtol=1e-6, atol=1e-7)
+
+
 def test_what_was_saved_under_another_strategy_is_refused() -> None:
     saved = Run(None, sl.DiLoCo(3)).ddp.sync_state_dict()
     with pytest.raises(ValueError, match=r"saved under strategy=DiLoCo\(every=3\)"):
