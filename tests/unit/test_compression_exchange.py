@@ -110,6 +110,20 @@ def test_other_floating_types_come_back_as_they_went_in(
         torch.testing.assert_close(first.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_autocast_around_it_changes_nothing() -> None:
+    def program(transport: Transport) -> list[Tensor]:
+        means = []
+        for enabled in (False, True):
+            exchange = exchange_over(transport, PowerSGD(2))
+            with torch.autocast("cpu", enabled=enabled):
+                exchange.start(values_of(transport.rank))
+                means.append(exchange.wait())
+        return means
+
+    plain, inside = run_ranks(2, program)[0]
+    assert torch.equal(plain, inside)
+
+
 def test_several_are_under_way_at_once_and_go_on_step_by_step() -> None:
     def program(transport: Transport) -> list[Tensor]:
         exchanges = [exchange_over(transport, kind) for kind in (PowerSGD(2), Quantize(8), None)]

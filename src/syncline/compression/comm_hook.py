@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ class HookState:
     def _forget_buckets(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._under_way: list[tuple[_Bucket, Tensor, _Future]] = []
-        self._carried: dict[int, Mapping[str, Tensor]] = {}
+        self._carried: dict[int, _Carried] = {}
         """By the id of a parameter, what its former bucket has kept."""
 
     def use(self, transport: Transport, module: nn.Module | None) -> None:
@@ -140,7 +140,7 @@ class HookState:
                 "(sparse=False), or use no compression"
             )
         parameters = bucket.parameters()
-        members = tuple(map(id, parameters))
+        members = tuple(map(id, parameters))  # == of tensors would compare elements
         known = self._buckets.get(index)
         if known is not None and known.fits(members, buffer):
             return known
@@ -149,11 +149,11 @@ class HookState:
         if self._transport is None:  # unpickled
             self._transport = transport_of(None)
         shapes = [_shape_in_memory(gradient) for gradient in bucket.gradients() or parameters]
-        known = _Bucket(self.compression, members, shapes, buffer, self._transport)
+        known = _Bucket(self.compression, parameters, shapes, buffer, self._transport)
         for position, member in enumerate(members):
-            kept = self._carried.pop(member, None)
-            if kept is not None and known.accepts(position, kept):
-                known.exchange.remember(position, kept)
+            carried = self._carried.pop(member, None)
+            if carried is not None and known.accepts(position, carried.tensors):
+                known.exchange.remember(position, carried.tensors)
             elif self._names is not None and (loaded := self._kept.pop(self._names.get(member, ""), None)):
                 known.exchange.remember(position, loaded)
         self._buckets[index] = known
@@ -163,7 +163,8 @@ class HookState:
         """Buckets change: remember what they keep by parameter. Those under way are new already."""
         for index, known in list(self._buckets.items()):
             if not known.exchange.is_under_way:
-                self._carried.update(zip(known.members, known.exchange.memory(), strict=False))
+                kept = zip(known.parameters, known.exchange.memory(), strict=False)
+                self._carried.update((id(p), _Carried(p, tensors)) for p, tensors in kept)
                 del self._buckets[index]
 
     # ------------------------------------------------------------------ saved and loaded
@@ -199,10 +200,10 @@ class HookState:
     def _by_name(self) -> dict[str, Mapping[str, Tensor]]:
         names = self._checked_names()
         kept = dict(self._kept)
-        kept.update((names[member], tensors) for member, tensors in self._carried.items() if member in names)
+        kept.update((names[m], carried.tensors) for m, carried in self._carried.items() if m in names)
         for known in self._buckets.values():
             members = zip(known.members, known.exchange.memory(), strict=False)
-            kept.update((names[member], tensors) for member, tensors in members)
+            kept.update((names[member], tensors) for member, tensors in members if member in names)
         return kept
 
     def _checked_names(self) -> dict[int, str]:
@@ -224,19 +225,27 @@ class HookState:
         vars(self).update(state)
 
 
+class _Carried(NamedTuple):
+    """What was kept of a parameter."""
+
+    parameter: Tensor
+    """It is held, so that no other gets its id."""
+    tensors: Mapping[str, Tensor]
+
+
 class _Bucket:
     """One bucket, as it was when its parameters came together for the first time."""
 
     def __init__(
         self,
         compression: Compression,
-        members: tuple[int, ...],
+        parameters: Sequence[Tensor],
         shapes: Sequence[tuple[int, ...]],
         buffer: Tensor,
         transport: Transport,
     ) -> None:
-        self.members = members
-        """ids of its parameters."""
+        self.parameters = parameters
+        self.members = tuple(map(id, parameters))
         self._kind = (buffer.numel(), buffer.dtype, buffer.device)
         self.exchange = MeanExchange(
             compression, shapes, dtype=buffer.dtype, device=buffer.device, transport=transport

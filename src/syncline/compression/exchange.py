@@ -190,7 +190,9 @@ class MeanExchange:
         """Hand over a reply and start what is asked for next."""
         assert self._averaging is not None
         try:
-            request = self._averaging.send(reply)
+            # Not by what happens to be switched on around it: autocast would multiply in halves.
+            with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
+                request = self._averaging.send(reply)
         except StopIteration as ended:
             averaged: Averaged = ended.value
             self._averaging = None
