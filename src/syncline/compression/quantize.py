@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,9 @@ _SCALE = torch.bfloat16
 """Of scales: the range of float32. Values are divided by the rounded scale, so it is off by the largest ones only."""
 _SMALLEST_SCALE = 2.0**-126
 """Below, one over it is not a float32; such blocks count as zero."""
+
+_SLAB_NUMEL = 1 << 17
+"""Values that a CPU encodes at once, so that what is made in between stays in its cache."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +82,21 @@ class Quantize(Codec):
         num_blocks = -(-numel // self.block_numel)
         num_scale_bytes = num_blocks * _SCALE.itemsize
         scales = codes[:, :num_scale_bytes].clone(memory_format=torch.contiguous_format).view(_SCALE)
-        packed = codes[:, num_scale_bytes:].reshape(num_rows, num_blocks, -1)
+        wide = scales.to(dtype)[..., None]  # (num_rows, num_blocks, 1)
+        packed = codes[:, num_scale_bytes:].view(num_rows, num_blocks, -1)
         values = torch.empty(
             num_rows, num_blocks, self.block_numel, dtype=dtype, device=codes.device
         )  # (num_rows, num_blocks, block_numel)
-        if self.bits == 8:
-            values.copy_(packed.view(torch.int8))
-        else:
-            half = self.block_numel // 2
-            values[..., :half].copy_(packed & 15)
-            values[..., half:].copy_(packed >> 4)
-            values.sub_(8)
-        values.mul_(scales.to(dtype)[..., None])
+        half = self.block_numel // 2
+        for slab in self._slabs(values):
+            part, bytes_of_part = values[:, slab], packed[:, slab]
+            if self.bits == 8:
+                part.copy_(bytes_of_part.view(torch.int8))
+            else:
+                part[..., :half].copy_(bytes_of_part & 15)
+                part[..., half:].copy_(bytes_of_part >> 4)
+                part.sub_(8)
+            part.mul_(wide[:, slab])
         return values.view(num_rows, -1)[:, :numel]
 
     def encode_rows(self, values: Tensor, lost: Tensor | None) -> Tensor:
@@ -104,23 +111,38 @@ class Quantize(Codec):
             Bytes, (num_rows, num_bytes).
         """
         num_rows, numel = values.shape
-        blocks = _padded(values, self.block_numel).view(num_rows, -1, self.block_numel)
-        scales = blocks.abs().amax(2).div_(self._largest).to(_SCALE)  # (num_rows, num_blocks)
-        wide = scales.to(values.dtype)[..., None]
-        # No code is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is still below 127.5.
-        codes = (blocks * torch.where(wide < _SMALLEST_SCALE, 0, wide.reciprocal())).round_()
-        if self.bits == 8:
-            packed = codes.to(torch.int8).view(torch.uint8)
-        else:
-            half = self.block_numel // 2
-            packed = (
-                torch.add(codes[..., :half], codes[..., half:], alpha=16).add_(8 + 16 * 8).to(torch.uint8)
-            )
-        if lost is not None:
-            came_through = codes.mul_(wide).view(num_rows, -1)[:, :numel]
-            torch.sub(values, came_through, out=lost)
-        scale_bytes = scales.view(torch.uint8)
-        return torch.cat([scale_bytes.view(num_rows, -1), packed.view(num_rows, -1)], dim=1)
+        size, half = self.block_numel, self.block_numel // 2
+        blocks = _padded(values, size).view(num_rows, -1, size)  # (num_rows, num_blocks, block_numel)
+        num_blocks = blocks.shape[1]
+        scales = torch.empty(num_rows, num_blocks, dtype=_SCALE, device=values.device)
+        num_scale_bytes = num_blocks * _SCALE.itemsize
+        encoded = torch.empty(num_rows, self.num_bytes(numel), dtype=torch.uint8, device=values.device)
+        packed = encoded[:, num_scale_bytes:].view(num_rows, num_blocks, -1)
+        for slab in self._slabs(blocks):
+            part = blocks[:, slab]
+            scales[:, slab] = part.abs().amax(2).div_(self._largest)
+            wide = scales[:, slab, None].to(values.dtype)
+            # No code is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
+            codes = (part * torch.where(wide < _SMALLEST_SCALE, 0, wide.reciprocal())).round_()
+            if self.bits == 8:
+                packed[:, slab] = codes.to(torch.int8).view(torch.uint8)
+            else:
+                packed[:, slab] = torch.add(codes[..., :half], codes[..., half:], alpha=16).add_(8 + 16 * 8)
+            if lost is not None:
+                start, stop = slab.start * size, min(slab.stop * size, numel)
+                came_through = codes.mul_(wide).view(num_rows, -1)[:, : stop - start]
+                torch.sub(values[:, start:stop], came_through, out=lost[:, start:stop])
+        encoded[:, :num_scale_bytes] = scales.view(torch.uint8)
+        return encoded
+
+    def _slabs(self, blocks: Tensor) -> Iterator[slice]:
+        """Parts of the blocks, of shape (num_rows, num_blocks, block_numel), that are worked on at once: on a CPU what
+        fits into its cache, else all.
+        """
+        num_rows, num_blocks, _ = blocks.shape
+        step = max(1, _SLAB_NUMEL // (num_rows * self.block_numel)) if blocks.is_cpu else num_blocks
+        for start in range(0, num_blocks, step):
+            yield slice(start, min(start + step, num_blocks))
 
 
 class _QuantizeEncoder(Encoder):
