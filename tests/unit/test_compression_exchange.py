@@ -4,6 +4,7 @@ threads.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from syncline.compression import (
     TopK,
     hook,
 )
-from syncline.errors import ContractMismatch, SynclineError
+from syncline.errors import ContractMismatch, PeerFailed, SynclineError
 from syncline.parallel import DistributedDataParallel as DDP
 from syncline.plan.cost import sent_bytes
 from syncline.sync.comm_hook import GradBucket
@@ -151,6 +152,24 @@ def test_what_is_under_way_cannot_be_saved_and_nothing_cannot_be_waited_for() ->
         assert sorted(exchange.state_dict()) == ["0.residual", "1.residual", "2.residual"]
 
     run_ranks(2, program)
+
+
+def test_a_peer_that_fails_is_named_however_often_one_waits() -> None:
+    has_started = threading.Event()
+
+    def program(transport: Transport) -> None:
+        if transport.rank == 1:
+            assert has_started.wait(30)
+            raise RuntimeError("out of memory")
+        exchange = exchange_over(transport, PowerSGD(2))
+        exchange.start(values_of(transport.rank))
+        has_started.set()
+        for _ in range(2):
+            with pytest.raises(PeerFailed, match="out of memory"):
+                exchange.wait()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_ranks(2, program)
 
 
 def test_wrong_values_are_refused() -> None:

@@ -105,10 +105,11 @@ class MeanExchange:
             raise SynclineError(
                 f"rank {self._transport.rank}: an averaging is under way: wait for it before the next is started"
             )
-        expected = (self.layout.numel, self.dtype, self.layout.device)
-        if (flat.numel(), flat.dtype, flat.device) != expected:
+        numel, device = self.layout.numel, self.layout.device
+        is_there = flat.device.type == device.type and device.index in (None, flat.device.index)
+        if flat.numel() != numel or flat.dtype is not self.dtype or not is_there:
             raise ValueError(
-                f"expected {expected[0]} elements, {expected[1]} on {expected[2]}; got {flat.numel()}, {flat.dtype} on "
+                f"expected {numel} elements, {self.dtype} on {device}; got {flat.numel()}, {flat.dtype} on "
                 f"{flat.device}"
             )
         flat = flat.detach().view(-1)
@@ -125,8 +126,7 @@ class MeanExchange:
         """Wait for the phase that is under way and start the next one, if there is one."""
         if self._averaging is not None:
             assert self._reply is not None
-            reply, self._reply = self._reply, None
-            self._step(reply())
+            self._step(self._reply())  # what raises here raises again when it is waited for again
 
     def wait(self) -> Tensor:
         """Block until the mean is there.
@@ -195,7 +195,7 @@ class MeanExchange:
                 request = self._averaging.send(reply)
         except StopIteration as ended:
             averaged: Averaged = ended.value
-            self._averaging = None
+            self._averaging = self._reply = None
             self._result = averaged.mean.to(self.dtype)
             return
         self._reply = self._started(request)
