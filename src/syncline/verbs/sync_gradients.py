@@ -27,9 +27,11 @@ __all__ = ["sync_gradients_"]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 _TITLE = "sl.sync_gradients_"
-_REMEDY = "Call it with the same module on every rank, wrapped or bare alike."
+_REMEDY = "Call it with the same module on every rank, by the wrapper or bare alike."
 
-_STANDING = struct.Struct("<qq???")  # items and total (-1: none), is_uncounted, is_mean, is_changed
+_STANDING = struct.Struct(
+    "<qq???I"
+)  # items and total (-1: none), is_uncounted, is_mean, is_changed; see `_own`
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 """What a rank has for a parameter."""
 
@@ -50,7 +52,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
     `sl.DistributedDataParallel`, they count as reduced from now on (`optimizer.step()` and `clip_grad_norm_` go on),
     and gradients counted by `normalize_by` are divided by the items of all ranks. A gradient that only some ranks have
     counts as zero on the others and is created there; one that no rank has stays None. What is reduced already stays
-    as it is (but for a last bit, where the number of ranks is no power of two). Two small collectives (one, up to 212
+    as it is (but for a last bit, where the number of ranks is no power of two). Two small collectives (one, up to 196
     parameters), then the gradients, fused by dtype and device. A communication hook is not asked.
 
     Args:
@@ -95,8 +97,9 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         payload += _packed(bits)
     told = exchange(transport, _TITLE, lines, payload=payload, fault=fault, remedy=_REMEDY)
     assert mine is not None
-    standings = [_read(row) for row in told]
-    num_items = mine.settle(standings)
+    num_own = {_STANDING.unpack_from(row)[-1] for row in told}
+    # A wrapper that nobody holds any more may be gone on some ranks and not yet on others: then it is none of all.
+    num_items = mine.settle([_read(row) for row in told]) if len(num_own) == 1 else None
     if inline:
         kinds = [_unpacked(row[_STANDING.size :], len(bits)) for row in told]
     else:
@@ -160,13 +163,12 @@ class _Gradients:
                 )
         self.kinds = [_kind(name, parameter) for name, parameter in named]
         self.lines = describe_tensors(named, layout=False)
-        self.lines.append(f"parameters of a wrapper  {len(self._own)}")
 
     def told(self) -> bytes:
         """What stands behind this rank's gradients, for the others."""
         items, is_uncounted, total, is_mean, is_changed = self._standing
         counts = (-1 if count is None else count for count in (items, total))
-        return _STANDING.pack(*counts, is_uncounted, is_mean, is_changed)
+        return _STANDING.pack(*counts, is_uncounted, is_mean, is_changed, len(self._own))
 
     def settle(self, standings: Sequence[Standing]) -> int | None:
         """By what sums are to be divided: all items, or None for the number of ranks.
@@ -302,7 +304,7 @@ def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> N
 
 
 def _read(payload: bytes) -> Standing:
-    items, total, *flags = _STANDING.unpack_from(payload)
+    items, total, *flags, _ = _STANDING.unpack_from(payload)
     return Standing(None if items < 0 else items, flags[0], None if total < 0 else total, flags[1], flags[2])
 
 
