@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -325,6 +326,13 @@ def test_what_is_refused(size: int) -> None:
         with pytest.raises(ContractMismatch) as caught:
             sl.sync_gradients_(small(1 + t.rank), group=t)
         assert "parameter 1.weight" in str(caught.value)
+
+        sharded = sl.DistributedDataParallel(small(), process_group=t, sharded=True)
+        with pytest.raises(ValueError, match="with sharded=True each rank holds its share"):
+            sl.sync_gradients_(sharded)
+        block = ddp.normalize_by(1) if t.rank else nullcontext()
+        with pytest.raises(ValueError, match=r"\nrank 1: .*inside of a normalize_by block"), block:
+            sl.sync_gradients_(ddp)
 
         def inside(gradient: Tensor) -> None:
             with pytest.raises(SynclineError, match="inside of a backward"):

@@ -80,6 +80,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         ...     ddp(torch.ones(1, 2)).sum().backward()
         >>> ddp = sl.sync_gradients_(ddp)
     """
+    transport, group_fault = _transport(module, group)
     lines: list[str] = []
     mine: _Gradients | None = None
     payload, bits, fault = b"", b"", None
@@ -90,7 +91,6 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         bits = bytes(mine.kinds)
     except Exception as error:
         fault = error
-    transport, group_fault = _transport(module, group, mine)
     fault = fault or group_fault
     inline = len(payload) + _packed_bytes(len(bits)) <= PAYLOAD_BYTES
     if inline and fault is None:
@@ -114,15 +114,16 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
     return module
 
 
-def _transport(module: Any, group: Group, mine: _Gradients | None) -> tuple[Transport, Exception | None]:
+def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
     """By what the ranks agree, and what is wrong about it."""
-    caretaker = None if mine is None else mine.caretaker
-    if caretaker is None:
+    caretakers = caretakers_of(module.parameters()) if isinstance(module, nn.Module) else []
+    if not caretakers:
         if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
             group = module.process_group
         return transport_of(group), None
-    if group is None or transport_of(group) is caretaker.main_lane:
-        return caretaker.main_lane, None
+    main_lane = caretakers[0].main_lane
+    if group is None or transport_of(group) is main_lane:
+        return main_lane, None
     return transport_of(group), ValueError(
         "the module is synchronized over another group by its wrapper: leave group out, or pass that one"
     )
