@@ -159,7 +159,7 @@ class Encoder(ABC):
 
 
 class Compression(ABC):
-    """How a flat tensor is encoded to be averaged over ranks: a frozen dataclass, equal to others of the same values."""
+    """How a flat tensor is encoded to be averaged over ranks: a frozen dataclass, equal to others of its values."""
 
     is_lossy: ClassVar[bool] = True
     """Whether the mean may differ from that of the values by more than rounding."""

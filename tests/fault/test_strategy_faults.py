@@ -1,0 +1,87 @@
+"""A rank that dies, fails or stops sending under a strategy: the others are told who, wherever they wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import syncline as sl
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.threads import run_ranks
+
+STRATEGIES = [
+    sl.LocalSGD(2),
+    sl.DiLoCo(4, fragments=2, delay=1, compression=sl.compression.Quantize(4)),
+    sl.Gossip("ring"),
+    sl.ParameterServer(1),
+]
+
+
+def train(transport: Transport | None, strategy: Any, num_steps: int, *, before_step: Any) -> None:
+    ddp = sl.DistributedDataParallel(nn.Linear(40, 30), process_group=transport, strategy=strategy)
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for step in range(1, num_steps + 1):
+        before_step(step)
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 40)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_rank_that_raises_is_quoted_to_the_others(strategy: Any) -> None:
+    told: dict[int, BaseException] = {}
+
+    def program(transport: Transport) -> None:
+        def before_step(step: int) -> None:
+            if transport.rank == 1 and step == 6:
+                raise ArithmeticError("out of luck")
+
+        try:
+            train(transport, strategy, 40, before_step=before_step)
+        except BaseException as error:
+            told[transport.rank] = error
+            raise
+
+    with pytest.raises(ArithmeticError, match="out of luck"):
+        run_ranks(3, program)
+    for rank in (0, 2):
+        assert isinstance(told[rank], sl.PeerFailed)
+        assert "out of luck" in str(told[rank])
+
+
+def test_a_rank_that_makes_fewer_steps_is_named() -> None:
+    def program(transport: Transport) -> None:
+        train(transport, sl.LocalSGD(2), 4 + 2 * transport.rank, before_step=lambda step: None)
+
+    with pytest.raises(sl.UnevenInputs, match="rank 0"):
+        run_ranks(2, program)
+
+
+@pytest.mark.ranks(3, killed=[2])
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_rank_that_is_killed_is_named(strategy: Any, engine: str) -> None:
+    beneath = C10dTransport(timeout_seconds=30)
+    transport = beneath if engine == "gloo" else SharedMemoryTransport.over(beneath)
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+
+    def before_step(step: int) -> None:
+        if transport.rank == 2 and step == 6:
+            store.set("the moment", repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(sl.SynclineError) as caught:
+        train(transport, strategy, 400, before_step=before_step)
+    since_death = time.monotonic() - float(store.get("the moment"))
+    text = str(caught.value)
+    assert "rank 2" in text
+    assert since_death < 5, f"{since_death:.2f} s after it had died:\n{text}"
