@@ -81,6 +81,38 @@ def trained_as_by_one_process() -> None:
     sl.shutdown()
 
 
+def drift_between_hosts() -> None:
+    """Every strategy at work on both hosts; hosts that average gradients in every step, and meet every third."""
+    world = sl.init(timeout=60)
+    host = transport_of().split(sorted({"a", "b"}).index(os.environ["HOSTS"][world.rank]))
+    for strategy in (
+        sl.LocalSGD(3, every_step_within="host"),
+        sl.DiLoCo(3, every_step_within="host", fragments=3, compression=sl.compression.Quantize(4)),
+        sl.DiLoCo(3, delay=1),
+        sl.Gossip("ring"),
+        sl.ParameterServer(2),
+    ):
+        ddp = sl.DistributedDataParallel(network(), strategy=strategy)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.01))
+        for step in range(8):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            ddp(torch.randn(8, 20, generator=generator, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            if "every_step_within" in str(strategy):
+                sl.check_replicas(list(ddp.parameters()), group=host)
+        try:
+            sl.check_replicas(list(ddp.parameters()))
+        except sl.ReplicaDivergence:
+            pass
+        else:
+            raise AssertionError(f"{strategy}: after 8 steps the hosts have drifted apart")
+        ddp.meet()
+        sl.check_replicas(ddp.module)
+    print(ddp.contract)
+    sl.shutdown()
+
+
 def refused_as_shared_memory() -> None:
     sl.init(timeout=30, transport="shm")
     try:
@@ -110,7 +142,12 @@ def until_it_fails() -> None:
 
 PROGRAMS: Mapping[str, Callable[[], None]] = {
     program.__name__: program
-    for program in (trained_as_by_one_process, refused_as_shared_memory, until_it_fails)
+    for program in (
+        trained_as_by_one_process,
+        drift_between_hosts,
+        refused_as_shared_memory,
+        until_it_fails,
+    )
 }
 
 
@@ -142,6 +179,13 @@ def test_two_hosts_have_a_copy_each_where_both_can(hosts: TwoHosts, ranks: str, 
     for rank, (code, out, err) in enumerate(hosts.outputs(90)):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
         assert copies in out, out
+
+
+@pytest.mark.parametrize("ranks", ["aabb", "abab"])
+def test_hosts_drift_apart_and_meet(hosts: TwoHosts, ranks: str) -> None:
+    start(hosts, "drift_between_hosts", ranks, HOSTS=ranks)
+    for rank, (code, _, err) in enumerate(hosts.outputs(120)):
+        assert (code, err) == (0, ""), f"rank {rank}: {err}"
 
 
 def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(hosts: TwoHosts) -> None:
