@@ -47,6 +47,8 @@ class Rules:
     parameters: Rule
     buffers_when: str
     buffers_drift: str
+    buffers_how: str = ""
+    """Empty: by the policy for buffers."""
     optimizer: Rule
     at_step: str
     acts_alone: bool = False

@@ -205,12 +205,11 @@ def _buffers_row(plan: Plan) -> Row:
     if plan.num_ranks == 1:
         return Row(what="buffers", size=size, when="never: there is one rank", how="-", drift_allowed="none")
     if plan.rules is not None and plan.buffer_policy != "none":
-        how = _BUFFER_WORDS[plan.buffer_policy]
         return Row(
             what="buffers",
             size=size,
             when=plan.rules.buffers_when,
-            how=how,
+            how=plan.rules.buffers_how or _BUFFER_WORDS[plan.buffer_policy],
             drift_allowed=plan.rules.buffers_drift,
         )
     if plan.buffer_policy == "none":
@@ -326,7 +325,7 @@ def _forward_planned(plan: Plan) -> list[tuple[str, str]]:
         buffers = "buffers     nothing sent: the module has none, so there is no call at all"
     elif plan.rules is not None:
         buffers = "buffers     nothing sent: " + (
-            "buffers='none'" if plan.buffer_policy == "none" else "they meet when parameters do"
+            "buffers='none'" if plan.buffer_policy == "none" else f"they meet {plan.rules.buffers_when}"
         )
     elif plan.buffer_policy == "none":
         buffers = "buffers     nothing sent: broadcasting buffers is switched off"

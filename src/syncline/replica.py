@@ -90,7 +90,7 @@ class Replica:
         self.transport = transport
         self.options = options
         self.strategy = strategy
-        spec = spec_of(chosen, transport, hosts)
+        spec = self._spec = spec_of(chosen, transport, hosts)
         self._workers = strategy.workers(spec)
         self.plan = plan_of(
             module,
@@ -209,7 +209,8 @@ class Replica:
         )
         if self.rounds is not None:
             self.buffers.enabled = False
-            self.buffers.why_disabled = f"under {self.strategy} they meet when parameters do"
+            when = self.strategy.rules(self._spec).buffers_when
+            self.buffers.why_disabled = f"under {self.strategy} they meet {when}"
         self._inventory = Inventory(self.module)
         self.is_agreed = False
         """Whether the ranks have compared what was registered."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from syncline.contract import Rule, Rules
+from syncline.contract import Rule, Rules, format_count
 
 __all__ = [
     "Action",
@@ -307,7 +307,7 @@ def value_in_words(value: object) -> str:
         return f"{value_in_words(wrapped)}({', '.join(arguments)})"
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
-    return repr(value)
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 # ---------------------------------------------------------------------- arguments
@@ -377,5 +377,5 @@ def gradients_rule(within: EverythingWithin, warmup: int) -> Rule:
         among = "the ranks of a host" if within == "host" else f"{within} ranks"
         return Rule("every backward outside no_sync", f"mean over {among}, all_reduce", "none among them")
     if warmup:
-        return Rule(f"in the first {warmup} steps", "mean, all_reduce", "afterwards local")
+        return Rule(f"in the first {format_count(warmup, 'step')}", "mean, all_reduce", "afterwards local")
     return Rule("never: they stay local", "-", "local values differ")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.contract import Rule, Rules
+from syncline.contract import Rule, Rules, format_count
 from syncline.plan.fragments import plan_fragments
 from syncline.strategy.base import (
     Action,
@@ -207,13 +207,12 @@ class DiLoCo(Strategy[_State]):
         often = every_words(self.every)
         if self.fragments > 1:
             often += f", in {self.fragments} fragments by turns"
-        after = f", after {self.warmup} synchronous steps" if self.warmup else ""
+        after = f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
         encoded = "" if self.compression is None else f" by {self.compression}"
-        how = f"mean of outer gradients{encoded}, then a step of {value_in_words(self.outer)}"
+        how = f"mean of outer gradients{encoded}, then {value_in_words(self.outer)}"
         if self.delay:
-            how += f" {self.delay} steps later, {1 - self._mixing:g} of it mixed in"
-        late = self.every + self.delay
-        drift = "unbounded: mixing" if self._mixing else (f"{late} steps" if late > 1 else "one step")
+            how += f" {format_count(self.delay, 'step')} later, {1 - self._mixing:g} of it mixed in"
+        drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
         own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(
             strategy=str(self),
@@ -222,7 +221,7 @@ class DiLoCo(Strategy[_State]):
             buffers_when=f"{every_words(self.every)}, with the last fragment"
             if self.fragments > 1
             else f"{often}, with the parameters",
-            buffers_drift=f"{self.every} steps" if self.every > 1 else "one step",
+            buffers_drift=format_count(self.every, "step"),
             optimizer=own,
             at_step=f"{often}{after}: {how}; else nothing sent",
             acts_alone=True,

@@ -110,6 +110,7 @@ class Gossip(Strategy[_State]):
             parameters=Rule(often, f"push-sum with {whom}", "unbounded, shrinks by rounds"),
             buffers_when=f"{often}, with the parameters",
             buffers_drift="unbounded, shrinks by rounds",
+            buffers_how="push-sum, floating ones",
             optimizer=own,
             at_step=f"{often} parameters and floating buffers are mixed with {whom}; else nothing sent",
         )

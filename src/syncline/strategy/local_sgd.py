@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from syncline.contract import Rule, Rules
+from syncline.contract import Rule, Rules, format_count
 from syncline.strategy.base import (
     Action,
     Average,
@@ -101,8 +101,8 @@ class LocalSGD(Strategy[_State]):
 
     def rules(self, spec: Spec) -> Rules:
         often = every_words(self.every)
-        after = f", after {self.warmup} synchronous steps" if self.warmup else ""
-        drift = f"{self.every} steps" if self.every > 1 else "one step"
+        after = f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
+        drift = format_count(self.every, "step")
         state_rule = Rule(often, "mean, all_reduce", drift)
         own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(

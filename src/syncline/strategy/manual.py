@@ -51,7 +51,7 @@ class Manual(Strategy[_State]):
             strategy=str(self),
             gradients=Rule(f"{when}sl.sync_gradients_(ddp)", "mean, all_reduce", "local values differ"),
             parameters=Rule(f"{when}sl.average_(ddp), ...", "as asked", "unbounded"),
-            buffers_when=f"{when}with the parameters",
+            buffers_when=f"{when}ddp.meet(), sl.average_(ddp), ...",
             buffers_drift="unbounded",
             optimizer=Rule(
                 f"{when}sl.average_(optimizer), ...", "each rank applies its own update", "unbounded"

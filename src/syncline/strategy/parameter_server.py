@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from syncline.contract import Rule, Rules
+from syncline.contract import Rule, Rules, format_count
 from syncline.strategy.base import (
     Action,
     Adopt,
@@ -126,7 +126,11 @@ class ParameterServer(Strategy[_State]):
         return state, tuple(actions)
 
     def rules(self, spec: Spec) -> Rules:
-        late = "none after a step" if not self.staleness else f"{self.staleness} steps and what is under way"
+        late = (
+            "none after a step"
+            if not self.staleness
+            else f"{format_count(self.staleness, 'step')} and what is under way"
+        )
         how = f"updates to {spec.num_ranks} servers, a shard each; their mean back"
         own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(
@@ -138,6 +142,6 @@ class ParameterServer(Strategy[_State]):
             optimizer=own,
             at_step=(
                 f"each rank sends how its parameters moved to {spec.num_ranks} servers, a shard each, and takes over "
-                f"what they have; it waits where that is more than {self.staleness} steps old"
+                f"what they have; it waits where that is more than {format_count(self.staleness, 'step')} old"
             ),
         )
