@@ -1,4 +1,4 @@
-"""Quantize: values travel as integers of 8 or 4 bits, with one scale for each block of them."""
+"""Quantize: values travel as codes of 8, 4 or 2 bits, with one scale for each block of them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,32 @@ _SCALE = torch.bfloat16
 _SMALLEST_SCALE = 2.0**-126
 """Below, one over it is not a float32; such blocks count as zero."""
 
+_INNER, _BORDER, _OUTER = 0.4528, 0.9816, 1.5104
+"""The four levels -1.51, -0.45, 0.45 and 1.51 of a Gaussian of variance 1, and the border between two of them."""
+
 _SLAB_NUMEL = 1 << 17
 """Values that a CPU encodes at once, so that what is made in between stays in its cache."""
 
 
 @dataclass(frozen=True)
 class Quantize(Codec):
-    """A quarter of float32's bytes, or an eighth: symmetric integers around zero, one bfloat16 scale a block.
+    """A quarter of float32's bytes, an eighth, or a sixteenth: codes around zero, one bfloat16 scale a block.
+
+    Codes of 8 and 4 bits are integers, scaled by the largest value of the block. Codes of 2 bits stand for four levels,
+    scaled by the block's root mean square: those that lose least of values that are spread like a Gaussian (Lloyd 1982,
+    Max 1960). Two bits are for sums that go on, with error feedback.
 
     Two ranks gather each other's codes. More than two work in two phases, so that bytes do not grow with ranks: rank r
     gets everybody's chunk r, adds them up in rank order, and encodes the mean, which all gather. A block with a value
     that is not finite comes out as not finite, so that a gradient scaler sees it.
 
     Args:
-        bits: of each code; two codes of 4 bits are packed in a byte.
-        block_numel: values with a common scale, an even number; fewer are more precise and cost 16 bits a block.
+        bits: of each code; two codes of 4 bits, or four of 2, are packed in a byte.
+        block_numel: values with a common scale, whole bytes of them; fewer are more precise and cost 16 bits a block.
         error_feedback: keep what rounding has lost, and add it to what is averaged next; one more copy in memory.
 
     Raises:
-        ValueError: other bits, or blocks that are not even.
+        ValueError: other bits, or blocks that do not fill whole bytes.
 
     Example:
         >>> codes = Quantize(bits=4, block_numel=4).encode(torch.tensor([7.0, -3.0, 0.4, 1.0]))
@@ -47,18 +54,21 @@ class Quantize(Codec):
         tensor([[ 7., -3.,  0.,  1.]])
     """
 
-    bits: Literal[8, 4] = 8
+    bits: Literal[8, 4, 2] = 8
     block_numel: int = 128
     error_feedback: bool = True
 
     is_linear = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"expected Quantize(bits=8) or Quantize(bits=4), got {self.bits!r}")
-        if self.block_numel < 2 or self.block_numel % 2:
+        if self.bits not in (2, 4, 8):
             raise ValueError(
-                f"expected block_numel to be even (two codes share a byte) and at least 2, got {self.block_numel}"
+                f"expected Quantize(bits=8), Quantize(bits=4) or Quantize(bits=2), got {self.bits!r}"
+            )
+        if self.block_numel < 2 or self.block_numel % self._multiple:
+            raise ValueError(
+                f"expected block_numel to be a multiple of {self._multiple} ({8 // self.bits} codes of {self.bits} "
+                f"bits share a byte) and at least 2, got {self.block_numel}"
             )
 
     def encoder(self, layout: Layout) -> Encoder:
@@ -66,8 +76,13 @@ class Quantize(Codec):
 
     @property
     def _largest(self) -> int:
-        """The largest code; the smallest is minus that."""
+        """The largest integer; the smallest is minus that."""
         return 127 if self.bits == 8 else 7
+
+    @property
+    def _multiple(self) -> int:
+        """Of values that fill whole bytes; an even number of bytes, so that a block is at least two values."""
+        return 4 if self.bits == 2 else 2
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of `numel` values; the last block is filled up."""
@@ -87,15 +102,9 @@ class Quantize(Codec):
         values = torch.empty(
             num_rows, num_blocks, self.block_numel, dtype=dtype, device=codes.device
         )  # (num_rows, num_blocks, block_numel)
-        half = self.block_numel // 2
         for slab in self._slabs(values):
-            part, bytes_of_part = values[:, slab], packed[:, slab]
-            if self.bits == 8:
-                part.copy_(bytes_of_part.view(torch.int8))
-            else:
-                part[..., :half].copy_(bytes_of_part & 15)
-                part[..., half:].copy_(bytes_of_part >> 4)
-                part.sub_(8)
+            part = values[:, slab]
+            self._unpack(packed[:, slab], part)
             part.mul_(wide[:, slab])
         return values.view(num_rows, -1)[:, :numel]
 
@@ -111,7 +120,7 @@ class Quantize(Codec):
             Bytes, (num_rows, num_bytes).
         """
         num_rows, numel = values.shape
-        size, half = self.block_numel, self.block_numel // 2
+        size = self.block_numel
         blocks = _padded(values, size).view(num_rows, -1, size)  # (num_rows, num_blocks, block_numel)
         num_blocks = blocks.shape[1]
         scales = torch.empty(num_rows, num_blocks, dtype=_SCALE, device=values.device)
@@ -120,20 +129,57 @@ class Quantize(Codec):
         packed = encoded[:, num_scale_bytes:].view(num_rows, num_blocks, -1)
         for slab in self._slabs(blocks):
             part = blocks[:, slab]
-            scales[:, slab] = part.abs().amax(2).div_(self._largest)
+            scales[:, slab] = self._scales(part)
             wide = scales[:, slab, None].to(values.dtype)
-            # No code is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
-            codes = (part * torch.where(wide < _SMALLEST_SCALE, 0, wide.reciprocal())).round_()
-            if self.bits == 8:
-                packed[:, slab] = codes.to(torch.int8).view(torch.uint8)
-            else:
-                packed[:, slab] = torch.add(codes[..., :half], codes[..., half:], alpha=16).add_(8 + 16 * 8)
+            levels = self._nearest(part * torch.where(wide < _SMALLEST_SCALE, 0, wide.reciprocal()))
+            self._pack(levels, packed[:, slab])
             if lost is not None:
                 start, stop = slab.start * size, min(slab.stop * size, numel)
-                came_through = codes.mul_(wide).view(num_rows, -1)[:, : stop - start]
+                came_through = levels.mul_(wide).view(num_rows, -1)[:, : stop - start]
                 torch.sub(values[:, start:stop], came_through, out=lost[:, start:stop])
         encoded[:, :num_scale_bytes] = scales.view(torch.uint8)
         return encoded
+
+    def _scales(self, blocks: Tensor) -> Tensor:
+        """One for each block of (..., block_numel) values."""
+        if self.bits == 2:
+            return blocks.square().mean(2).sqrt_()
+        return blocks.abs().amax(2).div_(self._largest)
+
+    def _nearest(self, scaled: Tensor) -> Tensor:
+        """The level that each value over its scale is nearest to; in place, if that is convenient."""
+        if self.bits == 2:
+            return torch.where(scaled.abs() > _BORDER, _OUTER, _INNER).copysign_(scaled).to(scaled.dtype)
+        # None is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
+        return scaled.round_()
+
+    def _pack(self, levels: Tensor, packed: Tensor) -> None:
+        """Levels, (..., block_numel), as bytes; neighbours in a byte are a half or a quarter of a block apart."""
+        if self.bits == 8:
+            packed.copy_(levels.to(torch.int8).view(torch.uint8))
+        elif self.bits == 4:
+            low, high = levels.chunk(2, dim=2)
+            packed.copy_(torch.add(low, high, alpha=16).add_(8 + 16 * 8))
+        else:
+            codes = (levels > -1).to(torch.uint8).add_(levels > 0).add_(levels > 1)  # 0 to 3
+            first, *others = codes.chunk(4, dim=2)
+            packed.copy_(first)
+            for place, code in enumerate(others, start=1):
+                packed.add_(code, alpha=4**place)
+
+    def _unpack(self, packed: Tensor, levels: Tensor) -> None:
+        """The inverse of `_pack`."""
+        if self.bits == 8:
+            levels.copy_(packed.view(torch.int8))
+        elif self.bits == 4:
+            low, high = levels.chunk(2, dim=2)
+            low.copy_(packed & 15)
+            high.copy_(packed >> 4)
+            levels.sub_(8)
+        else:
+            table = torch.tensor([-_OUTER, -_INNER, _INNER, _OUTER], device=packed.device).to(levels.dtype)
+            for place, part in enumerate(levels.chunk(4, dim=2)):
+                part.copy_(table[((packed >> (2 * place)) & 3).int()])
 
     def _slabs(self, blocks: Tensor) -> Iterator[slice]:
         """Parts of the blocks, of shape (num_rows, num_blocks, block_numel), that are worked on at once: on a CPU what
