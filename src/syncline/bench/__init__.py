@@ -10,5 +10,6 @@ mpi_peer.py    the program of each rank of that tree; needs numpy and mpi4py, an
 machine.py     what is measured on
 summary.py     from rounds to figures; pure
 tables.py      from figures to text; pure
+frontier.py    loss against bytes, and time on a link; pure
 plot.py        from figures to a picture
 """

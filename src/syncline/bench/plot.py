@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SUFFIXES", "can_plot", "plot"]
+from syncline.bench.frontier import Row
+
+__all__ = ["SUFFIXES", "can_plot", "plot", "plot_frontier"]
 
 SUFFIXES = (".png", ".svg")
 
@@ -40,6 +42,29 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
         f"{summary['num_ranks']} ranks on {machine['num_cores']} cores, {machine['cpu']}, torch {machine['torch']}",
         fontsize="medium",
     )
+    figure.savefig(path, dpi=150)
+
+
+def plot_frontier(rows: Sequence[Row], path: Path, *, bar: str) -> None:
+    """Draw loss above the bar against how many times fewer bytes are sent.
+
+    Args:
+        rows: what `frontier` returns.
+        path: where to write; its suffix is one of `SUFFIXES`.
+        bar: what the rows were compared with.
+    """
+    importlib.import_module("matplotlib").use("agg")
+    figures: Any = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=(8, 5), layout="constrained")
+    panel = figure.subplots()
+    for row in rows:
+        panel.errorbar(row.times_fewer, row.above, yerr=row.above_spread, marker="o", capsize=3)
+        panel.annotate(
+            row.setting, (row.times_fewer, row.above), (5, 4), textcoords="offset points", fontsize="small"
+        )
+    panel.axhline(0, color="tab:gray", linewidth=0.8)
+    panel.set(xscale="log", xlabel=f"times fewer bytes than {bar}", ylabel=f"nats above {bar}")
+    panel.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
