@@ -49,6 +49,7 @@ class Setting:
 
 
 OUTER = nesterov(0.7, 0.8)
+OUTER_WARM = nesterov(1.0, 0.5)
 
 SETTINGS = (
     Setting(name=BAR, gpt=0.008),
@@ -62,6 +63,19 @@ SETTINGS = (
         name="streaming-30-4bit",
         gpt=0.008,
         strategy=sl.DiLoCo(30, outer=OUTER, fragments=3, delay=2, compression=Quantize(4)),
+    ),
+    # the same, after a synchronous start whose gradients travel in 4 bits
+    Setting(
+        name="diloco-20-warm",
+        gpt=0.008,
+        strategy=sl.DiLoCo(20, outer=OUTER_WARM, warmup=60),
+        compression=Quantize(4),
+    ),
+    Setting(
+        name="diloco-30-4bit-warm",
+        gpt=0.008,
+        strategy=sl.DiLoCo(30, outer=OUTER_WARM, compression=Quantize(4), warmup=60),
+        compression=Quantize(4),
     ),
     # fewer bytes of gradients
     Setting(name="powersgd-2", gpt=0.008, compression=PowerSGD(2)),

@@ -1,0 +1,90 @@
+"""Loss against bytes as a table, and bandwidths at which fewer bytes are worth more steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.bench.frontier import Pace, crossover, frontier, frontier_table
+from syncline.bench.plot import can_plot, plot_frontier
+
+
+def run(setting: str, loss: float, *, seed: int = 0, rate: float = 0.1, **others: Any) -> dict[str, Any]:
+    told = {"setting": setting, "learning_rate": rate, "seed": seed, "loss": loss}
+    return {**told, "sent_bytes": 1e6, "seconds": 2.0, **others}
+
+
+def test_the_bar_is_every_step_at_its_own_best_learning_rate() -> None:
+    runs = [run("every", 2.0, rate=0.1), run("every", 1.5, rate=0.2), run("local", 1.75, rate=0.1)]
+    assert [(row.setting, row.above) for row in frontier(runs, bar="every")] == [
+        ("every", 0.5),
+        ("every", 0.0),
+        ("local", 0.25),
+    ]
+
+
+def test_a_run_that_diverged_is_never_the_bar() -> None:
+    runs = [run("every", math.nan, rate=0.1), run("every", 1.5, rate=0.2)]
+    first, second = frontier(runs, bar="every")
+    assert math.isnan(first.above)
+    assert second.above == 0.0
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    # Seeds differ by far more than the settings do.
+    runs = [run("every", loss, seed=seed) for seed, loss in enumerate((1.0, 2.0, 6.0))]
+    runs += [run("local", loss, seed=seed) for seed, loss in enumerate((1.25, 2.25, 6.25))]
+    row = frontier(runs, bar="every")[1]
+    assert (row.above, row.above_spread, row.num_seeds) == (0.25, 0.0, 3)
+    assert row.loss_spread == pytest.approx(math.sqrt(7))
+
+
+def test_other_seeds_are_compared_by_their_means() -> None:
+    row = frontier([run("every", 1.0, seed=0), run("local", 1.5, seed=7)], bar="every")[1]
+    assert row.above == 0.5
+
+
+def test_without_the_bar_there_is_nothing_to_compare_with() -> None:
+    (row,) = frontier([run("local", 1.5)], bar="every")
+    assert math.isnan(row.above)
+    assert math.isnan(row.times_fewer)
+    assert "nan" in frontier_table([row], bar="every")
+
+
+def test_accuracy_is_a_column_where_a_task_has_one() -> None:
+    runs = [run("every", 1.0, accuracy=0.5), run("local", 1.5, accuracy=0.25, sent_bytes=1e5)]
+    header, _, local = frontier_table(frontier(runs, bar="every"), bar="every").splitlines()
+    assert "accuracy" in header
+    assert local.split() == ["local", "0.1", "1.5000", "25.00%", "+0.5000", "0.10", "10.0x", "2"]
+
+
+@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    runs = [run("every", 1.0), run("local", 1.5, sent_bytes=1e5)]
+    plot_frontier(frontier(runs, bar="every"), tmp_path / "frontier.png", bar="every")
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
+
+
+paces = st.builds(
+    Pace,
+    num_steps=st.integers(1, 10_000),
+    compute_seconds=st.floats(1e-4, 10),
+    link_bytes=st.floats(1, 1e9),
+)
+
+
+@given(ours=paces, theirs=paces)
+def test_below_the_crossover_ours_is_first_and_above_it_theirs(ours: Pace, theirs: Pace) -> None:
+    at = crossover(ours, theirs)
+    if 1e-3 < at < 1e15:
+        assert ours.seconds(at / 2) < theirs.seconds(at / 2)
+        assert ours.seconds(at * 2) > theirs.seconds(at * 2)
+    elif at == 0:
+        assert ours.seconds(1e-6) >= theirs.seconds(1e-6)
+    elif math.isinf(at):
+        assert ours.seconds(1e6) <= theirs.seconds(1e6)
