@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -163,4 +163,4 @@ class MnistDigits(Task):
         return means, len(labels)
 
 
-TASKS = {"gpt": ShakespeareGPT, "mnist": MnistDigits}
+TASKS: dict[str, Callable[..., Task]] = {"gpt": ShakespeareGPT, "mnist": MnistDigits}
