@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,45 +49,62 @@ class Setting:
 
 
 OUTER = nesterov(0.7, 0.8)
-OUTER_WARM = nesterov(1.0, 0.5)
+AVERAGE = partial(torch.optim.SGD, lr=1.0)
+"""With this as its outer optimizer DiLoCo is local SGD, whose averages can be encoded."""
+
+
+def diloco(every: int, bits: Literal[8, 4, 2], *, warmup: int = 0, **how: Any) -> sl.DiLoCo:
+    """Outer gradients of so many bits."""
+    return sl.DiLoCo(every, outer=OUTER, compression=Quantize(bits), warmup=warmup, **how)
+
 
 SETTINGS = (
     Setting(name=BAR, gpt=0.008),
-    # fewer meetings
-    Setting(name="local-8", gpt=0.008, strategy=sl.LocalSGD(8)),
-    Setting(name="local-16", gpt=0.008, strategy=sl.LocalSGD(16)),
-    Setting(name="diloco-20", gpt=0.008, strategy=sl.DiLoCo(20, outer=OUTER)),
-    Setting(name="diloco-50", gpt=0.008, strategy=sl.DiLoCo(50, outer=OUTER)),
-    Setting(name="diloco-20-4bit", gpt=0.008, strategy=sl.DiLoCo(20, outer=OUTER, compression=Quantize(4))),
-    Setting(
-        name="streaming-30-4bit",
-        gpt=0.008,
-        strategy=sl.DiLoCo(30, outer=OUTER, fragments=3, delay=2, compression=Quantize(4)),
-    ),
-    # the same, after a synchronous start whose gradients travel in 4 bits
-    Setting(
-        name="diloco-20-warm",
-        gpt=0.008,
-        strategy=sl.DiLoCo(20, outer=OUTER_WARM, warmup=60),
-        compression=Quantize(4),
-    ),
-    Setting(
-        name="diloco-30-4bit-warm",
-        gpt=0.008,
-        strategy=sl.DiLoCo(30, outer=OUTER_WARM, compression=Quantize(4), warmup=60),
-        compression=Quantize(4),
-    ),
-    # fewer bytes of gradients
-    Setting(name="powersgd-2", gpt=0.008, compression=PowerSGD(2)),
-    Setting(name="powersgd-4", gpt=0.008, compression=PowerSGD(4)),
-    Setting(name="powersgd-2-bf16", gpt=0.008, compression=Chain(PowerSGD(2), Cast())),
-    Setting(name="powersgd-4-bf16", gpt=0.008, compression=Chain(PowerSGD(4), Cast())),
+    # every step, fewer bits
     Setting(name="bf16", gpt=0.008, compression=Cast()),
     Setting(name="int8", gpt=0.008, compression=Quantize(8)),
     Setting(name="4-bit", gpt=0.008, compression=Quantize(4)),
+    Setting(name="2-bit", gpt=0.008, compression=Quantize(2)),
+    # fewer meetings
+    Setting(name="local-8", gpt=0.008, strategy=sl.LocalSGD(8)),
+    Setting(name="local-8-4bit", gpt=0.008, strategy=sl.DiLoCo(8, outer=AVERAGE, compression=Quantize(4))),
+    Setting(name="diloco-20", gpt=0.008, strategy=sl.DiLoCo(20, outer=OUTER)),
+    Setting(name="diloco-50", gpt=0.008, strategy=sl.DiLoCo(50, outer=OUTER)),
+    Setting(name="diloco-20-4bit", gpt=0.008, strategy=diloco(20, 4)),
+    # a synchronous start whose gradients travel encoded, then outer gradients in as many bits
+    Setting(name="diloco-5-2bit-warm", gpt=0.008, strategy=diloco(5, 2, warmup=50), compression=Quantize(2)),
+    Setting(
+        name="diloco-12-4bit-warm", gpt=0.008, strategy=diloco(12, 4, warmup=100), compression=Quantize(4)
+    ),
+    Setting(
+        name="diloco-21-2bit-warm", gpt=0.008, strategy=diloco(21, 2, warmup=42), compression=Quantize(2)
+    ),
+    Setting(
+        name="diloco-40-4bit-warm", gpt=0.008, strategy=diloco(40, 4, warmup=20), compression=Quantize(4)
+    ),
+    # the same in fragments, whose averages travel while the ranks go on
+    Setting(
+        name="streaming-24-2bit-warm",
+        gpt=0.008,
+        strategy=diloco(24, 2, warmup=42, fragments=4, delay=2),
+        compression=Quantize(2),
+    ),
+    Setting(
+        name="streaming-40-4bit-warm",
+        gpt=0.008,
+        strategy=diloco(40, 4, warmup=20, fragments=4, delay=2),
+        compression=Quantize(4),
+    ),
+    # low-rank gradients
+    Setting(name="powersgd-2", gpt=0.008, compression=PowerSGD(2)),
+    Setting(name="powersgd-4", gpt=0.008, compression=PowerSGD(4)),
+    Setting(name="powersgd-4-bf16", gpt=0.008, compression=Chain(PowerSGD(4), Cast())),
+    Setting(name="powersgd-8-bf16", gpt=0.008, compression=Chain(PowerSGD(8), Cast())),
+    # few values
     Setting(name="topk-1%", gpt=0.008, compression=TopK(0.01)),
     Setting(name="topk-1%-int8", gpt=0.008, compression=Chain(TopK(0.01), Quantize(8))),
     # no collective at all
     Setting(name="gossip", gpt=0.008, strategy=sl.Gossip("exponential")),
+    Setting(name="gossip-8", gpt=0.008, strategy=sl.Gossip("exponential", every=8)),
     Setting(name="server-2", gpt=0.008, strategy=sl.ParameterServer(staleness=2)),
 )
