@@ -45,6 +45,7 @@ __all__ = [
     "gradients_rule",
     "in_words",
     "value_in_words",
+    "warmup_backward",
     "workers_of",
 ]
 
@@ -361,6 +362,13 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
             f"every_step_within={within} ranks, but there are {spec.num_ranks}, which is no multiple of it"
         )
     return tuple(rank // within for rank in range(spec.num_ranks))
+
+
+def warmup_backward(progress: Progress, warmup: int, *, has_workers: bool) -> tuple[Action, ...]:
+    """What backwards do where parameters are what meets: nothing after the warm-up, but among workers in every step."""
+    if has_workers:
+        return (ReduceGradients("worker"),)
+    return (ReduceGradients(),) if progress.step < warmup else ()
 
 
 # ---------------------------------------------------------------------- words

@@ -22,7 +22,6 @@ from syncline.strategy.base import (
     OuterCopies,
     Progress,
     ReceiveOuter,
-    ReduceGradients,
     RestartOuter,
     SendOuter,
     Spec,
@@ -32,6 +31,7 @@ from syncline.strategy.base import (
     every_words,
     gradients_rule,
     value_in_words,
+    warmup_backward,
     workers_of,
 )
 
@@ -141,9 +141,7 @@ class DiLoCo(Strategy[_State]):
         return workers_of(self.every_step_within, spec)
 
     def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
-        if state.has_workers:
-            return (ReduceGradients("worker"),)
-        return (ReduceGradients(),) if progress.step < self.warmup else ()
+        return warmup_backward(progress, self.warmup, has_workers=state.has_workers)
 
     def at_step(
         self, state: _State, progress: Progress, inbox: Sequence[Message] = ()

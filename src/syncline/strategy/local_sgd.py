@@ -13,13 +13,13 @@ from syncline.strategy.base import (
     EverythingWithin,
     Message,
     Progress,
-    ReduceGradients,
     Spec,
     Strategy,
     checked_count,
     checked_within,
     every_words,
     gradients_rule,
+    warmup_backward,
     workers_of,
 )
 
@@ -81,9 +81,7 @@ class LocalSGD(Strategy[_State]):
         return workers_of(self.every_step_within, spec)
 
     def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
-        if state.has_workers:
-            return (ReduceGradients("worker"),)
-        return (ReduceGradients(),) if progress.step < self.warmup else ()
+        return warmup_backward(progress, self.warmup, has_workers=state.has_workers)
 
     def at_step(
         self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
