@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import syncline as sl
 from syncline.plan.fragments import plan_fragments
-from syncline.strategy.base import (
+from syncline.strategy.actions import (
     Action,
     Adopt,
     AdvanceOuter,
@@ -24,19 +24,17 @@ from syncline.strategy.base import (
     Await,
     Close,
     Message,
-    Progress,
     Push,
     ReceiveOuter,
     ReduceGradients,
     RestartOuter,
     SendOuter,
-    Spec,
-    Strategy,
     Update,
-    in_words,
-    workers_of,
 )
+from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.topology import neighbours
+from syncline.strategy.words import in_words
+from syncline.strategy.workers import workers_of
 
 SPEC = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=(10, 20, 30, 40))
 

@@ -14,7 +14,7 @@ from syncline.rounds.average import average_weighted, floating_state
 from syncline.rounds.gossip import PushSum
 from syncline.rounds.outer import OuterLoop
 from syncline.rounds.server import ShardedServer
-from syncline.strategy.base import (
+from syncline.strategy.actions import (
     Action,
     Adopt,
     AdvanceOuter,
@@ -23,19 +23,15 @@ from syncline.strategy.base import (
     Await,
     Close,
     Message,
-    OuterCopies,
-    Progress,
     Push,
-    PushSumWeight,
     ReceiveOuter,
     ReduceGradients,
     RestartOuter,
     SendOuter,
-    ServerShard,
-    Spec,
-    Strategy,
     Update,
 )
+from syncline.strategy.base import Progress, Spec, Strategy
+from syncline.strategy.mechanism import OuterCopies, PushSumWeight, ServerShard
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.attached import AttachedOptimizer
 from syncline.sync.reduction import TensorReducer

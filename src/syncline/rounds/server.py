@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.rounds.flat import flat_groups
-from syncline.strategy.base import Message
+from syncline.strategy.actions import Message
 from syncline.transport.base import Transport, Work
 
 __all__ = ["ShardedServer"]

@@ -12,25 +12,22 @@ from torch import Tensor
 
 from syncline.contract import Rule, Rules, format_count
 from syncline.plan.fragments import plan_fragments
-from syncline.strategy.base import (
+from syncline.strategy.actions import (
     Action,
     AdvanceOuter,
     AverageBuffers,
-    EverythingWithin,
-    Mechanism,
     Message,
-    OuterCopies,
-    Progress,
     ReceiveOuter,
     RestartOuter,
     SendOuter,
-    Spec,
-    Strategy,
-    checked_count,
+)
+from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.mechanism import Mechanism, OuterCopies
+from syncline.strategy.words import every_words, value_in_words
+from syncline.strategy.workers import (
+    EverythingWithin,
     checked_within,
-    every_words,
     gradients_rule,
-    value_in_words,
     warmup_backward,
     workers_of,
 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.strategy.base import Action, Message, Progress, ReduceGradients, Spec, Strategy
+from syncline.strategy.actions import Action, Message, ReduceGradients
+from syncline.strategy.base import Progress, Spec, Strategy
 
 __all__ = ["EveryStep"]
 

@@ -8,21 +8,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.strategy.base import (
-    Action,
-    Average,
-    Mechanism,
-    Message,
-    Progress,
-    Push,
-    PushSumWeight,
-    Spec,
-    Strategy,
-    checked_count,
-    every_words,
-    gradients_rule,
-)
+from syncline.strategy.actions import Action, Average, Message, Push
+from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.mechanism import Mechanism, PushSumWeight
 from syncline.strategy.topology import Topology, neighbours
+from syncline.strategy.words import every_words
+from syncline.strategy.workers import gradients_rule
 
 __all__ = ["Gossip"]
 

@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules, format_count
-from syncline.strategy.base import (
-    Action,
-    Average,
+from syncline.strategy.actions import Action, Average, Message
+from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.words import every_words
+from syncline.strategy.workers import (
     EverythingWithin,
-    Message,
-    Progress,
-    Spec,
-    Strategy,
-    checked_count,
     checked_within,
-    every_words,
     gradients_rule,
     warmup_backward,
     workers_of,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.strategy.base import Action, Average, Message, Progress, Spec, Strategy
+from syncline.strategy.actions import Action, Average, Message
+from syncline.strategy.base import Progress, Spec, Strategy
 
 __all__ = ["Manual"]
 

@@ -7,22 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules, format_count
-from syncline.strategy.base import (
-    Action,
-    Adopt,
-    AverageBuffers,
-    Await,
-    Close,
-    Mechanism,
-    Message,
-    Progress,
-    ServerShard,
-    Spec,
-    Strategy,
-    Update,
-    checked_count,
-    gradients_rule,
-)
+from syncline.strategy.actions import Action, Adopt, AverageBuffers, Await, Close, Message, Update
+from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.mechanism import Mechanism, ServerShard
+from syncline.strategy.workers import gradients_rule
 
 __all__ = ["ParameterServer"]
 

@@ -1,0 +1,65 @@
+"""Ranks that average gradients in every step among themselves, and what becomes of gradients where parameters meet."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from syncline.contract import Rule, format_count
+from syncline.strategy.actions import Action, ReduceGradients
+from syncline.strategy.base import Progress, Spec, checked_count
+
+__all__ = ["EverythingWithin", "checked_within", "gradients_rule", "warmup_backward", "workers_of"]
+
+
+EverythingWithin = Literal["host"] | int | None
+"""Among whom gradients are averaged in every step: the ranks of a host, so many ranks in a row, or nobody."""
+
+
+def checked_within(value: object) -> None:
+    """Refuse what `every_step_within` cannot be."""
+    if value is None or value == "host":
+        return
+    if isinstance(value, str):
+        raise ValueError(
+            f'expected every_step_within to be "host", a number of ranks, or None; got {value!r}'
+        )
+    checked_count("every_step_within", value, at_least=2)
+
+
+def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
+    """Which ranks average gradients in every step, by number of their group.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+
+    Example:
+        >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=())
+        >>> workers_of("host", spec), workers_of(2, spec), workers_of(None, spec)
+        ((0, 0, 1, 1), (0, 0, 1, 1), None)
+    """
+    if within is None:
+        return None
+    if within == "host":
+        return spec.hosts
+    if spec.num_ranks % within:
+        raise ValueError(
+            f"every_step_within={within} ranks, but there are {spec.num_ranks}, which is no multiple of it"
+        )
+    return tuple(rank // within for rank in range(spec.num_ranks))
+
+
+def warmup_backward(progress: Progress, warmup: int, *, has_workers: bool) -> tuple[Action, ...]:
+    """What backwards do where parameters are what meets: nothing after the warm-up, but among workers in every step."""
+    if has_workers:
+        return (ReduceGradients("worker"),)
+    return (ReduceGradients(),) if progress.step < warmup else ()
+
+
+def gradients_rule(within: EverythingWithin, warmup: int) -> Rule:
+    """What becomes of gradients where parameters are what meets."""
+    if within is not None:
+        among = "the ranks of a host" if within == "host" else f"{within} ranks"
+        return Rule("every backward outside no_sync", f"mean over {among}, all_reduce", "none among them")
+    if warmup:
+        return Rule(f"in the first {format_count(warmup, 'step')}", "mean, all_reduce", "afterwards local")
+    return Rule("never: they stay local", "-", "local values differ")
