@@ -6,9 +6,9 @@
 
 A run trains the model of an example from scratch, with one setting of strategy_settings.py; all runs of a seed begin
 with the same parameters, and rank r sees the same samples at step t. Each clips its own gradients (those that are
-averaged in backward after that). At the end the ranks meet, and the loss is measured on validation samples that are
-dealt out to them. Steps include synchronous warm-up, where a setting has one; the learning rate warms up and goes down
-along a cosine.
+averaged in backward after that). At the end the ranks meet, unless they just have, and the loss is measured on
+validation samples that are dealt out to them. Steps include synchronous warm-up, where a setting has one; the learning
+rate warms up and goes down along a cosine.
 
 "sent a rank" is what one rank has sent from the first step to the last meeting, warm-up and control data included, by
 the rule of `syncline.plan.cost.sent_bytes` (rings; shared memory itself sends nothing); "times fewer" is what
@@ -95,7 +95,7 @@ def trained(
         optimizer.step()
         schedule.step()
         say(f"{setting.name}, seed {seed}: step {step + 1}/{num_steps}, loss {loss.item():.3f}", end="\r")
-    ddp.meet()
+    make_equal(ddp)
     transport.barrier().wait()
     seconds = time.perf_counter() - start
     done = transport.statistics()
@@ -110,6 +110,14 @@ def trained(
         "seconds": seconds,
         "num_parameters": sum(parameter.numel() for parameter in ddp.parameters()),
     }
+
+
+def make_equal(ddp: sl.DistributedDataParallel) -> None:
+    """Let the replicas meet, unless they just have: a second outer step would send as much again for nothing."""
+    try:
+        sl.check_replicas(ddp.module)
+    except sl.ReplicaDivergence:
+        ddp.meet()
 
 
 def sent_by(statistics: Statistics) -> float:
