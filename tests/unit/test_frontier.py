@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from syncline.bench.frontier import Pace, crossover, frontier, frontier_table
@@ -78,6 +78,7 @@ paces = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ours=paces, theirs=paces)
 def test_below_the_crossover_ours_is_first_and_above_it_theirs(ours: Pace, theirs: Pace) -> None:
     at = crossover(ours, theirs)

@@ -64,6 +64,7 @@ def plot_frontier(rows: Sequence[Row], path: Path, *, bar: str) -> None:
         )
     panel.axhline(0, color="tab:gray", linewidth=0.8)
     panel.set(xscale="log", xlabel=f"times fewer bytes than {bar}", ylabel=f"nats above {bar}")
+    panel.margins(x=0.15)
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
