@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -382,6 +383,7 @@ def main() -> None:
         assert "RANK" in os.environ
         train(way_of(arguments.as_rank, arguments), arguments)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the hosts are taken down
     with exits_without_hosts():
         outcomes, raw = measured([way_of(name, arguments) for name in arguments.only], arguments)
     told = next(iter(raw["slow"].values()))
