@@ -74,6 +74,12 @@ SETTINGS = (
     # a synchronous start whose gradients travel encoded, then outer gradients in as many bits
     Setting(name="diloco-5-2bit-warm", gpt=0.008, strategy=diloco(5, 2, warmup=50), compression=Quantize(2)),
     Setting(
+        name="diloco-10-4bit-warm-400",
+        gpt=0.008,
+        strategy=diloco(10, 4, warmup=400),
+        compression=Quantize(4),
+    ),
+    Setting(
         name="diloco-12-4bit-warm", gpt=0.008, strategy=diloco(12, 4, warmup=100), compression=Quantize(4)
     ),
     Setting(

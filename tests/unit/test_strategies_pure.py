@@ -132,11 +132,24 @@ def test_a_meeting_out_of_turn_receives_what_is_under_way_and_leaves_nothing(
     for step in range(1, num_steps + 1):
         state, _ = strategy.at_step(state, Progress(step=step))
     before = [fragment for fragment, _ in state.under_way]
+    if state.equal_at == num_steps:  # all have met at this step already
+        assert not before
+        assert strategy.at_meeting(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
+        return
     state, actions = strategy.at_meeting(state, Progress(step=num_steps))
     received = [action for action in actions if isinstance(action, ReceiveOuter)]
     assert [action.fragment for action in received] == before + list(range(strategy.fragments))
     assert all(action.mixing == 0 for action in received[len(before) :]), "all ranks end equal"
     assert state.under_way == ()
+
+
+@given(strategy=dilocos(), num_steps=st.integers(0, 40))
+def test_a_second_meeting_takes_no_outer_step(strategy: sl.DiLoCo, num_steps: int) -> None:
+    state = strategy.init(SPEC)
+    for step in range(1, num_steps + 1):
+        state, _ = strategy.at_step(state, Progress(step=step))
+    state, _ = strategy.at_meeting(state, Progress(step=num_steps))
+    assert strategy.at_meeting(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
 
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=20), data=st.data())

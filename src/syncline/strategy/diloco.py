@@ -15,6 +15,7 @@ from syncline.plan.fragments import plan_fragments
 from syncline.strategy.actions import (
     Action,
     AdvanceOuter,
+    Average,
     AverageBuffers,
     Message,
     ReceiveOuter,
@@ -41,10 +42,13 @@ _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class _State(NamedTuple):
+    num_ranks: int
     has_workers: bool
     under_way: tuple[tuple[int, int], ...]
     """Fragments whose average is under way, with the step at which it was begun, oldest first."""
     num_outer_steps: int
+    equal_at: int
+    """The last step after which all fragments met at once, so that all ranks were equal."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ class DiLoCo(Strategy[_State]):
     def init(self, spec: Spec) -> _State:
         plan_fragments(spec.sizes_numel, self.fragments)  # which refuses too many
         has_workers = workers_of(self.every_step_within, spec) is not None
-        return _State(has_workers=has_workers, under_way=(), num_outer_steps=0)
+        return _State(
+            num_ranks=spec.num_ranks, has_workers=has_workers, under_way=(), num_outer_steps=0, equal_at=0
+        )
 
     def mechanism(self, spec: Spec) -> Mechanism:
         return OuterCopies(plan_fragments(spec.sizes_numel, self.fragments), self.outer, self.compression)
@@ -163,12 +169,14 @@ class DiLoCo(Strategy[_State]):
             else:
                 actions.append(ReceiveOuter(fragment, self._mixing))
                 state = self._received(state, fragment)
+                if self.fragments == 1 and not self._mixing:
+                    state = state._replace(equal_at=step)
         return state, tuple(actions)
 
     def _at_warmup_step(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
         if state.has_workers:  # see LocalSGD: they meet with the others at every step
-            return self._meet_all(state)
-        return state, (RestartOuter(),) if step == self.warmup else ()
+            return self._meet_all(state, step)
+        return state._replace(equal_at=step), (RestartOuter(),) if step == self.warmup else ()
 
     def _due(self, since: int) -> list[int]:
         """The fragments whose turn it is, so many steps after the warm-up: one after the other, evenly spread."""
@@ -184,19 +192,22 @@ class DiLoCo(Strategy[_State]):
         return state._replace(under_way=under_way, num_outer_steps=state.num_outer_steps + 1)
 
     def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+        if state.equal_at == progress.step:
+            # Nothing was learnt since; an outer step would only go where its momentum leads.
+            return state, (Average(), RestartOuter()) if state.num_ranks > 1 else ()
         actions: list[Action] = []
         for fragment, _ in state.under_way:
             actions.append(ReceiveOuter(fragment, self._mixing))
             state = self._received(state, fragment)
-        state, more = self._meet_all(state)
+        state, more = self._meet_all(state, progress.step)
         return state, (*actions, *more)
 
-    def _meet_all(self, state: _State) -> tuple[_State, tuple[Action, ...]]:
+    def _meet_all(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
         actions: list[Action] = [AverageBuffers()]
         for fragment in range(self.fragments):
             actions += [SendOuter(fragment), ReceiveOuter(fragment, 0.0)]
             state = self._received(state, fragment)
-        return state, tuple(actions)
+        return state._replace(equal_at=step), tuple(actions)
 
     def rules(self, spec: Spec) -> Rules:
         often = every_words(self.every)
