@@ -116,24 +116,30 @@ def reference_diloco(num_ranks: int, every: int, lr: float, momentum: float, war
         yield reference.values()
 
 
-def reference_streaming(num_ranks: int, every: int, delay: int, mixing: float, lr: float) -> Iterator[Tensor]:
+def reference_streaming(
+    num_ranks: int, every: int, delay: int, mixing: float | None, lr: float
+) -> Iterator[Tensor]:
     """Two fragments: the first weight meets at every / 2, the rest at every; outer is plain SGD."""
     reference = Reference(num_ranks)
     cut = 3 * 4  # 12 and 14 elements
     spans = {every // 2: slice(0, cut), every: slice(cut, None)}
     common = reference.values()[0]
-    under_way: dict[int, tuple[slice, Tensor]] = {}
+    under_way: dict[int, tuple[slice, Tensor, Tensor]] = {}
     for step in range(1, NUM_STEPS + 1):
         reference.step(step)
         if step in under_way:
-            span, gradient = under_way.pop(step)
+            span, gradient, sent = under_way.pop(step)
             common[span] -= lr * gradient
             values = reference.values()
-            values[:, span] = mixing * values[:, span] + (1 - mixing) * common[span]
+            if mixing is None:
+                values[:, span] += common[span] - sent
+            else:
+                values[:, span] = mixing * values[:, span] + (1 - mixing) * common[span]
             reference.write(values)
         for first, span in spans.items():
             if step >= first and (step - first) % every == 0:
-                under_way[step + delay] = (span, (common - reference.values().mean(0))[span])
+                values = reference.values()[:, span]
+                under_way[step + delay] = (span, common[span] - values.mean(0), values)
         yield reference.values()
 
 
@@ -176,7 +182,7 @@ CASES: dict[str, tuple[Callable[[int], object], Callable[[int], Iterator[Tensor]
     ),
     "streaming DiLoCo, long delay": (
         lambda rank: sl.DiLoCo(4, fragments=2, delay=3, outer=lambda p: torch.optim.SGD(p, lr=0.8)),
-        lambda n: reference_streaming(n, 4, 3, 0.5, 0.8),
+        lambda n: reference_streaming(n, 4, 3, None, 0.8),
     ),
     "gossip on a ring": (lambda rank: sl.Gossip("ring"), lambda n: reference_gossip(n, "ring", 1, [1.0] * n)),
     "gossip, exponential, weighted": (

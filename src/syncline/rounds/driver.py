@@ -93,7 +93,9 @@ class Rounds:
             self._state = strategy.init(spec)
             kept = strategy.mechanism(spec)
             if isinstance(kept, OuterCopies):
-                self.outer = OuterLoop(named, kept.fragments, kept.outer, kept.compression, lane)
+                self.outer = OuterLoop(
+                    named, kept.fragments, kept.outer, kept.compression, lane, keeps_sent=kept.keeps_sent
+                )
             elif isinstance(kept, PushSumWeight):
                 self._push_sum = PushSum(kept.weight, lane)
         except Exception as error:

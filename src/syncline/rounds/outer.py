@@ -24,6 +24,7 @@ class OuterLoop:
         outer: makes the optimizer of the copies.
         compression: how outer gradients are encoded; None: not at all.
         transport: what they travel by, for nothing else.
+        keeps_sent: remember what parameters were when their distance was sent, for `receive` with None.
 
     Raises:
         TypeError: `outer` does not make an optimizer.
@@ -37,6 +38,8 @@ class OuterLoop:
         outer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
         compression: Any,
         transport: Transport,
+        *,
+        keeps_sent: bool = False,
     ) -> None:
         self._names = [name for name, _ in named]
         self._local = [parameter for _, parameter in named]
@@ -44,7 +47,11 @@ class OuterLoop:
         self.optimizer = _checked(outer(list(self._common)), self._common)
         self._fragments = [
             _Fragment(
-                [self._local[i] for i in members], [self._common[i] for i in members], compression, transport
+                [self._local[i] for i in members],
+                [self._common[i] for i in members],
+                compression,
+                transport,
+                keeps_sent=keeps_sent,
             )
             for members in fragments
         ]
@@ -56,15 +63,18 @@ class OuterLoop:
                 common.copy_(local)
 
     def send(self, fragment: int) -> None:
-        """Begin to average how far a fragment has moved since its last outer step."""
+        """Begin to average how far a fragment has moved since its last outer step; what it is now is remembered."""
         self._fragments[fragment].send()
 
     def advance(self, fragment: int) -> None:
         """Go into the next phase of that, where there is one."""
         self._fragments[fragment].advance()
 
-    def receive(self, fragment: int, mixing: float) -> None:
-        """Step the outer optimizer, and move the module's parameters to the result, but for `mixing` of their own."""
+    def receive(self, fragment: int, mixing: float | None) -> None:
+        """Step the outer optimizer, and move the module's parameters to the result, but for `mixing` of their own.
+
+        With None, what they have moved since `send` is added to the result.
+        """
         part = self._fragments[fragment]
         part.take_gradients()
         self.optimizer.step()
@@ -112,7 +122,13 @@ class _Fragment:
     """Parameters that meet together."""
 
     def __init__(
-        self, local: Sequence[Tensor], common: Sequence[Tensor], compression: Any, transport: Transport
+        self,
+        local: Sequence[Tensor],
+        common: Sequence[Tensor],
+        compression: Any,
+        transport: Transport,
+        *,
+        keeps_sent: bool,
     ) -> None:
         self._local, self._common = local, common
         self._groups = flat_groups(common)
@@ -125,6 +141,9 @@ class _Fragment:
         self._arrived: list[Tensor] | None = None
         """The means, if they were waited for before their time, to be saved."""
         self._is_under_way = False
+        self._keeps_sent = keeps_sent
+        self._sent: list[Tensor] = []
+        """What the parameters were when their distance was sent."""
 
     def send(self) -> None:
         moved = [
@@ -134,6 +153,7 @@ class _Fragment:
         for group, exchange in zip(self._groups, self._exchanges, strict=True):
             exchange.start(FlatGroup([moved[i] for i in group.indices], group.indices).read())
         self._is_under_way = True
+        self._sent = [local.detach().clone() for local in self._local] if self._keeps_sent else []
 
     def advance(self) -> None:
         if self._arrived is None:
@@ -149,20 +169,25 @@ class _Fragment:
                 common = self._common[index]
                 common.grad = torch.view_as_complex(part) if common.is_complex() else part
 
-    def write(self, mixing: float) -> None:
-        for local, common in zip(self._local, self._common, strict=True):
-            if mixing:
+    def write(self, mixing: float | None) -> None:
+        for position, (local, common) in enumerate(zip(self._local, self._common, strict=True)):
+            if mixing is None:
+                learnt = local.detach().to(common.dtype) - self._sent[position].to(common.dtype)
+                local.data.copy_(learnt.add_(common.detach()))
+            elif mixing:
                 mixed = local.detach().to(common.dtype).lerp_(common.detach(), 1 - mixing)
                 local.data.copy_(mixed)
             else:
                 local.data.copy_(common.detach())
         torch.autograd.graph.increment_version(list(self._local))
+        self._sent = []
 
     def state_dict(self) -> dict[str, Any]:
         if self._is_under_way and self._arrived is None:
             self._arrived = [exchange.wait() for exchange in self._exchanges]
         return {
             "arrived": None if self._arrived is None else [mean.clone() for mean in self._arrived],
+            "sent": [sent.clone() for sent in self._sent],
             "exchanges": [exchange.state_dict() for exchange in self._exchanges],
         }
 
@@ -170,6 +195,7 @@ class _Fragment:
         arrived = state["arrived"]
         self._arrived = None if arrived is None else [mean.clone() for mean in arrived]
         self._is_under_way = arrived is not None
+        self._sent = [sent.clone() for sent in state["sent"]]
         for exchange, saved in zip(self._exchanges, state["exchanges"], strict=True):
             exchange.load_state_dict(saved)
 

@@ -83,8 +83,8 @@ class ReceiveOuter(Action):
     """Take the outer step of a fragment, and write its result into the parameters."""
 
     fragment: int
-    mixing: float
-    """How much of this rank's own values stays: 0 for none, 1 for all."""
+    mixing: float | None
+    """How much of this rank's own values stays: 0 for none, 1 for all; None: what was learnt since it was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class DiLoCo(Strategy[_State]):
         fragments: into how many parts the parameters are divided; each meets every `every` steps, one after the other.
         delay: steps from sending an outer gradient to applying it; less than `every`.
         mixing: how much of this rank's own values stays when a fragment's new ones arrive, from 0 up to, not including,
-            1. None: 0 without a delay, and 0.5 with one, where 0 would throw away what was learnt meanwhile.
+            1. None: none, but what was learnt during the delay, which is added to the new values.
         compression: how outer gradients are encoded; None: not at all.
         warmup: so many first steps are synchronous.
         every_step_within: see `LocalSGD`.
@@ -125,10 +125,8 @@ class DiLoCo(Strategy[_State]):
             raise ValueError(f"expected mixing from 0 up to, not including, 1; got {self.mixing}")
 
     @property
-    def _mixing(self) -> float:
-        if self.mixing is not None:
-            return self.mixing
-        return 0.5 if self.delay else 0.0
+    def _mixing(self) -> float | None:
+        return 0.0 if self.mixing is None and not self.delay else self.mixing
 
     def init(self, spec: Spec) -> _State:
         plan_fragments(spec.sizes_numel, self.fragments)  # which refuses too many
@@ -138,7 +136,8 @@ class DiLoCo(Strategy[_State]):
         )
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        return OuterCopies(plan_fragments(spec.sizes_numel, self.fragments), self.outer, self.compression)
+        fragments = plan_fragments(spec.sizes_numel, self.fragments)
+        return OuterCopies(fragments, self.outer, self.compression, keeps_sent=self._mixing is None)
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
         return workers_of(self.every_step_within, spec)
@@ -217,7 +216,12 @@ class DiLoCo(Strategy[_State]):
         encoded = "" if self.compression is None else f" by {self.compression}"
         how = f"mean of outer gradients{encoded}, then {value_in_words(self.outer)}"
         if self.delay:
-            how += f" {format_count(self.delay, 'step')} later, {1 - self._mixing:g} of it mixed in"
+            kept = (
+                "added to what was learnt meanwhile"
+                if self.mixing is None
+                else f"{1 - self.mixing:g} of it mixed in"
+            )
+            how += f" {format_count(self.delay, 'step')} later, {kept}"
         drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
         own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(

@@ -29,6 +29,8 @@ class OuterCopies(Mechanism):
     """Makes the optimizer of the copies that it is given."""
     compression: Any
     """How outer gradients are encoded; None: not at all."""
+    keeps_sent: bool
+    """Whether what is learnt while a fragment is under way is added to what arrives."""
 
 
 @dataclass(frozen=True, slots=True)
