@@ -62,7 +62,7 @@ WARM: tuple[tuple[int, Literal[8, 4, 2], int], ...] = (
     (10, 4, 400),  # steps, bits, warm-up: 23 times fewer bytes
     (11, 4, 100),  # 51
     (6, 2, 200),  # 54
-    (40, 4, 20),  # 190
+    (42, 4, 20),  # 207
     (21, 2, 42),  # 201
 )
 
@@ -97,9 +97,9 @@ SETTINGS = (
         compression=Quantize(2),
     ),
     Setting(
-        name="streaming-40-4bit-warm-20",
+        name="streaming-42-4bit-warm-20",
         gpt=0.008,
-        strategy=diloco(40, 4, warmup=20, fragments=4, delay=2),
+        strategy=diloco(42, 4, warmup=20, fragments=4, delay=2),
         compression=Quantize(4),
     ),
     # low-rank gradients
