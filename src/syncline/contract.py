@@ -51,6 +51,8 @@ class Rules:
     """Empty: by the policy for buffers."""
     optimizer: Rule
     at_step: str
+    reduces: bool = True
+    """Whether any backward averages gradients, as far as `gradients` leaves that open."""
     acts_alone: bool = False
     """Whether it does something where there is one rank."""
 

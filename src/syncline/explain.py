@@ -6,8 +6,8 @@ they speak of the plan, afterwards of the record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from syncline.contract import Contract, Row, Rules, format_bytes, format_count, table
 from syncline.events import BackwardRecord, BufferRecord, RoundRecord
@@ -50,6 +50,8 @@ class Plan:
     """Those that were attached."""
     sharded: bool = False
     """Each rank reduces and steps its share."""
+    num_reducing: int | None = None
+    """Ranks that average gradients among themselves, where that is not all of them."""
     rules: Rules | None = None
     """What a strategy under which replicas drift promises."""
     num_copies: int = 0
@@ -67,6 +69,8 @@ class Evidence:
     """The last meeting of parameters, under a strategy that has such."""
     next_round: int | None = None
     """After which step the next one is, if that is known."""
+    met_at: Mapping[str, int] = field(default_factory=dict)
+    """After which step parameters, buffers and optimizers met last."""
 
 
 _BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, statistics pooled", "none": "-"}
@@ -117,7 +121,7 @@ def _gradients_row(plan: Plan) -> Row:
         when, how = "every backward outside no_sync", f"by communication hook {plan.comm_hook}"
     drift_allowed = "none"
     rule = None if plan.rules is None else plan.rules.gradients
-    if rule is not None and plan.num_ranks > 1:
+    if rule is not None and (plan.num_ranks > 1 or plan.comm_hook is not None):
         when, drift_allowed = rule.when, rule.drift_allowed
         is_plain = plan.comm_hook is None and plan.compression is None
         how = rule.how if is_plain or rule.how == "-" else how
@@ -227,7 +231,7 @@ def _buffers_row(plan: Plan) -> Row:
 
 
 def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict[str, str]:
-    buffers, meeting = evidence.buffers, evidence.round
+    buffers = evidence.buffers
     if backward.synchronized:
         num = len(backward.buckets)
         gradients = f"step {backward.step}: {format_count(num, 'bucket')}, {_mean(backward)}"
@@ -250,15 +254,21 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         parameters = {0: "see step", 1: "nothing sent: one copy"}.get(
             plan.num_copies, "nothing sent: one copy a host"
         )
+    optimizer = "nothing sent"
     if plan.rules is not None:
-        parameters = sent = "no meeting yet" if meeting is None else f"after step {meeting.step}"
-        if not plan.sizes.num_buffers:
-            sent = "-"
+        parameters, sent, optimizer = (
+            f"after step {evidence.met_at[what]}" if what in evidence.met_at else otherwise
+            for what, otherwise in (
+                ("parameters", "no meeting yet"),
+                ("buffers", "no meeting yet" if plan.sizes.num_buffers else "-"),
+                ("optimizer", "nothing sent"),
+            )
+        )
     return {
         "gradients": gradients,
         "parameters": parameters,
         "buffers": sent,
-        "optimizer": "nothing sent",
+        "optimizer": optimizer,
         "loss, metrics": "see sl.mean",
     }
 
@@ -356,7 +366,8 @@ def _backward_planned(
 ) -> list[tuple[str, str]]:
     if plan.num_ranks == 1:
         return [("backward", "nothing sent: there is one rank; gradients are its own")]
-    if plan.rules is not None and plan.rules.gradients is not None and plan.rules.gradients.how == "-":
+    rule = None if plan.rules is None else plan.rules.gradients
+    if plan.rules is not None and (not plan.rules.reduces or (rule is not None and rule.how == "-")):
         return [("backward", "nothing sent: gradients stay on their rank")]
     entries = []
     for bucket in buckets:
@@ -421,8 +432,9 @@ def _end_of_backward(plan: Plan) -> str:
             f"at its end all buckets are waited for and each rank holds its share of the mean over {plan.num_ranks} "
             f"ranks (.grad of a parameter cannot be read); a missing gradient {rule}"
         )
+    num_ranks = plan.num_reducing or plan.num_ranks
     return (
-        f"at its end all buckets are waited for and .grad holds the mean over {plan.num_ranks} ranks ({kind}); "
+        f"at its end all buckets are waited for and .grad holds the mean over {num_ranks} ranks ({kind}); "
         f"a missing gradient {rule}"
     )
 

@@ -38,7 +38,6 @@ from syncline.sync.agreement import agree
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.comm_hook import checked_comm_hook
 from syncline.sync.compilation import NotTraced
-from syncline.sync.divergence import have_met
 from syncline.sync.items import checked_num_items
 from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
@@ -480,13 +479,13 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         replica.buffers.equalize()
 
     def meet(self) -> None:
-        """Let the replicas meet now, out of turn; afterwards all ranks are equal. A collective call.
+        """Let the replicas meet now, out of turn; afterwards all ranks are equal (buffers by their policy). Collective.
 
         Under a strategy that lets replicas drift: before an evaluation, before a checkpoint, at the end. What a meeting
         is, the strategy says (an average, an outer step). Under `EveryStep` only buffers are made equal.
 
         Raises:
-            ContractMismatch: under `ParameterServer`, the ranks have done different numbers of steps.
+            ContractMismatch: the ranks have done different numbers of steps, or attached optimizers differ.
 
         Example:
             >>> import torch, syncline as sl
@@ -497,7 +496,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             self.equalize_buffers_()
             return
         self._replica.rounds.meet()
-        have_met(self.module.parameters())
+        self._replica.divergence.met(by_writing=False)
 
     @property
     def last_round(self) -> RoundRecord | None:

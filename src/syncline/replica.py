@@ -117,7 +117,7 @@ class Replica:
         if init_sync:
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(chosen)
-        self.divergence = Divergence(module, transport, _weakly(self._drift))
+        self.divergence = Divergence(module, transport, _weakly(self._drift), _weakly(self._was_written))
         """Whether replicas drift apart on purpose."""
         self.rounds = self._rounds(chosen, spec) if strategy.drifts else None
         """What carries out a strategy under which replicas drift."""
@@ -141,6 +141,7 @@ class Replica:
             within = self.transport.split(self._workers[self.transport.rank])
             assert within is not None
             self._gradient_lane = within
+            self.plan = replace(self.plan, num_reducing=within.size)
             weakref.finalize(self, within.close)
         self._buffer_lane = self._open_lane("buffers") if chosen.buffers else self.transport
 
@@ -156,8 +157,15 @@ class Replica:
         is_open = self.rounds is not None or self.divergence.is_open
         self.gradients.decide = _weakly(self.reduces) if is_open else None
 
+    def _was_written(self) -> None:
+        """A verb has made all parameters equal."""
+        if self.rounds is not None:
+            self.rounds.restart()
+
     def _drift(self, is_open: bool) -> None:
-        """Replicas begin to drift apart on purpose, or end to do so."""
+        """Replicas begin to drift apart on purpose, or end to do so. A collective call where they begin."""
+        if is_open and not self.is_agreed:
+            self.agree_before_the_first_step()  # for inside nothing is sent
         self._let_decide()
         for attached in self.gradients.guard.optimizers:
             attached.counts = not is_open
@@ -170,7 +178,7 @@ class Replica:
 
     def _rounds(self, chosen: Selection, spec: Spec) -> Rounds:
         """What carries out the strategy. A collective call."""
-        return Rounds(
+        rounds = Rounds(
             self.strategy,
             type(self.module).__name__,
             [*chosen.trained, *chosen.delayed],
@@ -179,6 +187,10 @@ class Replica:
             equalize_buffers=_weakly(self._equalize_buffers_at_meeting),
             present_buffers=_weakly(self._present_buffers),
         )
+        for lane in rounds.lanes:
+            if lane is not self.transport:
+                weakref.finalize(self, lane.close)
+        return rounds
 
     def _equalize_buffers_at_meeting(self) -> None:
         if self._buffer_policy != "none":
@@ -210,7 +222,8 @@ class Replica:
         if self.rounds is not None:
             self.buffers.enabled = False
             when = self.strategy.rules(self._spec).buffers_when
-            self.buffers.why_disabled = f"under {self.strategy} they meet {when}"
+            why = "buffers='none'" if self._buffer_policy == "none" else f"they meet {when}"
+            self.buffers.why_disabled = f"under {self.strategy}: {why}"
         self._inventory = Inventory(self.module)
         self.is_agreed = False
         """Whether the ranks have compared what was registered."""
@@ -255,7 +268,9 @@ class Replica:
 
     def before_synchronized_forward(self, *, inside_join: bool) -> None:
         """See that the ranks mean the same: they do, unless something was changed or registered meanwhile."""
-        if self.divergence.has_diverged and self.reduces():
+        if self.divergence.is_open:
+            return
+        if self.divergence.has_diverged and (self.reduces() or self.strategy.needs_attach):
             self.divergence.check_met()
         has_changed = self._inventory.has_changed() or not self.gradients.layout.fits()
         if inside_join:
@@ -272,6 +287,7 @@ class Replica:
 
     def _follow_changes(self) -> None:
         """The module was changed after wrapping: agree on what it is now, and go on with that. A collective call."""
+        self.refuse_drifting("the module and its group cannot be changed")
         self.transport.board.phase = (
             f"forward, where {type(self.module).__name__} has changed since it was wrapped"
         )
@@ -340,7 +356,7 @@ class Replica:
     def use_transport(self, transport: Transport) -> None:
         """Synchronize over another group from now on. A collective call of the ranks in it, which are equal already."""
         self.transport = transport
-        self.divergence = Divergence(self.module, transport, _weakly(self._drift))
+        self.divergence = Divergence(self.module, transport, _weakly(self._drift), _weakly(self._was_written))
         self.plan = replace(self.plan, transport=transport.name, num_ranks=transport.size)
         self._open_lanes(self.selection)
         self._wire_again()
@@ -362,6 +378,7 @@ class Replica:
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
         """Let a hook synchronize buffers."""
+        self.refuse_drifting("buffers meet when parameters do, so that a buffer hook would never be called")
         self.buffer_hook = hook
         self.is_agreed = False
 
@@ -458,6 +475,7 @@ class Replica:
             buffers=self.buffers.last_forward(),
             round=None if self.rounds is None else self.rounds.last,
             next_round=None if self.rounds is None else self.rounds.next_step(),
+            met_at={} if self.rounds is None else dict(self.rounds.met_at),
         )
 
     def _remembering(self) -> dict[str, Any]:
@@ -489,7 +507,9 @@ class Replica:
         """Over the default group. Hooks and optimizers have to be registered again."""
         vars(self).update(state)
         self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)
-        self.divergence = Divergence(self.module, self.transport, _weakly(self._drift))
+        self.divergence = Divergence(
+            self.module, self.transport, _weakly(self._drift), _weakly(self._was_written)
+        )
         self._has_lanes = False
         self.plan = replace(self.plan, comm_hook=None, optimizers=())
         self._wire(self._chosen_again())

@@ -144,19 +144,24 @@ def reference_streaming(
 
 
 def reference_gossip(num_ranks: int, topology: str, every: int, weights: list[float]) -> Iterator[Tensor]:
-    """x = w * z is mixed by a matrix whose columns sum to 1, and so is w; z = x / w is what is trained."""
+    """x is mixed by a matrix whose columns sum to 1, and so is w; z = x / w is what is trained, and x gets what it
+    learns, times the rank's own weight."""
     reference = Reference(num_ranks)
-    w, round = torch.tensor(weights, dtype=torch.float64), 0
+    own = torch.tensor(weights, dtype=torch.float64)
+    w, round = own.clone(), 0
+    x = w[:, None] * reference.values()
+    before = reference.values()
     for step in range(1, NUM_STEPS + 1):
         reference.step(step)
+        x, before = x + own[:, None] * (reference.values() - before), reference.values()
         if step % every == 0:
             mixing = torch.zeros(num_ranks, num_ranks, dtype=torch.float64)
             for source, targets in enumerate(neighbours(topology, num_ranks, round, 3)):
                 for target in (source, *targets):
                     mixing[target, source] = 1 / (1 + len(targets))
-            x = mixing @ (w[:, None] * reference.values())
-            w, round = mixing @ w, round + 1
+            x, w, round = mixing @ x, mixing @ w, round + 1
             reference.write(x / w[:, None])
+            before = reference.values()
         yield reference.values()
 
 

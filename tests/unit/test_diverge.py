@@ -138,6 +138,42 @@ def test_it_does_not_nest_and_says_what_it_cannot_take() -> None:
         pass
 
 
+def test_alone_there_is_nobody_to_meet() -> None:
+    ddp = sl.DistributedDataParallel(net())
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    with sl.diverge(ddp):
+        perturb(ddp, 1)
+    step(ddp, optimizer, batch(0))
+
+
+def test_the_first_forward_of_all_may_be_inside() -> None:
+    def program(transport: Transport) -> None:
+        ddp, optimizer = wrapped(transport)
+        with sl.diverge(ddp):
+            if transport.rank:
+                step(ddp, optimizer, batch(transport.rank))
+        sl.average_(ddp, group=transport)
+
+    run_ranks(2, program)
+
+
+def test_containers_are_entered_and_parts_refused() -> None:
+    def program(transport: Transport) -> None:
+        a, _ = wrapped(transport)
+        b, optimizer = wrapped(transport)
+        with sl.diverge(nn.ModuleDict({"b": b, "a": a})):
+            before = transport.statistics().total_calls
+            step(b, optimizer, batch(transport.rank))
+            assert transport.statistics().total_calls == before
+        with (
+            pytest.raises(ValueError, match="is a part of a module that is wrapped"),
+            sl.diverge(a.module[0]),
+        ):
+            pass
+
+    run_ranks(2, program)
+
+
 def test_shared_parameters_cannot_drift() -> None:
     def program(transport: Transport) -> None:
         ddp = sl.DistributedDataParallel(net(), process_group=transport, sharded=True)
@@ -156,6 +192,9 @@ def test_a_strategy_rests_inside() -> None:
             for number in range(5):
                 step(ddp, optimizer, batch(transport.rank, number))
             rested = ddp.last_round
+        with pytest.raises(sl.SynclineError, match="have not met since"):
+            ddp(batch(transport.rank))
+        sl.average_(ddp, group=transport)
         step(ddp, optimizer, batch(transport.rank, 9))
         sl.check_replicas(ddp, group=transport)
         return [rested and rested.step, ddp.last_round and ddp.last_round.step]

@@ -175,7 +175,87 @@ def test_a_server_is_not_asked_to_meet_after_different_numbers_of_steps() -> Non
     first, second = texts_of(program, sl.ContractMismatch)
     assert first == second
     assert "expected 1 (rank 0)" in first
-    assert "Call it after as many steps on every rank." in first
+    assert "Call it after as many steps on every rank" in first
+
+
+@pytest.mark.parametrize(
+    "strategy", [sl.LocalSGD(3), sl.DiLoCo(3), sl.DiLoCo(4, fragments=2, delay=1), sl.Gossip("ring")], ids=str
+)
+def test_ranks_that_have_made_different_numbers_of_steps_do_not_meet(strategy: Any) -> None:
+    """They would want different things done: of one average one rank would send parameters, the other distances."""
+
+    def program(transport: Transport) -> None:
+        run = Run(transport, strategy)
+        run.step(1)
+        if transport.rank and not isinstance(strategy, sl.Gossip):
+            run.optimizer.step()
+        elif transport.rank:
+            run.ddp._replica.rounds.step += 1
+        run.ddp.meet()
+
+    first, second = texts_of(program, sl.ContractMismatch)
+    assert first == second
+    assert "steps done" in first
+
+
+def test_outer_optimizers_that_differ_are_told() -> None:
+    def program(transport: Transport) -> None:
+        Run(transport, sl.DiLoCo(2, outer=lambda p: torch.optim.SGD(p, lr=0.1 + transport.rank)))
+
+    first, _ = texts_of(program, sl.ContractMismatch)
+    assert "outer optimizer, param_groups[0].lr" in first
+
+    def changed(transport: Transport) -> None:
+        run = Run(transport, sl.DiLoCo(2))
+        run.step(1)
+        if transport.rank:
+            run.ddp.outer_optimizer.param_groups[0]["lr"] = 0.25
+        run.step(2)
+
+    first, _ = texts_of(changed, sl.ContractMismatch)
+    assert "got      0.25 (rank 1)" in first
+
+
+@pytest.mark.parametrize("strategy", [sl.DiLoCo(2), sl.ParameterServer(1)], ids=str)
+def test_replicas_that_differ_before_the_first_step_are_refused(strategy: Any) -> None:
+    def program(transport: Transport) -> None:
+        run = Run(transport, strategy)
+        with torch.no_grad():
+            run.ddp.module[0].weight += transport.rank
+        run.step(1)
+
+    first, second = texts_of(program, sl.ReplicaDivergence)
+    assert first == second
+    assert "expected equal parameters on all ranks" in first
+
+
+def test_an_optimizer_that_takes_the_place_of_another_counts() -> None:
+    def program(transport: Transport) -> list[int]:
+        run = Run(transport, sl.LocalSGD(2))
+        former = run.optimizer
+        for step in range(1, 4):
+            run.step(step)
+        run.optimizer = run.ddp.attach(torch.optim.SGD(run.ddp.parameters(), lr=0.1))
+        run.step(4)
+        with pytest.raises(sl.SynclineError, match="another optimizer of the same parameters was attached"):
+            former.step()
+        return [run.ddp.last_round.step]
+
+    assert run_ranks(2, program) == [[4], [4]]
+
+
+def test_nothing_of_a_server_is_saved_while_updates_are_under_way() -> None:
+    def program(transport: Transport) -> None:
+        run = Run(transport, sl.ParameterServer(2))
+        run.step(1)
+        with pytest.raises(sl.SynclineError, match=r"call ddp\.meet\(\) on all ranks first"):
+            run.ddp.sync_state_dict()
+        run.ddp.meet()
+        run.ddp.load_sync_state_dict(run.ddp.sync_state_dict())
+        run.step(2)
+        run.ddp.meet()
+
+    run_ranks(3, program)
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -210,7 +290,6 @@ def test_last_meeting_is_recorded() -> None:
     record = run_ranks(2, program)[0]
     assert record.step == 2
     assert record.what == (
-        "made buffers equal",
         "sent the outer gradient of fragment 0",
         "took the outer step of fragment 0",
     )
@@ -379,6 +458,90 @@ def test_gradients_of_the_warmup_are_encoded_as_the_wrapper_says() -> None:
         assert run.ddp.contract["gradients"].when == "in the first 2 steps"
 
     run_ranks(2, program)
+
+
+def test_small_outer_steps_add_up_in_bfloat16() -> None:
+    """One of four ranks moves by one unit in the last place each round: a quarter of it is the mean."""
+
+    def program(transport: Transport) -> float:
+        module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        nn.init.ones_(module.weight)
+        strategy = sl.DiLoCo(1, outer=lambda p: torch.optim.SGD(p, lr=1.0))
+        ddp = sl.DistributedDataParallel(module, process_group=transport, strategy=strategy)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=2.0**-8))
+        for _ in range(64):
+            optimizer.zero_grad()
+            (ddp(torch.ones(1, 1, dtype=torch.bfloat16)) * (transport.rank == 0)).sum().backward()
+            optimizer.step()
+        return module.weight.item()
+
+    for weight in run_ranks(4, program):
+        assert weight == pytest.approx(1 - 64 * 2.0**-8 / 4, abs=0.01)
+
+
+def test_workers_are_synchronous_in_the_warmup() -> None:
+    def program(transport: Transport, strategy: Any) -> Tensor:
+        module = net().double()
+        ddp = sl.DistributedDataParallel(module, process_group=transport, strategy=strategy)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            ddp(batch(transport.rank, step).double()).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
+
+    expected = run_ranks(4, lambda t: program(t, None))[0]
+    for strategy in (sl.DiLoCo(8, warmup=5, every_step_within=2), sl.LocalSGD(8, warmup=5)):
+        for found in run_ranks(4, lambda t, strategy=strategy: program(t, strategy)):
+            torch.testing.assert_close(found, expected)
+
+
+def test_what_a_verb_writes_is_where_the_outer_loop_goes_on() -> None:
+    """It is not taken for something that was learnt."""
+
+    def program(transport: Transport) -> tuple[Tensor, Tensor]:
+        run = Run(transport, sl.DiLoCo(2))
+        for step in range(1, 4):
+            run.step(step)
+        with sl.diverge(run.ddp), torch.no_grad():
+            for parameter in run.ddp.parameters():
+                parameter += 1.0
+        sl.broadcast_(run.ddp, group=transport)
+        before = run.values()
+        run.optimizer.param_groups[0]["lr"] = 0.0
+        run.optimizer.param_groups[0]["weight_decay"] = 0.0
+        run.ddp.outer_optimizer.param_groups[0]["momentum"] = 0.0
+        run.ddp.outer_optimizer.param_groups[0]["nesterov"] = False
+        run.step(4)
+        return before, run.values()
+
+    for before, after in run_ranks(2, program):
+        torch.testing.assert_close(before, after)
+
+
+def test_the_same_script_runs_alone() -> None:
+    run = Run(None, sl.LocalSGD(2, every_step_within=2))
+    run.step(1)
+    run.step(2)
+    run.ddp.meet()
+
+
+def test_buffers_meet_in_every_step_of_the_warmup() -> None:
+    def program(transport: Transport) -> None:
+        run = Run(transport, sl.LocalSGD(4, warmup=2), normalized=True)
+        run.step(1)
+        sl.check_replicas(run.ddp.module, group=transport)
+        run.step(2)
+        sl.check_replicas(run.ddp.module, group=transport)
+
+    run_ranks(2, program)
+
+
+def test_manual_explains_that_nothing_is_sent() -> None:
+    def program(transport: Transport) -> str:
+        return sl.DistributedDataParallel(net(), process_group=transport, strategy=sl.Manual()).explain()
+
+    assert "nothing sent: gradients stay on their rank" in run_ranks(2, program)[0]
 
 
 # ---------------------------------------------------------------------- saved and loaded

@@ -21,6 +21,7 @@ from syncline.strategy.actions import (
     Adopt,
     AdvanceOuter,
     Average,
+    AverageBuffers,
     Await,
     Close,
     Message,
@@ -67,7 +68,7 @@ def test_local_sgd_meets_every_so_many_steps_after_its_warmup(
 ) -> None:
     for step, (backward, actions) in enumerate(walk(sl.LocalSGD(every, warmup), num_steps), start=1):
         if step <= warmup:
-            assert (backward, actions) == ((ReduceGradients("all"),), ())
+            assert (backward, actions) == ((ReduceGradients("all"),), (AverageBuffers(),))
         else:
             is_due = (step - warmup) % every == 0
             assert (backward, actions) == ((), (Average(),) if is_due else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.events import RoundRecord
-from syncline.rounds.average import average_weighted, floating_state
 from syncline.rounds.gossip import PushSum
+from syncline.rounds.optimizer_state import floating_state
 from syncline.rounds.outer import OuterLoop
 from syncline.rounds.server import ShardedServer
 from syncline.strategy.actions import (
@@ -33,12 +35,18 @@ from syncline.strategy.actions import (
 from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import OuterCopies, PushSumWeight, ServerShard
 from syncline.sync.agreement import describe_tensors, exchange
-from syncline.sync.attached import AttachedOptimizer
+from syncline.sync.attached import AttachedOptimizer, plain_setting
+from syncline.sync.fingerprint import digest_of, fingerprints
 from syncline.sync.reduction import TensorReducer
 from syncline.transport.base import Transport
 
 __all__ = ["Rounds"]
 
+_WEIGHT = struct.Struct("<d")
+_UNSETTLED = (
+    "updates of a ParameterServer are under way, so that nothing can be saved or loaded: call ddp.meet() on all ranks "
+    "first"
+)
 _REMEDY = "Give all ranks the same settings, and step their optimizers as often."
 
 
@@ -88,7 +96,10 @@ class Rounds:
         self.outer: OuterLoop | None = None
         self._push_sum: PushSum | None = None
         self._server: ShardedServer | None = None
+        self.met_at: dict[str, int] = {}
+        """After which step parameters, buffers and optimizers met last."""
         fault = None
+        weight = 1.0
         try:
             self._state = strategy.init(spec)
             kept = strategy.mechanism(spec)
@@ -97,12 +108,27 @@ class Rounds:
                     named, kept.fragments, kept.outer, kept.compression, lane, keeps_sent=kept.keeps_sent
                 )
             elif isinstance(kept, PushSumWeight):
-                self._push_sum = PushSum(kept.weight, lane)
+                weight = kept.weight
         except Exception as error:
             fault = error
-        exchange(transport, f"{title} by {type(strategy).__name__}", [], fault=fault)
-        if fault is None and isinstance(kept, ServerShard) and transport.size > 1:
+        rows = exchange(
+            transport,
+            f"{title} by {type(strategy).__name__}",
+            self._outer_settings(),
+            payload=_WEIGHT.pack(weight),
+            fault=fault,
+            remedy=_REMEDY,
+        )
+        if isinstance(kept, PushSumWeight):
+            weights = [_WEIGHT.unpack_from(row)[0] for row in rows]
+            self._push_sum = PushSum(weights, lane)
+        elif isinstance(kept, ServerShard) and transport.size > 1:
             self._server = ShardedServer(self._parameters, lane)
+
+    @property
+    def lanes(self) -> list[Transport]:
+        """To be closed when this is not needed any more."""
+        return [self._lane, *(() if self._server is None else self._server.lanes)]
 
     # ------------------------------------------------------------------ what is asked of it
 
@@ -114,9 +140,18 @@ class Rounds:
         return None
 
     def watch(self, attached: AttachedOptimizer) -> None:
-        """Count its steps: a step is done when every attached optimizer has done one."""
-        self._attached.append(attached)
-        self._num_steps.append(self.step)
+        """Count its steps: a step is done when every attached optimizer has done one.
+
+        It takes the place of those that step the same parameters.
+        """
+        own = {id(p) for group in attached.optimizer.param_groups for p in group["params"]}
+        kept = [
+            (known, num_steps)
+            for known, num_steps in zip(self._attached, self._num_steps, strict=True)
+            if not any(id(p) in own for group in known.optimizer.param_groups for p in group["params"])
+        ]
+        self._attached = [*(known for known, _ in kept), attached]
+        self._num_steps = [*(num_steps for _, num_steps in kept), self.step]
 
     @property
     def is_watching(self) -> bool:
@@ -124,38 +159,63 @@ class Rounds:
         return bool(self._attached)
 
     def step_begins(self) -> None:
-        """An attached optimizer is about to step."""
+        """An attached optimizer is about to step; before the first one a collective call, where values are kept."""
         if self._has_started:
             return
         self._has_started = True  # what was loaded into the module since it was wrapped counts
-        if self.outer is not None:
-            self.outer.restart()
+        if self.outer is None and self._server is None:
+            return
+        digest = digest_of(fingerprints([parameter.detach() for parameter in self._parameters]))
+        title = f"the first step of {self._title}"
+        if len(set(exchange(self.transport, title, [], payload=digest))) > 1:
+            raise ReplicaDivergence(
+                f"{title}: expected equal parameters on all ranks, for {self.strategy} goes on from them, but they "
+                "differ: sl.broadcast_(ddp) makes them rank 0's, sl.check_replicas(ddp) says which ones differ",
+                tensor="",
+                num_differing=0,
+                minority_ranks=(),
+            )
+        self.restart()
         if self._server is not None:
             self._server.restart()
 
+    def restart(self) -> None:
+        """What the ranks have now, which is equal, is where an outer optimizer goes on from."""
+        if self.outer is not None and not self.outer.is_under_way:
+            self.outer.restart()
+
     def step_ended(self, attached: AttachedOptimizer) -> None:
         """An attached optimizer has stepped; do what is due when all have."""
-        at = next(i for i, known in enumerate(self._attached) if known is attached)
+        at = next((i for i, known in enumerate(self._attached) if known is attached), None)
+        if at is None:
+            raise SynclineError(
+                f"rank {self.transport.rank}: this {type(attached.optimizer).__name__} has stepped, but another "
+                "optimizer of the same parameters was attached after it, whose steps count: use that one"
+            )
         self._num_steps[at] += 1
         if min(self._num_steps) == self.step:
             return
         self.step += 1
         inbox = self._server.poll() if self._server is not None else ()
-        self._carry_out(
-            *self.strategy.at_step(self._state, Progress(step=self.step), inbox), is_asked_for=False
-        )
+        state, actions = self.strategy.at_step(self._state, Progress(step=self.step), inbox)
+        if self._is_blocking(actions):
+            title = f"the meeting of {self._title} after step {self.step}"
+            exchange(self.transport, title, self._lines(actions), remedy=_REMEDY)
+        self._carry_out(state, actions)
 
     def meet(self) -> None:
         """A meeting out of turn, after which all ranks are equal. A collective call."""
-        lines = [f"steps done: {self.step}"] if self._server is not None else []
+        state, actions = self.strategy.at_meeting(self._state, Progress(step=self.step))
+        # Ranks that want different things done would mix them up.
+        wanted = [] if self._server is not None else [str(action) for action in actions]
         exchange(
             self.transport,
             f"ddp.meet() of {self._title}",
-            lines,
-            remedy="Call it after as many steps on every rank.",
+            [f"steps done: {self.step}", *wanted, *self._lines(actions)],
+            remedy="Call it after as many steps on every rank, with the same settings.",
         )
         self.step_begins()
-        self._carry_out(*self.strategy.at_meeting(self._state, Progress(step=self.step)), is_asked_for=True)
+        self._carry_out(state, actions)
         if self._server is not None:
             self._server.finish()
 
@@ -166,34 +226,36 @@ class Rounds:
             return self.step + 1
         for step in range(self.step + 1, self.step + limit):
             state, actions = self.strategy.at_step(state, Progress(step=step))
-            if any(not isinstance(action, RestartOuter) for action in actions):
+            if any(self._sends(action) for action in actions):
                 return step
         return None
 
     # ------------------------------------------------------------------ doing it
 
-    def _carry_out(self, state: Any, actions: Sequence[Action], *, is_asked_for: bool) -> None:
+    def _carry_out(self, state: Any, actions: Sequence[Action]) -> None:
         if not actions:
             self._state = state
             return
         board, before, start = self.transport.board, self.transport.statistics(), time.perf_counter()
         former_phase, board.phase = board.phase, f"the meeting after step {self.step}"
         done = list(actions)
-        if not is_asked_for:
-            self._open(actions)
-        self._do_all(actions)
-        while any(isinstance(action, Await) for action in actions):
-            assert self._server is not None
-            inbox: list[Message] = self._server.wait(self.transport.timeout_seconds)
-            state, actions = self.strategy.at_step(state, Progress(step=self.step), inbox)
+        try:
             self._do_all(actions)
-            done += actions
-        if self._server is not None:
-            self._server.write()
+            while any(isinstance(action, Await) for action in actions):
+                assert self._server is not None
+                inbox: list[Message] = self._server.wait(self.transport.timeout_seconds)
+                state, actions = self.strategy.at_step(state, Progress(step=self.step), inbox)
+                self._do_all(actions)
+                done += actions
+            if self._server is not None:
+                self._server.write()
+        finally:
+            board.phase = former_phase
         self._state = state
-        board.phase = former_phase
         sent = self.transport.statistics() - before
-        words = tuple(dict.fromkeys(_in_words(done)))
+        words = tuple(dict.fromkeys(self._in_words(done)))
+        for what in self._that_met(done):
+            self.met_at[what] = self.step
         if words:
             self.last = RoundRecord(
                 step=self.step,
@@ -204,27 +266,52 @@ class Rounds:
                 duration_seconds=time.perf_counter() - start,
             )
 
-    def _open(self, actions: Sequence[Action]) -> None:
-        """Agree that this is where all ranks are; but not where they go on computing while something travels."""
-        average = next((action for action in actions if isinstance(action, Average)), None)
+    def _is_blocking(self, actions: Sequence[Action]) -> bool:
+        """Whether all ranks wait for each other there; not where they go on computing while something travels."""
         sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
         received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
-        if average is None and not sent & received:
-            return
+        return bool(sent & received) or any(isinstance(action, Average) for action in actions)
+
+    def _lines(self, actions: Sequence[Action]) -> list[str]:
+        """What has to be equal on all ranks where they meet."""
         lines = [
             line
             for number, attached in enumerate(self._attached)
             for line in attached.describe(number)
             if not line.startswith("steps of")
         ]
-        if average is not None and average.optimizer_state:
+        lines += self._outer_settings()
+        if any(isinstance(action, Average) and action.optimizer_state for action in actions):
             lines += describe_tensors(self._optimizer_state(), kind="state", layout=False)
-        exchange(
-            self.transport,
-            f"the meeting of {self._title} after step {self.step}",
-            lines,
-            remedy=_REMEDY,
-        )
+        return lines
+
+    def _outer_settings(self) -> list[str]:
+        if self.outer is None:
+            return []
+        return [
+            f"outer optimizer, param_groups[{index}].{key}  {plain_setting(value)}"
+            for index, group in enumerate(self.outer.optimizer.param_groups)
+            for key, value in group.items()
+            if key != "params"
+        ]
+
+    def _sends(self, action: Action) -> bool:
+        """Whether something travels."""
+        if isinstance(action, AverageBuffers):
+            return bool(self._present_buffers())
+        return not isinstance(action, RestartOuter)
+
+    def _that_met(self, actions: Sequence[Action]) -> set[str]:
+        """What is nearer to the other ranks' now."""
+        met = set()
+        for action in actions:
+            if isinstance(action, Average | ReceiveOuter | Push | Close | Adopt):
+                met.add("parameters")
+            if isinstance(action, Average | AverageBuffers | Push) and self._present_buffers():
+                met.add("buffers")
+            if isinstance(action, Average) and action.optimizer_state:
+                met.add("optimizer")
+        return met
 
     def _do_all(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -266,10 +353,7 @@ class Rounds:
     def _average(self, action: Average) -> None:
         if action.by_weight:
             assert self._push_sum is not None
-            average_weighted(
-                [*self._parameters, *self._floating_buffers()], self._push_sum.weight, self._lane
-            )
-            self._push_sum.restart()
+            self._push_sum.average([*self._parameters, *self._floating_buffers()])
         else:
             tensors = list(self._parameters)
             if action.optimizer_state:
@@ -287,10 +371,38 @@ class Rounds:
             for name, tensor in floating_state(attached.optimizer)
         ]
 
+    def _in_words(self, actions: Sequence[Action]) -> Iterator[str]:
+        buffers = bool(self._present_buffers())
+        for action in actions:
+            match action:
+                case Average(optimizer_state=with_state):
+                    what = [
+                        "parameters",
+                        *(["buffers"] if buffers else []),
+                        *(["optimizer state"] if with_state else []),
+                    ]
+                    yield f"averaged {', '.join(what)}"
+                case AverageBuffers() if buffers:
+                    yield "made buffers equal"
+                case SendOuter(fragment):
+                    yield f"sent the outer gradient of fragment {fragment}"
+                case ReceiveOuter(fragment):
+                    yield f"took the outer step of fragment {fragment}"
+                case Push(to, sources):
+                    yield f"sent to {_ranks(to)}, received from {_ranks(sources)}"
+                case Update():
+                    yield "sent its update to all servers"
+                case Close(clock):
+                    yield f"closed its shard at step {clock}"
+                case Adopt(shard, clock):
+                    yield f"took over shard {shard} of step {clock}"
+
     # ------------------------------------------------------------------ saved and loaded
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers; see `DistributedDataParallel.sync_state_dict`."""
+        if self._server is not None and not self._server.is_settled:
+            raise SynclineError(_UNSETTLED)
         parts = {name: part.state_dict() for name, part in self._parts()}
         return {
             "strategy": str(self.strategy),
@@ -311,6 +423,8 @@ class Rounds:
                 f"this was saved under strategy={saved['strategy']}; the module is wrapped with "
                 f"strategy={self.strategy}: wrap it with the same strategy"
             )
+        if self._server is not None and not self._server.is_settled:
+            raise SynclineError(_UNSETTLED)
         for name, part in self._parts():
             part.load_state_dict(saved[name])
         self._state = self.strategy.state_from(saved["state"])
@@ -325,27 +439,6 @@ class Rounds:
     def outer_optimizer(self) -> Optimizer | None:
         """The outer optimizer, where there is one."""
         return None if self.outer is None else self.outer.optimizer
-
-
-def _in_words(actions: Sequence[Action]) -> Iterator[str]:
-    for action in actions:
-        match action:
-            case Average(optimizer_state=with_state):
-                yield "averaged parameters, buffers" + (" and optimizer state" if with_state else "")
-            case AverageBuffers():
-                yield "made buffers equal"
-            case SendOuter(fragment):
-                yield f"sent the outer gradient of fragment {fragment}"
-            case ReceiveOuter(fragment):
-                yield f"took the outer step of fragment {fragment}"
-            case Push(to, sources):
-                yield f"sent to {_ranks(to)}, received from {_ranks(sources)}"
-            case Update():
-                yield "sent its update to all servers"
-            case Close(clock):
-                yield f"closed its shard at step {clock}"
-            case Adopt(shard, clock):
-                yield f"took over shard {shard} of step {clock}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.rounds.flat import flat_groups
+from syncline.rounds.flat import FlatGroup, flat_groups
 from syncline.transport.base import Transport, Work
 
 __all__ = ["PushSum"]
@@ -17,31 +17,33 @@ __all__ = ["PushSum"]
 class PushSum:
     """A rank's values and the weight that goes with them.
 
-    What is passed on is value times weight, and the weight; what a rank has are the sums of what it kept and got, so
-    the total of both over all ranks never changes, and their quotient tends to the weighted mean on every rank.
+    A rank stands for a sum of values, each times a weight, and the sum of those weights; what it computes with is their
+    quotient. It passes parts of both on, so that their totals over all ranks never change but by what the ranks learn.
+    That is added with the rank's own weight, so the ranks tend to what the mean of all ranks, so weighted, would be.
 
     Args:
-        weight: at the start.
+        weights: of all ranks, above 0.
         transport: what the parts travel by, for nothing else.
     """
 
-    def __init__(self, weight: float, transport: Transport) -> None:
-        self._initial = self.weight = weight
+    def __init__(self, weights: Sequence[float], transport: Transport) -> None:
+        mean = sum(weights) / len(weights)
+        self._own = self.weight = weights[transport.rank] / mean
+        self._has_equal = len(set(weights)) == 1
         self._transport = transport
+        self._written: list[Tensor] = []
+        """What the values were when they were written last, where learning and weight differ in weight."""
 
     def push(self, tensors: Sequence[Tensor], to: Sequence[int], sources: Sequence[int]) -> None:
         """Keep an equal part, send one to each of `to`, add what comes from `sources`."""
-        transport, share = self._transport, self.weight / (1 + len(to))
+        transport = self._transport
         groups = flat_groups(tensors)
-        weights = torch.tensor([share], dtype=torch.float64, device=transport.control_device)
-        kept = [group.read().mul_(share) for group in groups]
-        wires = [
-            weights,
-            *(  # copies: what is kept is added to while they travel
-                part.to(transport.sending_device(group.device), group.wire_dtype, copy=True)
-                for group, part in zip(groups, kept, strict=True)
-            ),
-        ]
+        values = self._values(groups)
+        share = self.weight / (1 + len(to))
+        weight = torch.tensor([share], dtype=torch.float64, device=transport.control_device)
+        wires = [weight]
+        for group, value in zip(groups, values, strict=True):
+            wires.append(value.to(transport.sending_device(group.device), group.wire_dtype, copy=True))
         sends: list[Work] = []
         arrivals: dict[int, list[tuple[Tensor, Work]]] = {}
         for rank in sorted({*to, *sources}):
@@ -54,28 +56,55 @@ class PushSum:
                 arrivals[rank] = [(blank, transport.recv(blank, rank)) for blank in blanks]
             if rank in to and transport.rank > rank:
                 sends += [transport.send(wire, rank) for wire in wires]
-        total = share
+        total, sums = share, [value.mul_(share) for value in values]
         for rank in sorted(arrivals):  # in the order of the ranks, so that a run can be repeated
-            for (part, work), sum_ in zip(arrivals[rank], [None, *kept], strict=True):
+            for _, work in arrivals[rank]:
                 work.wait()
-                if sum_ is None:
-                    total += part.item()
-                else:
-                    sum_ += part.to(sum_.device, sum_.dtype)
+            (part, _), *others = arrivals[rank]
+            its = part.item()
+            total += its
+            for sum_, (value, _) in zip(sums, others, strict=True):
+                sum_.add_(value.to(sum_.device, sum_.dtype), alpha=its)
         for work in sends:
             work.wait()
         self.weight = total
-        for group, sum_ in zip(groups, kept, strict=True):
-            group.write(sum_.div_(total))
+        self._write(groups, [sum_.div_(total) for sum_ in sums])
 
-    def restart(self) -> None:
-        """All ranks are equal: each counts as at the start."""
-        self.weight = self._initial
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Make the values of all ranks what they tend to; each counts as at the start again. A collective call."""
+        transport = self._transport
+        groups = flat_groups(tensors)
+        total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
+        transport.all_reduce(total).wait()
+        means = []
+        for group, value in zip(groups, self._values(groups), strict=True):
+            wire = value.mul_(self.weight / total.item()).to(transport.sending_device(group.device))
+            transport.all_reduce(wire).wait()
+            means.append(wire.to(group.device))
+        self.weight = self._own
+        self._write(groups, means)
+
+    def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
+        """The quotients; what was learnt since they were written counts with this rank's own weight."""
+        values = [group.read() for group in groups]
+        if self._has_equal or len(self._written) != len(values):
+            return values
+        factor = self._own / self.weight
+        return [
+            written + factor * (value - written) for value, written in zip(values, self._written, strict=True)
+        ]
+
+    def _write(self, groups: Sequence[FlatGroup], values: Sequence[Tensor]) -> None:
+        for group, value in zip(groups, values, strict=True):
+            group.write(value)
+        if not self._has_equal:
+            self._written = [group.read() for group in groups]  # as rounded
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers, of this rank alone."""
-        return {"weight": self.weight}
+        return {"weight": self.weight, "written": [written.clone() for written in self._written]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
         self.weight = float(state["weight"])
+        self._written = [written.clone() for written in state["written"]]

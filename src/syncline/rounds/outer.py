@@ -56,6 +56,11 @@ class OuterLoop:
             for members in fragments
         ]
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a fragment was sent and not received."""
+        return any(fragment.is_under_way for fragment in self._fragments)
+
     def restart(self) -> None:
         """What the ranks have now is where the outer optimizer goes on from."""
         with torch.no_grad():
@@ -140,19 +145,20 @@ class _Fragment:
         ]
         self._arrived: list[Tensor] | None = None
         """The means, if they were waited for before their time, to be saved."""
-        self._is_under_way = False
+        self.is_under_way = False
         self._keeps_sent = keeps_sent
         self._sent: list[Tensor] = []
         """What the parameters were when their distance was sent."""
 
     def send(self) -> None:
+        # From what a copy was written as: its rounding is not a move, and must not be taken back.
         moved = [
-            common.detach() - local.detach().to(common.dtype)
+            common.detach().to(local.dtype).to(common.dtype) - local.detach().to(common.dtype)
             for common, local in zip(self._common, self._local, strict=True)
         ]
         for group, exchange in zip(self._groups, self._exchanges, strict=True):
             exchange.start(FlatGroup([moved[i] for i in group.indices], group.indices).read())
-        self._is_under_way = True
+        self.is_under_way = True
         self._sent = [local.detach().clone() for local in self._local] if self._keeps_sent else []
 
     def advance(self) -> None:
@@ -163,7 +169,7 @@ class _Fragment:
     def take_gradients(self) -> None:
         """Wait for the mean distances, which become the copies' gradients."""
         means = self._arrived or [exchange.wait() for exchange in self._exchanges]
-        self._arrived, self._is_under_way = None, False
+        self._arrived, self.is_under_way = None, False
         for group, mean in zip(self._groups, means, strict=True):
             for index, part in zip(group.indices, group.views(mean), strict=True):
                 common = self._common[index]
@@ -183,7 +189,7 @@ class _Fragment:
         self._sent = []
 
     def state_dict(self) -> dict[str, Any]:
-        if self._is_under_way and self._arrived is None:
+        if self.is_under_way and self._arrived is None:
             self._arrived = [exchange.wait() for exchange in self._exchanges]
         return {
             "arrived": None if self._arrived is None else [mean.clone() for mean in self._arrived],
@@ -192,9 +198,12 @@ class _Fragment:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.is_under_way and self._arrived is None:
+            for exchange in self._exchanges:  # all ranks have begun it
+                exchange.wait()
         arrived = state["arrived"]
         self._arrived = None if arrived is None else [mean.clone() for mean in arrived]
-        self._is_under_way = arrived is not None
+        self.is_under_way = arrived is not None
         self._sent = [sent.clone() for sent in state["sent"]]
         for exchange, saved in zip(self._exchanges, state["exchanges"], strict=True):
             exchange.load_state_dict(saved)

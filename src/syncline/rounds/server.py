@@ -58,6 +58,16 @@ class ShardedServer:
         self._closed = [0] * self._size
         self.restart()
 
+    @property
+    def lanes(self) -> list[Transport]:
+        """What its messages travel by."""
+        return [*self._updates.lanes, *self._values.lanes]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._moves or max(self._moves) <= min(self._closed)
+
     def restart(self) -> None:
         """What the ranks have now, which is equal, is what the servers have."""
         self._written = self._group.read()  # (numel,): what the parameters were when they were written last
@@ -171,6 +181,11 @@ class _Mail:
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._expected: dict[int, deque[tuple[int, Tensor, Work]]] = {}
         self._arrived: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def lanes(self) -> list[Transport]:
+        """Upwards and downwards."""
+        return [self._to_higher, self._to_lower]
 
     def send(self, values: Tensor, rank: int) -> None:
         wire = values.to(self._transport.sending_device(values.device), copy=True)

@@ -30,6 +30,7 @@ from syncline.strategy.workers import (
     checked_within,
     gradients_rule,
     warmup_backward,
+    warmup_words,
     workers_of,
 )
 
@@ -173,9 +174,10 @@ class DiLoCo(Strategy[_State]):
         return state, tuple(actions)
 
     def _at_warmup_step(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
+        state = state._replace(equal_at=step)
         if state.has_workers:  # see LocalSGD: they meet with the others at every step
-            return self._meet_all(state, step)
-        return state._replace(equal_at=step), (RestartOuter(),) if step == self.warmup else ()
+            return state, (Average(), RestartOuter())
+        return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
 
     def _due(self, since: int) -> list[int]:
         """The fragments whose turn it is, so many steps after the warm-up: one after the other, evenly spread."""
@@ -228,9 +230,12 @@ class DiLoCo(Strategy[_State]):
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", how, drift),
-            buffers_when=f"{every_words(self.every)}, with the last fragment"
-            if self.fragments > 1
-            else f"{often}, with the parameters",
+            buffers_when=warmup_words(self.warmup)
+            + (
+                f"{every_words(self.every)}, with the last fragment"
+                if self.fragments > 1
+                else f"{often}, with the parameters"
+            ),
             buffers_drift=format_count(self.every, "step"),
             optimizer=own,
             at_step=f"{often}{after}: {how}; else nothing sent",

@@ -103,5 +103,7 @@ class Gossip(Strategy[_State]):
             buffers_drift="unbounded, shrinks by rounds",
             buffers_how="push-sum, floating ones",
             optimizer=own,
-            at_step=f"{often} parameters and floating buffers are mixed with {whom}; else nothing sent",
+            at_step=(
+                f"{often} parameters (and floating buffers, by their policy) are mixed with {whom}; else nothing sent"
+            ),
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules, format_count
-from syncline.strategy.actions import Action, Average, Message
+from syncline.strategy.actions import Action, Average, AverageBuffers, Message
 from syncline.strategy.base import Progress, Spec, Strategy, checked_count
 from syncline.strategy.words import every_words
 from syncline.strategy.workers import (
@@ -15,6 +15,7 @@ from syncline.strategy.workers import (
     checked_within,
     gradients_rule,
     warmup_backward,
+    warmup_words,
     workers_of,
 )
 
@@ -82,8 +83,10 @@ class LocalSGD(Strategy[_State]):
         self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
     ) -> tuple[_State, tuple[Action, ...]]:
         since = progress.step - self.warmup
+        if since <= 0 and not state.has_workers and not state.is_one_worker:
+            return state, (AverageBuffers(),)  # what averaged gradients leave out
         # Groups that average gradients among themselves meet with the others at every step of the warm-up.
-        is_due = state.has_workers if since <= 0 else since % self.every == 0
+        is_due = since <= 0 or since % self.every == 0
         return self.at_meeting(state, progress) if is_due else (state, ())
 
     def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
@@ -102,10 +105,11 @@ class LocalSGD(Strategy[_State]):
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", "mean, all_reduce", drift),
-            buffers_when=f"{often}, with the parameters",
+            buffers_when=f"{warmup_words(self.warmup)}{often}, with the parameters",
             buffers_drift=drift,
             optimizer=state_rule if self.optimizer_state else own,
             at_step=(
-                f"{often}{after}: parameters and buffers become the mean over {spec.num_ranks} ranks; else nothing sent"
+                f"{often}{after}: parameters (and buffers, by their policy) become the mean over "
+                f"{spec.num_ranks} ranks; else nothing sent"
             ),
         )

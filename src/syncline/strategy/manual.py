@@ -50,6 +50,7 @@ class Manual(Strategy[_State]):
         when = "only when asked: "
         return Rules(
             strategy=str(self),
+            reduces=False,
             gradients=Rule(f"{when}sl.sync_gradients_(ddp)", "mean, all_reduce", "local values differ"),
             parameters=Rule(f"{when}sl.average_(ddp), ...", "as asked", "unbounded"),
             buffers_when=f"{when}ddp.meet(), sl.average_(ddp), ...",

@@ -8,7 +8,14 @@ from syncline.contract import Rule, format_count
 from syncline.strategy.actions import Action, ReduceGradients
 from syncline.strategy.base import Progress, Spec, checked_count
 
-__all__ = ["EverythingWithin", "checked_within", "gradients_rule", "warmup_backward", "workers_of"]
+__all__ = [
+    "EverythingWithin",
+    "checked_within",
+    "gradients_rule",
+    "warmup_backward",
+    "warmup_words",
+    "workers_of",
+]
 
 
 EverythingWithin = Literal["host"] | int | None
@@ -39,6 +46,8 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
     """
     if within is None:
         return None
+    if spec.num_ranks == 1:
+        return (0,)
     if within == "host":
         return spec.hosts
     if spec.num_ranks % within:
@@ -53,6 +62,11 @@ def warmup_backward(progress: Progress, warmup: int, *, has_workers: bool) -> tu
     if has_workers:
         return (ReduceGradients("worker"),)
     return (ReduceGradients(),) if progress.step < warmup else ()
+
+
+def warmup_words(warmup: int) -> str:
+    """When buffers meet at first."""
+    return "every step of the warm-up, then " if warmup else ""
 
 
 def gradients_rule(within: EverythingWithin, warmup: int) -> Rule:

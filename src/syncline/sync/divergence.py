@@ -13,7 +13,7 @@ from syncline.errors import SynclineError
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
 
-__all__ = ["Divergence", "divergence_of", "have_met"]
+__all__ = ["Divergence", "divergences_around", "have_met"]
 
 _lock = threading.Lock()  # ranks may be threads
 _known: weakref.WeakSet[Divergence] = weakref.WeakSet()
@@ -26,9 +26,16 @@ class Divergence:
         module: the module inside of the wrapper.
         transport: between the ranks.
         on_change: called when drifting begins and when it ends, with whether it goes on now.
+        on_met: called when a verb has written all its parameters, so that they are equal.
     """
 
-    def __init__(self, module: nn.Module, transport: Transport, on_change: Callable[[bool], object]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        transport: Transport,
+        on_change: Callable[[bool], object],
+        on_met: Callable[[], object],
+    ) -> None:
         self.is_open = False
         """Whether nothing is synchronized now."""
         self.has_diverged = False
@@ -36,6 +43,7 @@ class Divergence:
         self._module = weakref.ref(module)
         self._transport = transport
         self._on_change = on_change
+        self._on_met = on_met
         with _lock:
             _known.add(self)
 
@@ -51,7 +59,8 @@ class Divergence:
         if self.is_open:
             fault = ValueError("the module is inside of sl.diverge already: leave that first")
         exchange(self._transport, title, [], fault=fault)
-        self.is_open = self.has_diverged = True
+        self.is_open = True
+        self.has_diverged = self._transport.size > 1
         self._on_change(True)
         try:
             yield
@@ -78,23 +87,46 @@ class Divergence:
         module = self._module()
         return module is not None and all(id(parameter) in ids for parameter in module.parameters())
 
+    def met(self, *, by_writing: bool) -> None:
+        """All its parameters are equal on all ranks now."""
+        self.has_diverged = False
+        if by_writing:
+            self._on_met()
+
+    @property
+    def module_id(self) -> int:
+        """By which its module is found."""
+        return id(self._module())
+
+    def is_around(self, module: nn.Module) -> bool:
+        """Whether a module is a part of its module, or has it as a part, or is that itself."""
+        own = self._module()
+        return own is not None and (
+            any(part is module for part in own.modules()) or any(part is own for part in module.modules())
+        )
+
     def _title(self) -> str:
         return type(self._module()).__name__
 
 
-def divergence_of(module: nn.Module) -> Divergence | None:
-    """The one of a module that is wrapped; None where nothing wraps it."""
+def divergences_around(module: nn.Module) -> list[Divergence]:
+    """Those of wrapped modules that a module is a part of, or has as parts, or is."""
     with _lock:
-        return next((one for one in _known if one.is_of(module)), None)
+        return [one for one in _known if one.is_around(module)]
 
 
-def have_met(tensors: Iterable[Tensor]) -> None:
-    """These tensors are equal on all ranks now; of a module that goes on drifting it does not count."""
+def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
+    """These tensors are equal on all ranks now; of a module that goes on drifting it does not count.
+
+    Args:
+        tensors: which.
+        by_writing: whether they were made so, and not only found to be.
+    """
     with _lock:
-        diverged = [one for one in _known if one.has_diverged and not one.is_open]
-    if not diverged:
+        known = [one for one in _known if not one.is_open]
+    if not known:
         return
     ids = {id(tensor) for tensor in tensors}
-    for one in diverged:
+    for one in known:
         if one.covers(ids):
-            one.has_diverged = False
+            one.met(by_writing=by_writing)

@@ -79,7 +79,7 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
     told = exchange(transport, _TITLE, lines, payload=digest_of(mine), fault=fault, remedy=_REMEDY)
     if len(set(told)) > 1:
         raise _divergence(differences(names, _gathered(mine, transport)), len(names), transport.size)
-    have_met(tensors)
+    have_met(tensors, by_writing=False)
 
 
 def _gathered(mine: list[int], transport: Transport) -> list[list[int]]:

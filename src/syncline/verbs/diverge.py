@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
-from syncline.sync.divergence import divergence_of
+from syncline.sync.divergence import Divergence, divergences_around
 from syncline.verbs.common import refuse_one_copy
 
 __all__ = ["diverge"]
@@ -23,12 +24,13 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
     A collective call on entering.
 
     Args:
-        module: a `sl.DistributedDataParallel`, or the module inside. Of a bare module that nothing wraps nothing is
-            synchronized anyway.
+        module: a `sl.DistributedDataParallel`, the module inside, or one that has such wrappers as parts. Of a bare
+            module that nothing wraps nothing is synchronized anyway.
 
     Raises:
         TypeError: not a module, or torch's own wrapper.
-        ValueError: its parameters are one copy for several ranks (`sl.share_`, `sharded=True`), or it drifts already.
+        ValueError: it is a part of what is wrapped, or drifts already; or its parameters are one copy for several ranks
+            (`sl.share_`, `sharded=True`).
 
     Example:
         >>> import torch, syncline as sl
@@ -39,16 +41,31 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
         ...     loss = ddp(torch.ones(1, 2)).square().mean()
         >>> best = sl.keep_best_(ddp, loss, mode="min")
     """
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, got {type(module).__name__}")
-    inner = module
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        inner = module.module
-        if divergence_of(inner) is None:
+    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    found = divergences_around(inner)
+    for wrapper in module.modules():
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel) and not any(
+            one.is_of(wrapper.module) for one in found
+        ):
             raise TypeError(
                 "torch's own DistributedDataParallel synchronizes in forward and backward and cannot be told not to: "
                 "wrap the module with sl.DistributedDataParallel, or use module.module inside of no_sync"
             )
+    position = {id(part): at for at, part in enumerate(inner.modules())}
+    if not all(one.module_id in position for one in found):
+        raise ValueError(
+            f"this {type(module).__name__} is a part of a module that is wrapped as a whole: give that one"
+        )
     refuse_one_copy(inner)
-    divergence = divergence_of(inner)
-    return nullcontext() if divergence is None else divergence.drifting()
+    return _all_drifting(sorted(found, key=lambda one: position[one.module_id]))  # as on every rank
+
+
+@contextmanager
+def _all_drifting(divergences: Sequence[Divergence]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for divergence in divergences:
+            stack.enter_context(divergence.drifting())
+        yield

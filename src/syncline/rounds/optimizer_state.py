@@ -1,33 +1,13 @@
-"""What `Average` needs beside an all_reduce: weights, and the floating state of optimizers."""
+"""The floating state of an optimizer, which meets when it is asked for."""
 
 from __future__ import annotations
-
-import struct
-from collections.abc import Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline.sync.optimizers import optimizer_leaves
-from syncline.sync.reduction import TensorReducer
-from syncline.transport.base import Transport
 
-__all__ = ["average_weighted", "floating_state"]
-
-_WEIGHT = struct.Struct("<d")
-
-
-def average_weighted(tensors: Sequence[Tensor], weight: float, transport: Transport) -> None:
-    """Make tensors their weighted mean over ranks. A collective call.
-
-    Args:
-        tensors: floating, the same on all ranks.
-        weight: of this rank, above 0.
-        transport: between the ranks.
-    """
-    rows = transport.all_gather_bytes(_WEIGHT.pack(weight))
-    share = weight / sum(_WEIGHT.unpack(row)[0] for row in rows)
-    TensorReducer(tensors, transport, "sum", share=share, rounds_once=True).run()
+__all__ = ["floating_state"]
 
 
 def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
