@@ -287,7 +287,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     when_backward_reaches(tensor, hook)
-        if synchronizes and self.training and replica.transport.size > 1 and replica.reduces():
+        if (
+            synchronizes
+            and self.training
+            and replica.transport.size > 1
+            and (
+                replica.gradients.decide is None or replica.reduces()  # asked where it is a question
+            )
+        ):
             replica.gradients.guard.forward_ended(output)
         board.phase = "after forward"
         return output
