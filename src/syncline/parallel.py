@@ -613,7 +613,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         gradients = self._replica.gradients
         return explain(
             self._replica.plan,
-            self._replica.evidence(),
+            self._replica.evidence(looks_ahead=True),
             [b.plan for b in gradients.layout.buckets],
             gradients.names,
         )

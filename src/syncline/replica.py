@@ -27,6 +27,7 @@ from syncline.sync.gradients import GradientSync
 from syncline.sync.in_backward import optimizers_in_backward
 from syncline.sync.inventory import Inventory
 from syncline.sync.one_copy import one_copy_of, written_elsewhere
+from syncline.sync.optimizers import parameters_of
 from syncline.sync.options import GradientOptions
 from syncline.sync.selection import Selection, select
 from syncline.transport.base import Transport
@@ -90,7 +91,7 @@ class Replica:
         self.transport = transport
         self.options = options
         self.strategy = strategy
-        spec = self._spec = spec_of(chosen, transport, hosts)
+        spec = spec_of(chosen, transport, hosts)
         self._workers = strategy.workers(spec)
         self.plan = plan_of(
             module,
@@ -117,7 +118,7 @@ class Replica:
         if init_sync:
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(chosen)
-        self.divergence = Divergence(module, transport, _weakly(self._drift), _weakly(self._was_written))
+        self.divergence = self._divergence()
         """Whether replicas drift apart on purpose."""
         self.rounds = self._rounds(chosen, spec) if strategy.drifts else None
         """What carries out a strategy under which replicas drift."""
@@ -156,6 +157,10 @@ class Replica:
         """Ask in each backward whether it is to be reduced, where that is a question."""
         is_open = self.rounds is not None or self.divergence.is_open
         self.gradients.decide = _weakly(self.reduces) if is_open else None
+
+    def _divergence(self) -> Divergence:
+        """What `sl.diverge` finds this replica by."""
+        return Divergence(self.module, self.transport, _weakly(self._drift), _weakly(self._was_written))
 
     def _was_written(self) -> None:
         """A verb has made all parameters equal."""
@@ -221,8 +226,9 @@ class Replica:
         )
         if self.rounds is not None:
             self.buffers.enabled = False
-            when = self.strategy.rules(self._spec).buffers_when
-            why = "buffers='none'" if self._buffer_policy == "none" else f"they meet {when}"
+            why = "buffers='none'"
+            if self._buffer_policy != "none" and self.plan.rules is not None:
+                why = f"they meet {self.plan.rules.buffers_when}"
             self.buffers.why_disabled = f"under {self.strategy}: {why}"
         self._inventory = Inventory(self.module)
         self.is_agreed = False
@@ -356,7 +362,7 @@ class Replica:
     def use_transport(self, transport: Transport) -> None:
         """Synchronize over another group from now on. A collective call of the ranks in it, which are equal already."""
         self.transport = transport
-        self.divergence = Divergence(self.module, transport, _weakly(self._drift), _weakly(self._was_written))
+        self.divergence = self._divergence()
         self.plan = replace(self.plan, transport=transport.name, num_ranks=transport.size)
         self._open_lanes(self.selection)
         self._wire_again()
@@ -390,7 +396,7 @@ class Replica:
         if any(attached.optimizer is optimizer for attached in guard.optimizers):
             return
         own = {id(parameter) for parameter in self.module.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if not any(id(p) in own for p in parameters_of(optimizer)):
             raise ValueError(
                 f"this {type(optimizer).__name__} has no parameter of {type(self.module).__name__}: attach it to the "
                 "module that it trains"
@@ -467,14 +473,14 @@ class Replica:
 
     # ------------------------------------------------------------------ what was, and what is kept
 
-    def evidence(self) -> Evidence:
-        """What was recorded on this rank."""
+    def evidence(self, *, looks_ahead: bool = False) -> Evidence:
+        """What was recorded on this rank; and, at the cost of thousands of questions, when parameters meet next."""
         return Evidence(
             rank=self.transport.rank,
             backward=self.gradients.ledger.last(),
             buffers=self.buffers.last_forward(),
             round=None if self.rounds is None else self.rounds.last,
-            next_round=None if self.rounds is None else self.rounds.next_step(),
+            next_round=self.rounds.next_step() if self.rounds is not None and looks_ahead else None,
             met_at={} if self.rounds is None else dict(self.rounds.met_at),
         )
 
@@ -507,9 +513,7 @@ class Replica:
         """Over the default group. Hooks and optimizers have to be registered again."""
         vars(self).update(state)
         self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)
-        self.divergence = Divergence(
-            self.module, self.transport, _weakly(self._drift), _weakly(self._was_written)
-        )
+        self.divergence = self._divergence()
         self._has_lanes = False
         self.plan = replace(self.plan, comm_hook=None, optimizers=())
         self._wire(self._chosen_again())

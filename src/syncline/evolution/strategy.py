@@ -30,7 +30,8 @@ from syncline.evolution.members import Members, Settings, trained_parameters
 from syncline.plan.difference import describe_ranks
 from syncline.plan.population import in_order, noise_, pair_weights, pairs_of
 from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange
-from syncline.sync.attached import plain_setting
+from syncline.sync.attached import settings_of
+from syncline.sync.optimizers import parameters_of
 from syncline.sync.tensors import TensorBroadcaster, named_tensors
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
@@ -311,9 +312,8 @@ class EvolutionStrategy:
     def _settings_lines(self) -> list[str]:
         lines = [f"{name}  {value!r}" for name, value in asdict(self._settings).items()]
         lines.append(f"optimizer  {type(self.optimizer).__qualname__}")
-        for index, group in enumerate(self.optimizer.param_groups):
-            for key in sorted(set(group) - {"params"}):
-                lines.append(f"optimizer.param_groups[{index}].{key}  {plain_setting(group[key])!r}")
+        for index, group in enumerate(settings_of(self.optimizer)):
+            lines += [f"optimizer.param_groups[{index}].{key}  {value!r}" for key, value in sorted(group)]
         return lines
 
     # ------------------------------------------------------------------ the step itself
@@ -342,7 +342,7 @@ def _made_optimizer(
         raise TypeError(
             f"expected optimizer(parameters, lr=lr) to return a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for p in parameters_of(optimizer)}
     if stepped != {id(p) for p in parameters}:
         raise ValueError("expected an optimizer of the parameters it was given, got one of others")
     return optimizer

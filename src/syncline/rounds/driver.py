@@ -35,18 +35,15 @@ from syncline.strategy.actions import (
 from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import OuterCopies, PushSumWeight, ServerShard
 from syncline.sync.agreement import describe_tensors, exchange
-from syncline.sync.attached import AttachedOptimizer, plain_setting
+from syncline.sync.attached import AttachedOptimizer, settings_of
 from syncline.sync.fingerprint import digest_of, fingerprints
+from syncline.sync.optimizers import parameters_of
 from syncline.sync.reduction import TensorReducer
 from syncline.transport.base import Transport
 
 __all__ = ["Rounds"]
 
 _WEIGHT = struct.Struct("<d")
-_UNSETTLED = (
-    "updates of a ParameterServer are under way, so that nothing can be saved or loaded: call ddp.meet() on all ranks "
-    "first"
-)
 _REMEDY = "Give all ranks the same settings, and step their optimizers as often."
 
 
@@ -84,7 +81,6 @@ class Rounds:
         self.last: RoundRecord | None = None
         """The most recent one that moved something."""
         self._title = title
-        self._named = list(named)
         self._parameters = [parameter for _, parameter in named]
         self._equalize_buffers = equalize_buffers
         self._present_buffers = present_buffers
@@ -144,11 +140,11 @@ class Rounds:
 
         It takes the place of those that step the same parameters.
         """
-        own = {id(p) for group in attached.optimizer.param_groups for p in group["params"]}
+        own = {id(p) for p in parameters_of(attached.optimizer)}
         kept = [
             (known, num_steps)
             for known, num_steps in zip(self._attached, self._num_steps, strict=True)
-            if not any(id(p) in own for group in known.optimizer.param_groups for p in group["params"])
+            if not any(id(p) in own for p in parameters_of(known.optimizer))
         ]
         self._attached = [*(known for known, _ in kept), attached]
         self._num_steps = [*(num_steps for _, num_steps in kept), self.step]
@@ -277,8 +273,7 @@ class Rounds:
         lines = [
             line
             for number, attached in enumerate(self._attached)
-            for line in attached.describe(number)
-            if not line.startswith("steps of")
+            for line in attached.describe_settings(number)
         ]
         lines += self._outer_settings()
         if any(isinstance(action, Average) and action.optimizer_state for action in actions):
@@ -289,10 +284,9 @@ class Rounds:
         if self.outer is None:
             return []
         return [
-            f"outer optimizer, param_groups[{index}].{key}  {plain_setting(value)}"
-            for index, group in enumerate(self.outer.optimizer.param_groups)
-            for key, value in group.items()
-            if key != "params"
+            f"outer optimizer, param_groups[{index}].{key}  {value}"
+            for index, group in enumerate(settings_of(self.outer.optimizer))
+            for key, value in group
         ]
 
     def _sends(self, action: Action) -> bool:
@@ -401,8 +395,7 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers; see `DistributedDataParallel.sync_state_dict`."""
-        if self._server is not None and not self._server.is_settled:
-            raise SynclineError(_UNSETTLED)
+        self._check_settled()
         parts = {name: part.state_dict() for name, part in self._parts()}
         return {
             "strategy": str(self.strategy),
@@ -423,13 +416,19 @@ class Rounds:
                 f"this was saved under strategy={saved['strategy']}; the module is wrapped with "
                 f"strategy={self.strategy}: wrap it with the same strategy"
             )
-        if self._server is not None and not self._server.is_settled:
-            raise SynclineError(_UNSETTLED)
+        self._check_settled()
         for name, part in self._parts():
             part.load_state_dict(saved[name])
         self._state = self.strategy.state_from(saved["state"])
         self.step, self._has_started = saved["step"], saved["has_started"]
         self._num_steps = [self.step] * len(self._num_steps)
+
+    def _check_settled(self) -> None:
+        if self._server is not None and not self._server.is_settled:
+            raise SynclineError(
+                "updates of a ParameterServer are under way, so that nothing can be saved or loaded: call ddp.meet() "
+                "on all ranks first"
+            )
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         parts = {"outer": self.outer, "push_sum": self._push_sum, "server": self._server}

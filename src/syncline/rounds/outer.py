@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from syncline.compression.exchange import MeanExchange
 from syncline.rounds.flat import FlatGroup, flat_groups
+from syncline.sync.optimizers import parameters_of
 from syncline.transport.base import Transport
 
 __all__ = ["OuterLoop"]
@@ -222,7 +223,7 @@ def _checked(optimizer: object, own: Sequence[Tensor]) -> torch.optim.Optimizer:
             f"expected outer to make a torch.optim.Optimizer of the parameters that it is given; it made a "
             f"{type(optimizer).__name__}"
         )
-    has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    has = {id(parameter) for parameter in parameters_of(optimizer)}
     expected = {id(parameter) for parameter in own}
     if has != expected:
         raise ValueError(

@@ -26,7 +26,9 @@ from syncline.strategy.base import Progress, Spec, Strategy, checked_count
 from syncline.strategy.mechanism import Mechanism, OuterCopies
 from syncline.strategy.words import every_words, value_in_words
 from syncline.strategy.workers import (
+    OWN_OPTIMIZER,
     EverythingWithin,
+    after_warmup,
     checked_within,
     gradients_rule,
     warmup_backward,
@@ -47,7 +49,6 @@ class _State(NamedTuple):
     has_workers: bool
     under_way: tuple[tuple[int, int], ...]
     """Fragments whose average is under way, with the step at which it was begun, oldest first."""
-    num_outer_steps: int
     equal_at: int
     """The last step after which all fragments met at once, so that all ranks were equal."""
 
@@ -132,9 +133,7 @@ class DiLoCo(Strategy[_State]):
     def init(self, spec: Spec) -> _State:
         plan_fragments(spec.sizes_numel, self.fragments)  # which refuses too many
         has_workers = workers_of(self.every_step_within, spec) is not None
-        return _State(
-            num_ranks=spec.num_ranks, has_workers=has_workers, under_way=(), num_outer_steps=0, equal_at=0
-        )
+        return _State(num_ranks=spec.num_ranks, has_workers=has_workers, under_way=(), equal_at=0)
 
     def mechanism(self, spec: Spec) -> Mechanism:
         fragments = plan_fragments(spec.sizes_numel, self.fragments)
@@ -190,7 +189,7 @@ class DiLoCo(Strategy[_State]):
 
     def _received(self, state: _State, fragment: int) -> _State:
         under_way = tuple(entry for entry in state.under_way if entry[0] != fragment)
-        return state._replace(under_way=under_way, num_outer_steps=state.num_outer_steps + 1)
+        return state._replace(under_way=under_way)
 
     def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         if state.equal_at == progress.step:
@@ -214,7 +213,7 @@ class DiLoCo(Strategy[_State]):
         often = every_words(self.every)
         if self.fragments > 1:
             often += f", in {self.fragments} fragments by turns"
-        after = f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
+        after = after_warmup(self.warmup)
         encoded = "" if self.compression is None else f" by {self.compression}"
         how = f"mean of outer gradients{encoded}, then {value_in_words(self.outer)}"
         if self.delay:
@@ -225,7 +224,6 @@ class DiLoCo(Strategy[_State]):
             )
             how += f" {format_count(self.delay, 'step')} later, {kept}"
         drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
-        own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
@@ -237,7 +235,7 @@ class DiLoCo(Strategy[_State]):
                 else f"{often}, with the parameters"
             ),
             buffers_drift=format_count(self.every, "step"),
-            optimizer=own,
+            optimizer=OWN_OPTIMIZER,
             at_step=f"{often}{after}: {how}; else nothing sent",
             acts_alone=True,
         )

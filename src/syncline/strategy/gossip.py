@@ -13,7 +13,7 @@ from syncline.strategy.base import Progress, Spec, Strategy, checked_count
 from syncline.strategy.mechanism import Mechanism, PushSumWeight
 from syncline.strategy.topology import Topology, neighbours
 from syncline.strategy.words import every_words
-from syncline.strategy.workers import gradients_rule
+from syncline.strategy.workers import OWN_OPTIMIZER, gradients_rule
 
 __all__ = ["Gossip"]
 
@@ -94,7 +94,6 @@ class Gossip(Strategy[_State]):
             "exponential": "the rank 1, 2, 4, ... places on",
             "pairs": f"a partner by lot (seed {self.seed})",
         }[self.topology]
-        own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(
             strategy=str(replace(self, weight=1.0)),
             gradients=gradients_rule(None, 0),
@@ -102,7 +101,7 @@ class Gossip(Strategy[_State]):
             buffers_when=f"{often}, with the parameters",
             buffers_drift="unbounded, shrinks by rounds",
             buffers_how="push-sum, floating ones",
-            optimizer=own,
+            optimizer=OWN_OPTIMIZER,
             at_step=(
                 f"{often} parameters (and floating buffers, by their policy) are mixed with {whom}; else nothing sent"
             ),

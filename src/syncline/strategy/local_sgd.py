@@ -11,7 +11,9 @@ from syncline.strategy.actions import Action, Average, AverageBuffers, Message
 from syncline.strategy.base import Progress, Spec, Strategy, checked_count
 from syncline.strategy.words import every_words
 from syncline.strategy.workers import (
+    OWN_OPTIMIZER,
     EverythingWithin,
+    after_warmup,
     checked_within,
     gradients_rule,
     warmup_backward,
@@ -27,7 +29,6 @@ class _State(NamedTuple):
     """Whether nobody has to be averaged with: there is one rank."""
     has_workers: bool
     """Whether some ranks average gradients in every step."""
-    num_meetings: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class LocalSGD(Strategy[_State]):
 
     def init(self, spec: Spec) -> _State:
         has_workers = workers_of(self.every_step_within, spec) is not None
-        return _State(is_one_worker=spec.num_ranks == 1, has_workers=has_workers, num_meetings=0)
+        return _State(is_one_worker=spec.num_ranks == 1, has_workers=has_workers)
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
         return workers_of(self.every_step_within, spec)
@@ -92,22 +93,20 @@ class LocalSGD(Strategy[_State]):
     def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         if state.is_one_worker:
             return state, ()
-        state = state._replace(num_meetings=state.num_meetings + 1)
         return state, (Average(optimizer_state=self.optimizer_state),)
 
     def rules(self, spec: Spec) -> Rules:
         often = every_words(self.every)
-        after = f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
+        after = after_warmup(self.warmup)
         drift = format_count(self.every, "step")
         state_rule = Rule(often, "mean, all_reduce", drift)
-        own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", "mean, all_reduce", drift),
             buffers_when=f"{warmup_words(self.warmup)}{often}, with the parameters",
             buffers_drift=drift,
-            optimizer=state_rule if self.optimizer_state else own,
+            optimizer=state_rule if self.optimizer_state else OWN_OPTIMIZER,
             at_step=(
                 f"{often}{after}: parameters (and buffers, by their policy) become the mean over "
                 f"{spec.num_ranks} ranks; else nothing sent"

@@ -10,7 +10,7 @@ from syncline.contract import Rule, Rules, format_count
 from syncline.strategy.actions import Action, Adopt, AverageBuffers, Await, Close, Message, Update
 from syncline.strategy.base import Progress, Spec, Strategy, checked_count
 from syncline.strategy.mechanism import Mechanism, ServerShard
-from syncline.strategy.workers import gradients_rule
+from syncline.strategy.workers import OWN_OPTIMIZER, gradients_rule
 
 __all__ = ["ParameterServer"]
 
@@ -120,14 +120,13 @@ class ParameterServer(Strategy[_State]):
             else f"{format_count(self.staleness, 'step')} and what is under way"
         )
         how = f"updates to {spec.num_ranks} servers, a shard each; their mean back"
-        own = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
         return Rules(
             strategy=str(self),
             gradients=gradients_rule(None, 0),
             parameters=Rule("every step", how, late),
             buffers_when="only when asked: ddp.meet()",
             buffers_drift="unbounded",
-            optimizer=own,
+            optimizer=OWN_OPTIMIZER,
             at_step=(
                 f"each rank sends how its parameters moved to {spec.num_ranks} servers, a shard each, and takes over "
                 f"what they have; it waits where that is more than {format_count(self.staleness, 'step')} old"

@@ -9,7 +9,9 @@ from syncline.strategy.actions import Action, ReduceGradients
 from syncline.strategy.base import Progress, Spec, checked_count
 
 __all__ = [
+    "OWN_OPTIMIZER",
     "EverythingWithin",
+    "after_warmup",
     "checked_within",
     "gradients_rule",
     "warmup_backward",
@@ -31,6 +33,10 @@ def checked_within(value: object) -> None:
             f'expected every_step_within to be "host", a number of ranks, or None; got {value!r}'
         )
     checked_count("every_step_within", value, at_least=2)
+
+
+OWN_OPTIMIZER = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
+"""What becomes of optimizers where replicas drift."""
 
 
 def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
@@ -62,6 +68,11 @@ def warmup_backward(progress: Progress, warmup: int, *, has_workers: bool) -> tu
     if has_workers:
         return (ReduceGradients("worker"),)
     return (ReduceGradients(),) if progress.step < warmup else ()
+
+
+def after_warmup(warmup: int) -> str:
+    """What is said of parameters that do not meet before its end."""
+    return f", after {format_count(warmup, 'synchronous step')}" if warmup else ""
 
 
 def warmup_words(warmup: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["AttachedOptimizer", "plain_setting"]
+__all__ = ["AttachedOptimizer", "settings_of"]
 
 _Setting = float | int | str | None
 
@@ -64,28 +64,32 @@ class AttachedOptimizer:
 
     def settings(self) -> tuple[Any, ...]:
         """The numbers that decide what a step does, and how many steps there were; cheap."""
-        return (
-            self.num_steps,
-            *(
-                tuple((key, plain_setting(value)) for key, value in group.items() if key != "params")
-                for group in self.optimizer.param_groups
-            ),
-        )
+        return (self.num_steps, *settings_of(self.optimizer))
 
     def describe(self, number: int) -> list[str]:
         """The same in words, a line for each setting."""
         kind = type(self.optimizer).__name__
-        num_steps, *groups = self.settings()
-        lines = [f"steps of optimizer {number} ({kind})  {num_steps}"]
-        for index, group in enumerate(groups):
-            lines += [
-                f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
-                for key, value in group
-            ]
-        return lines
+        return [f"steps of optimizer {number} ({kind})  {self.num_steps}", *self.describe_settings(number)]
+
+    def describe_settings(self, number: int) -> list[str]:
+        """The settings alone."""
+        kind = type(self.optimizer).__name__
+        return [
+            f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
+            for index, group in enumerate(settings_of(self.optimizer))
+            for key, value in group
+        ]
 
 
-def plain_setting(value: object) -> _Setting | tuple[_Setting, ...]:
+def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
+    """Of each parameter group its settings, by name, as values that ranks can compare."""
+    return [
+        tuple((key, _plain(value)) for key, value in group.items() if key != "params")
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
     """A setting as a value that is equal on two ranks if the setting is; None for what cannot be compared cheaply."""
     if isinstance(value, Tensor):
         # On an accelerator, reading it would wait for all that runs there.

@@ -80,7 +80,7 @@ class BufferSync:
 
     def size(self) -> tuple[int, int]:
         """Tensors and bytes, a buffer that occurs twice counted once."""
-        tensors = {id(buffer): buffer for buffer in self._current()}.values()
+        tensors = self.present()
         return len(tensors), sum(t.numel() * t.element_size() for t in tensors)
 
     def leave_to_hook(self, *, next_is_due: bool) -> bool:
@@ -140,7 +140,7 @@ class BufferSync:
             self._num_tensors, self._payload_bytes = self.size()
             self._agree_on_changes()
         if self.policy == "average":
-            distinct = list({id(tensor): tensor for tensor in tensors}.values())
+            distinct = self.present()
             taking_part = {id(tensor) for tensor in distinct}
             return average_buffers(
                 distinct,

@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 
 from syncline.plan.trees import leaves, map_leaves
 
-__all__ = ["OptimizerNumbers", "is_setting", "optimizer_leaves"]
+__all__ = ["OptimizerNumbers", "is_setting", "optimizer_leaves", "parameters_of"]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all its groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -22,8 +27,7 @@ def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
     """The dictionaries of an optimizer's state and settings, without the parameters themselves."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         # `state` is a defaultdict: asking it for a parameter without state would make one.
         if parameter in optimizer.state:
             yield f"state[{index}]", optimizer.state[parameter]
