@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.compression import Cast, Chain, Compression, PowerSGD, Quantize, TopK
+from syncline.compression import After, Cast, Chain, Compression, PowerSGD, Quantize, TopK
 from syncline.compression.orthogonal import orthonormal_rows, sum_of_outer_products
 from syncline.compression.topk import largest_places
 
@@ -26,6 +26,9 @@ FED_BACK = [
     Chain(TopK(0.2), Cast()),
     Chain(PowerSGD(1), Quantize(8, block_numel=4)),
     Chain(PowerSGD(2), TopK(0.5), Quantize(8, block_numel=8)),
+    After(2, PowerSGD(2), before=Quantize(4, block_numel=6)),
+    After(2, Chain(TopK(0.2), Quantize(4, block_numel=8))),
+    After(1, Quantize(8, block_numel=16), before=PowerSGD(2)),
 ]
 """Of these nothing is lost for ever. (What a sum in bfloat16 rounds is nobody's to feed back.)"""
 
@@ -404,6 +407,27 @@ def test_factors_have_the_same_bits_whatever_the_number_of_threads() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+# ---------------------------------------------------------------------- one after the other
+
+
+@pytest.mark.parametrize("before", [None, Quantize(8), PowerSGD(1)], ids=str)
+def test_one_compression_follows_another_after_that_many_averagings(before: Compression | None) -> None:
+    """What each gives is what it would have given alone, were the residual that it finds the same."""
+    shapes, num_ranks = [(12, 10), (5,)], 3
+    then = PowerSGD(2)
+    ranks = averagers(After(2, then, before=before), shapes, num_ranks)
+    alone = averagers(before or After(9, then), shapes, num_ranks)  # of 9 averagings none is compressed
+    for step in range(2):
+        values = drawn(shapes, num_ranks, step)
+        assert torch.equal(mean_of_ranks(ranks, values), mean_of_ranks(alone, values))
+    later = averagers(then, shapes, num_ranks)
+    values = drawn(shapes, num_ranks, 2)
+    kept = [residual(rank) for rank in ranks]
+    assert any(tensor.any() for tensor in kept) == (before is not None)
+    added = [value + tensor for value, tensor in zip(values, kept, strict=True)]
+    assert torch.equal(mean_of_ranks(ranks, values), mean_of_ranks(later, added))
+
+
 # ---------------------------------------------------------------------- descriptions
 
 
@@ -423,6 +447,8 @@ def test_factors_have_the_same_bits_whatever_the_number_of_threads() -> None:
         ((TopK(), TopK()), "after TopK only Cast or Quantize can come"),
         ((PowerSGD(), Cast(), Cast()), "Cast comes last"),
         ((Chain(PowerSGD(), Cast()), Quantize()), "Cast comes last"),
+        ((After(1, Cast()), Cast()), "After comes last"),
+        ((PowerSGD(), After(1, Cast())), "After comes first"),
         ((PowerSGD(),), "two or more"),
         ((), "two or more"),
     ],
@@ -449,11 +475,21 @@ def test_a_chain_of_other_things_is_refused() -> None:
         (lambda: TopK(1.5), "up to 1"),
         (lambda: TopK(math.nan), "above 0"),
         (lambda: PowerSGD(0), "at least 1"),
+        (lambda: After(0, PowerSGD()), "at least 1 averaging"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("wrong", [None, "fp16", After(1, Cast())])
+def test_what_comes_after_is_one_compression(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected After with then= a compression other than After"):
+        After(1, wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError, match="expected After with before= a compression other than After"):
+            After(1, Cast(), before=wrong)
 
 
 def test_descriptions_are_values_and_say_what_is_not_the_default() -> None:
@@ -465,6 +501,11 @@ def test_descriptions_are_values_and_say_what_is_not_the_default() -> None:
         "Chain(PowerSGD(rank=4, seed=1), Cast(dtype=bfloat16)) with error feedback"
     )
     assert PowerSGD(2, error_feedback=False).in_words() == "PowerSGD(rank=2)"
+    assert After(9, PowerSGD(2), before=Quantize(4)).in_words() == (
+        "After(9, PowerSGD(rank=2), before=Quantize(bits=4)) with error feedback"
+    )
+    assert str(After(9, Cast())) == "After(9, Cast(dtype=bfloat16))"
+    assert After(9, Cast()) == After(9, Cast()) != After(9, Cast(), before=TopK())
 
 
 def test_properties_of_chains_are_those_of_their_stages() -> None:

@@ -14,6 +14,7 @@ from encodings_in_one_thread import averagers, mean_of_ranks
 from torch import Tensor, nn
 
 from syncline.compression import (
+    After,
     Cast,
     Chain,
     Compression,
@@ -44,6 +45,7 @@ KINDS: list[Compression] = [
     Chain(PowerSGD(2), Quantize(8)),
     Chain(TopK(0.1), Quantize(8)),
     Chain(TopK(0.1), Cast()),
+    After(1, PowerSGD(2), before=Quantize(8)),
 ]
 
 
@@ -528,7 +530,16 @@ def test_a_module_that_changes_goes_on_with_what_was_kept() -> None:
     assert "5.weight.residual" in names
 
 
-@pytest.mark.parametrize("compression", [PowerSGD(2), Chain(PowerSGD(1), Cast())], ids=str)
+@pytest.mark.parametrize(
+    "compression",
+    [
+        PowerSGD(2),
+        Chain(PowerSGD(1), Cast()),
+        After(4, PowerSGD(2)),
+        After(2, PowerSGD(2), before=Quantize(8)),
+    ],
+    ids=str,
+)
 def test_a_resumed_training_goes_on_with_the_same_bits(compression: Compression) -> None:
     """Also over several buckets, which are laid out anew after the first step of either."""
 

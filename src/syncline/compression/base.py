@@ -29,6 +29,7 @@ __all__ = [
     "Request",
     "Sum",
     "computing_dtype",
+    "plain_mean",
 ]
 
 
@@ -87,6 +88,12 @@ class Gathered(NamedTuple):
 
 Averaging = Generator[Request, Any, Averaged]
 """One averaging under way: it yields requests and is sent their replies. Tensors that are yielded are given away."""
+
+
+def plain_mean(values: Tensor) -> Averaging:
+    """The mean of values that travel as they are."""
+    averaged: Averaged = yield Mean(values)
+    return averaged
 
 
 # ---------------------------------------------------------------------- what an encoder is made for

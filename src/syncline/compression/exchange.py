@@ -21,6 +21,7 @@ from syncline.compression.base import (
     Request,
     Sum,
     computing_dtype,
+    plain_mean,
 )
 from syncline.errors import SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
@@ -117,7 +118,7 @@ class MeanExchange:
             self._result = flat
             return
         if self._averager is None:
-            self._averaging = _plain_mean(flat)
+            self._averaging = plain_mean(flat)
         else:
             self._averaging = self._averager.mean(flat.to(self.layout.dtype))
         self._step(None)
@@ -262,11 +263,6 @@ class MeanExchange:
         for work in works:
             work.wait()
         return wire.to(self.layout.device)
-
-
-def _plain_mean(flat: Tensor) -> Averaging:
-    averaged: Averaged = yield Mean(flat)
-    return averaged
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
