@@ -221,6 +221,25 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert "rank 1: its process has ended" in done.stderr
 
 
+def test_who_loses_a_peer_has_the_time_to_say_so(run: Run) -> None:
+    """However slow it is to find words: the launcher sees the death within a tenth of a second."""
+    done = run(
+        "import os, signal, time\n"
+        "import syncline as sl\n"
+        "world = sl.init(timeout=60)\n"
+        "sl.barrier()\n"
+        "if world.rank == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try:\n"
+        "    sl.barrier()\n"
+        "except sl.PeerLost:\n"
+        "    time.sleep(0.4)\n"
+        "    raise\n"
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "as rank 0 saw it:\nPeerLost: " in done.stderr
+
+
 def test_a_syntax_error_is_shown(run: Run) -> None:
     done = run("def f(:\n")
     assert done.returncode == 1

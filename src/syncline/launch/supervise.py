@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from syncline import environment
+from syncline.launch.last_words import time_for_last_words
 from syncline.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs
 from syncline.launch.report import Failure, describe, first_failure, read_last_words
 from syncline.launch.signals import Interruption, kill_left_behind, kill_workers, worker_groups
@@ -26,6 +27,9 @@ from syncline.launch.signals import Interruption, kill_left_behind, kill_workers
 __all__ = ["Job", "say", "supervise", "worker_command"]
 
 WORKER = Path(__file__).with_name("worker.py")
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long peers of a worker that was killed have to say where that met them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ def supervise(job: Job) -> int:
         kill=lambda: kill_workers(mark),
     )
     try:
-        with interruption, _without_torch_logs(job.verbose):
+        with interruption, _without_torch_logs(job.verbose), time_for_last_words(_LAST_WORDS_SECONDS):
             failure = _launch(job)
             interruption.end()
             kill_workers(mark)
