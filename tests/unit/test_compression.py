@@ -500,7 +500,7 @@ def test_descriptions_are_values_and_say_what_is_not_the_default() -> None:
     assert Chain(PowerSGD(4, seed=1), Cast()).in_words() == (
         "Chain(PowerSGD(rank=4, seed=1), Cast(dtype=bfloat16)) with error feedback"
     )
-    assert PowerSGD(2, error_feedback=False).in_words() == "PowerSGD(rank=2)"
+    assert PowerSGD(2, error_feedback=False).in_words() == "PowerSGD(rank=2, error_feedback=False)"
     assert After(9, PowerSGD(2), before=Quantize(4)).in_words() == (
         "After(9, PowerSGD(rank=2), before=Quantize(bits=4)) with error feedback"
     )

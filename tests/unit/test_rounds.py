@@ -105,6 +105,18 @@ def test_different_every_is_told_before_anything_is_sent() -> None:
     assert "LocalSGD(every=8)" in first
 
 
+def test_a_different_error_feedback_is_told_before_anything_is_sent() -> None:
+    def program(transport: Transport) -> None:
+        compression = sl.compression.Quantize(4, error_feedback=transport.rank == 0)
+        sl.DistributedDataParallel(
+            net(), process_group=transport, strategy=sl.DiLoCo(4, compression=compression)
+        )
+
+    first, second = texts_of(program, sl.ContractMismatch)
+    assert first == second
+    assert "Quantize(bits=4, error_feedback=False)" in first
+
+
 def test_an_outer_optimizer_over_foreign_parameters_is_refused_on_every_rank() -> None:
     def program(transport: Transport) -> None:
         module = net()

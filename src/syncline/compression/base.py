@@ -191,7 +191,7 @@ class Compression(ABC):
         """The first of its values, and those that are not the default."""
         first, *others = fields(self)  # type: ignore[arg-type]
         shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
-        values = [(f.name, getattr(self, f.name)) for f in shown if f.name != "error_feedback"]
+        values = [(f.name, getattr(self, f.name)) for f in shown]
         inside = ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in values)
         return f"{type(self).__name__}({inside})"
 
