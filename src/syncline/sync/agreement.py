@@ -70,11 +70,10 @@ def describe_tensors(
         >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
         ['buffer weight  torch.float32 (2, 3) on cpu strides (3, 1) requires_grad=False']
     """
-    named = list(named)
-    devices = _device_labels(tensor for _, tensor in named)
+    labels = _DeviceLabels()
     lines = []
     for name, tensor in named:
-        line = f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {devices[tensor.device]}"
+        line = f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {labels[tensor.device]}"
         if layout:
             strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
             line += f" strides {strides} requires_grad={tensor.requires_grad}"
@@ -82,13 +81,10 @@ def describe_tensors(
     return lines
 
 
-def _device_labels(tensors: Iterable[Tensor]) -> dict[torch.device, str]:
-    """Devices in words that ranks can share: rank 1's cuda:1 is rank 0's cuda:0."""
-    labels: dict[torch.device, str] = {}
-    num_of_type: dict[str, int] = {}
-    for tensor in tensors:
-        device = tensor.device
-        if device not in labels:
-            nth = num_of_type[device.type] = num_of_type.get(device.type, 0) + 1
-            labels[device] = device.type if nth == 1 else f"{device.type} (device {nth} of this rank)"
-    return labels
+class _DeviceLabels(dict[torch.device, str]):
+    """Devices in words that ranks can share: rank 1's cuda:1 is rank 0's cuda:0. In the order in which they are met."""
+
+    def __missing__(self, device: torch.device) -> str:
+        nth = 1 + sum(known.type == device.type for known in self)
+        self[device] = device.type if nth == 1 else f"{device.type} (device {nth} of this rank)"
+        return self[device]

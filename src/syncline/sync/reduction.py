@@ -78,22 +78,28 @@ class TensorReducer:
     ) -> None:
         self._transport = transport
         self._op: ReduceOp = op
-        is_unscaled = share is None and divisor == 1
         does_something = transport.size > 1 or divisor != 1.0
         self._written = [tensor for tensor in tensors if tensor.numel()] if does_something else []
-        # `.data` shares the memory, but neither graph nor version counter: writing to it is always allowed.
-        parts = [part for tensor in self._written for part in parts_of(tensor.data, CAP_BYTES)]
+        is_rounded = rounds_once and not (share is None and divisor == 1)
+        parts: list[Tensor] = []
+        places: list[_Place] = []
+        sizes_bytes: list[int] = []
         place_of: dict[tuple[torch.dtype, torch.device], _Place] = {}
-        for kind in {(part.dtype, part.device) for part in parts}:
-            device = transport.sending_device(kind[1])
-            is_widened = (
-                rounds_once and kind[0] in _HALVES and not (is_unscaled and transport.rounds_once(device))
-            )
-            place_of[kind] = (kind[0], device, torch.float32 if is_widened else kind[0])
-        places = [place_of[part.dtype, part.device] for part in parts]
-        sizes_bytes = [
-            part.numel() * dtype.itemsize for part, (_, _, dtype) in zip(parts, places, strict=True)
-        ]
+        for tensor in self._written:
+            # It shares the memory, but neither graph nor version counter: writing to it is always allowed.
+            data = tensor.data
+            kind = dtype, device = data.dtype, data.device
+            place = place_of.get(kind)
+            if place is None:
+                device = transport.sending_device(device)
+                is_widened = dtype in _HALVES and (
+                    is_rounded or (rounds_once and not transport.rounds_once(device))
+                )
+                place = place_of[kind] = (dtype, device, torch.float32 if is_widened else dtype)
+            for part in (data,) if data.nbytes <= CAP_BYTES else parts_of(data, CAP_BYTES):
+                parts.append(part)
+                places.append(place)
+                sizes_bytes.append(part.numel() * place[2].itemsize)
         self._pieces = [
             _Piece([parts[i] for i in piece], *places[piece[0]][1:], share=share, divisor=divisor)
             for piece in plan_pieces(sizes_bytes, places)

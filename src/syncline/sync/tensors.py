@@ -67,12 +67,32 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
 
 def _walk(target: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(target, nn.Module):
-        yield from target.named_parameters()
-        yield from target.named_buffers()
+        kind = type(target)
+        if kind.named_parameters is nn.Module.named_parameters and (
+            kind.named_buffers is nn.Module.named_buffers
+        ):
+            yield from _walk_module(target)
+        else:
+            yield from target.named_parameters()
+            yield from target.named_buffers()
     elif isinstance(target, Optimizer):
         yield from _walk_optimizer(target)
     else:
         yield from _walk_tree(target)
+
+
+def _walk_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As named_parameters() and named_buffers() would, in one walk; what is tied more than once."""
+    buffers: list[tuple[str, Tensor]] = []
+    for path, inner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in inner._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                buffers.append((prefix + name, buffer))
+    yield from buffers
 
 
 def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
