@@ -8,7 +8,7 @@ A run trains the model of an example from scratch, with one setting of strategy_
 with the same parameters, and rank r sees the same samples at step t. Each clips its own gradients (those that are
 averaged in backward after that). At the end the ranks meet, unless they just have, and the loss is measured on
 validation samples that are dealt out to them. Steps include synchronous warm-up, where a setting has one; the learning
-rate warms up and goes down along a cosine.
+rate warms up and goes down along a cosine, multiplied by a setting's own factor when its ranks step alone.
 
 "sent a rank" is what one rank has sent from the first step to the last meeting, warm-up and control data included, by
 the rule of `syncline.plan.cost.sent_bytes` (rings; shared memory itself sends nothing); "times fewer" is what
@@ -47,6 +47,7 @@ KEY = (
     "strategy",
     "compression",
     "learning_rate",
+    "alone",
     "seed",
     "steps",
     "batch_size",
@@ -64,6 +65,7 @@ def described(setting: Setting, rate: float, seed: int, task: Task, arguments: a
         "strategy": str(setting.strategy),
         "compression": None if setting.compression is None else setting.compression.in_words(),
         "learning_rate": rate,
+        "alone": setting.alone,
         "seed": seed,
         "steps": arguments.steps,
         "batch_size": task.batch_size,
@@ -84,7 +86,9 @@ def trained(
     before = transport.statistics()
     ddp = sl.DistributedDataParallel(task.model(), strategy=setting.strategy, compression=setting.compression)
     optimizer = ddp.attach(task.optimizer(ddp.parameters(), rate))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, num_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: setting.factor(step) * share_of_rate(step, num_steps)
+    )
     transport.barrier().wait()
     ready, start = transport.statistics(), time.perf_counter()
     for step in range(num_steps):

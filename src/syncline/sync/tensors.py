@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+_OWN_MEMORY = (Tensor, nn.Parameter)
+"""Types that are neither lazy nor made of other tensors, as other subclasses may be."""
+
+
 # ---------------------------------------------------------------------- which tensors
 
 
@@ -81,18 +85,31 @@ def _walk(target: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _walk_tree(target)
 
 
-def _walk_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _walk_module(module: nn.Module) -> list[tuple[str, Tensor]]:
     """As named_parameters() and named_buffers() would, in one walk; what is tied more than once."""
+    parameters: list[tuple[str, Tensor]] = []
     buffers: list[tuple[str, Tensor]] = []
-    for path, inner in module.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, parameter in inner._parameters.items():
-            if parameter is not None:
-                yield prefix + name, parameter
-        for name, buffer in inner._buffers.items():
-            if buffer is not None:
-                buffers.append((prefix + name, buffer))
-    yield from buffers
+    _collect(module, "", set(), parameters, buffers)
+    return parameters + buffers
+
+
+def _collect(
+    module: nn.Module,
+    prefix: str,
+    seen: set[nn.Module],
+    parameters: list[tuple[str, Tensor]],
+    buffers: list[tuple[str, Tensor]],
+) -> None:
+    seen.add(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            parameters.append((prefix + name, parameter))
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            buffers.append((prefix + name, buffer))
+    for name, inner in module._modules.items():
+        if inner is not None and inner not in seen:
+            _collect(inner, f"{prefix}{name}.", seen, parameters, buffers)
 
 
 def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -113,12 +130,13 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_readable(name: str, tensor: Tensor) -> None:
-    if is_lazy(tensor):
-        raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
-    if hasattr(tensor, "__tensor_flatten__"):
-        raise ValueError(
-            f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass those (to_local())"
-        )
+    if type(tensor) not in _OWN_MEMORY:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass those (to_local())"
+            )
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(
             f"{name} is {tensor.layout}, {tensor.dtype}: expected a dense tensor that is not quantized"
