@@ -152,6 +152,9 @@ def main() -> None:
         print(table(goals(large, small["gloo"])))
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    for engine in engines[1:]:
+        engine.close()  # a Gloo group that lives on may abort the process while Python ends
+    sl.shutdown()
 
 
 if __name__ == "__main__":
