@@ -483,6 +483,13 @@ def test_values_that_make_no_sense_are_refused(make: Any, text: str) -> None:
         make()
 
 
+def test_numbers_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"a number of averagings first, got PowerSGD\(rank=2"):
+        After(PowerSGD(2), 400)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a rank, an integer; got '2'"):
+        PowerSGD("2")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", [None, "fp16", After(1, Cast())])
 def test_what_comes_after_is_one_compression(wrong: Any) -> None:
     with pytest.raises(TypeError, match="expected After with then= a compression other than After"):

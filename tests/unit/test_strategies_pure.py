@@ -349,6 +349,8 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         (lambda: sl.DiLoCo(4, delay=4), "expected a delay below every=4"),
         (lambda: sl.DiLoCo(4, mixing=1.0), "expected mixing from 0 up to, not including, 1; got 1.0"),
         (lambda: sl.DiLoCo(4, outer=0.7), "expected outer to be a function that makes an optimizer"),  # type: ignore[arg-type]
+        (lambda: sl.DiLoCo(4, compression="4bit"), "expected compression to be one of sl.compression"),
+        (lambda: sl.DiLoCo(4, compression=sl.compression.Quantize), "expected compression to be one of"),
         (lambda: sl.Gossip("star"), "expected topology to be one of ring, exponential, pairs; got 'star'"),  # type: ignore[arg-type]
         (lambda: sl.Gossip("ring", weight=0), "expected weight to be finite and above 0, got 0"),
         (lambda: sl.Gossip("ring", weight=float("nan")), "expected weight to be finite and above 0, got nan"),

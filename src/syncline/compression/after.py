@@ -29,7 +29,7 @@ class After(Compression):
 
     Raises:
         ValueError: `num_averagings` below 1.
-        TypeError: one of the two is no compression, or is an `After`.
+        TypeError: `num_averagings` is no integer; one of the two is no compression, or is an `After`.
 
     Example:
         >>> from syncline.compression import PowerSGD, Quantize
@@ -46,6 +46,8 @@ class After(Compression):
     gives = "codes"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.num_averagings, int):
+            raise TypeError(f"expected After a number of averagings first, got {self.num_averagings!r}")
         if self.num_averagings < 1:
             raise ValueError(f"expected After of at least 1 averaging, got {self.num_averagings}")
         for name, stage in (("then", self.then), ("before", self.before)):

@@ -31,7 +31,8 @@ class PowerSGD(Compression):
         seed: of the matrices that the first iteration starts from.
 
     Raises:
-        ValueError: a rank below 1.
+        TypeError: a rank that is no integer.
+        ValueError: one below 1.
 
     Example:
         >>> print(PowerSGD())
@@ -47,6 +48,8 @@ class PowerSGD(Compression):
     gives = "means"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rank, int):
+            raise TypeError(f"expected PowerSGD of a rank, an integer; got {self.rank!r}")
         if self.rank < 1:
             raise ValueError(f"expected PowerSGD of a rank of at least 1, got {self.rank}")
 

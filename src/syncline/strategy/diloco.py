@@ -114,6 +114,12 @@ class DiLoCo(Strategy[_State]):
                 "expected outer to be a function that makes an optimizer of the parameters that it is given, say "
                 f"lambda parameters: torch.optim.SGD(parameters, lr=0.7); got {type(self.outer).__name__}"
             )
+        if self.compression is not None and (
+            isinstance(self.compression, type) or not hasattr(self.compression, "encoder")
+        ):
+            raise TypeError(
+                f"expected compression to be one of sl.compression, say Quantize(4), or None; got {self.compression!r}"
+            )
         if self.fragments > self.every:
             raise ValueError(
                 f"expected at most one fragment a step: every={self.every}, got fragments={self.fragments}"
