@@ -70,6 +70,7 @@ def diloco(every: int, bits: Literal[8, 4, 2], *, warmup: int = 0, **how: Any) -
 WARM: tuple[tuple[int, Literal[8, 4, 2], int], ...] = (
     (10, 4, 400),  # steps, bits, warm-up: 23 times fewer bytes
     (11, 4, 100),  # 51
+    (16, 2, 18),  # 203
     (21, 2, 42),  # 201
 )
 
