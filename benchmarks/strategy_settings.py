@@ -84,8 +84,8 @@ SETTINGS = (
     # fewer meetings
     Setting(name="local-8", strategy=sl.LocalSGD(8), alone=DOUBLE),
     Setting(
-        name="local-8-4bit-warm-400",
-        strategy=sl.DiLoCo(8, outer=AVERAGE, compression=Quantize(4), warmup=400),
+        name="local-8-4bit-warm-440",
+        strategy=sl.DiLoCo(8, outer=AVERAGE, compression=Quantize(4), warmup=440),
         compression=Quantize(4),
         alone=DOUBLE,
     ),
