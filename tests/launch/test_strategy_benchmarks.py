@@ -21,6 +21,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
         "strategy": "EveryStep()",
         "compression": None,
         "learning_rate": 0.01,
+        "alone": 1.0,
         "seed": 0,
         "steps": 5,
         "batch_size": 2,
