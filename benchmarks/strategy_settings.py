@@ -75,7 +75,7 @@ WARM: tuple[tuple[int, Literal[8, 4, 2], int], ...] = (
 )
 
 SETTINGS = (
-    Setting(name=BAR),
+    Setting(name=BAR, mnist=0.012),
     # every step, fewer bits
     Setting(name="bf16", compression=Cast()),
     Setting(name="int8", compression=Quantize(8)),
