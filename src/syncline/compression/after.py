@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from syncline.compression.base import Averaging, Compression, Encoder, Layout, plain_mean
+from syncline.compression.base import Averaging, Composed, Compression, Encoder, Layout, plain_mean
 
 __all__ = ["After"]
 
 
 @dataclass(frozen=True)
-class After(Compression):
+class After(Composed):
     """A compression that begins after some averagings: `After(400, PowerSGD(4), before=Quantize(4))`.
 
     Early gradients are large, change fast, and decide more than those to come: what is approximated coarsely then
@@ -57,16 +57,8 @@ class After(Compression):
                 raise TypeError(f"expected After with {name}= a compression other than After, got {stage!r}")
 
     @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return self.then.is_lossy or (self.before is not None and self.before.is_lossy)
-
-    @property
-    def is_linear(self) -> bool:  # type: ignore[override]
-        return self.then.is_linear and (self.before is None or self.before.is_linear)
-
-    @property
-    def feeds_back(self) -> bool:
-        return self.then.feeds_back or (self.before is not None and self.before.feeds_back)
+    def stages(self) -> tuple[Compression, ...]:
+        return (self.then,) if self.before is None else (self.then, self.before)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _AfterEncoder(self, layout)

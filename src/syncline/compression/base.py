@@ -20,6 +20,7 @@ __all__ = [
     "Averaged",
     "Averaging",
     "Codec",
+    "Composed",
     "Compression",
     "Encoder",
     "Gather",
@@ -204,6 +205,27 @@ class Compression(ABC):
             'PowerSGD(rank=2) with error feedback'
         """
         return f"{self} with error feedback" if self.feeds_back else str(self)
+
+
+class Composed(Compression):
+    """A compression that is made of others, and what follows from theirs."""
+
+    @property
+    @abstractmethod
+    def stages(self) -> tuple[Compression, ...]:
+        """What it is made of."""
+
+    @property
+    def is_lossy(self) -> bool:  # type: ignore[override]
+        return any(stage.is_lossy for stage in self.stages)
+
+    @property
+    def is_linear(self) -> bool:  # type: ignore[override]
+        return all(stage.is_linear for stage in self.stages)
+
+    @property
+    def feeds_back(self) -> bool:
+        return any(stage.feeds_back for stage in self.stages)
 
 
 class Codec(Compression):

@@ -10,6 +10,7 @@ from syncline.compression.base import (
     Averaged,
     Averaging,
     Codec,
+    Composed,
     Compression,
     Encoder,
     Gather,
@@ -27,7 +28,7 @@ _GIVES = {
 }
 
 
-class Chain(Compression):
+class Chain(Composed):
     """Compressions one behind the other: `Chain(PowerSGD(2), Cast())`, `Chain(TopK(0.01), Quantize(8))`.
 
     What all stages together lose is fed back before the first, if any of them asks for it: one copy of the values is
@@ -50,9 +51,6 @@ class Chain(Compression):
         ValueError: Cast(dtype=bfloat16) cannot follow Quantize(bits=8), which gives codes, which are not values: ...
     """
 
-    stages: tuple[Compression, ...]
-    """At least two, none of them a chain."""
-
     def __init__(self, *stages: Compression) -> None:
         flat: list[Compression] = []
         for stage in stages:
@@ -65,15 +63,12 @@ class Chain(Compression):
             )
         for position in range(1, len(flat)):
             _check_that_it_follows(flat[position], flat[position - 1])
-        self.stages = tuple(flat)
+        self._stages = tuple(flat)
 
     @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return any(stage.is_lossy for stage in self.stages)
-
-    @property
-    def is_linear(self) -> bool:  # type: ignore[override]
-        return all(stage.is_linear for stage in self.stages)
+    def stages(self) -> tuple[Compression, ...]:
+        """At least two, none of them a chain."""
+        return self._stages
 
     @property
     def is_order_dependent(self) -> bool:  # type: ignore[override]
@@ -82,10 +77,6 @@ class Chain(Compression):
     @property
     def gives(self) -> str:  # type: ignore[override]
         return self.stages[-1].gives
-
-    @property
-    def feeds_back(self) -> bool:
-        return any(stage.feeds_back for stage in self.stages)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _ChainEncoder(self.stages, layout)

@@ -71,11 +71,6 @@ def describe_tensors(
         ['buffer weight  torch.float32 (2, 3) on cpu strides (3, 1) requires_grad=False']
     """
     labels = _DeviceLabels()
-    if not layout:
-        return [
-            f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {labels[tensor.device]}"
-            for name, tensor in named
-        ]
     lines = []
     for name, tensor in named:
         line = f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {labels[tensor.device]}"

@@ -96,7 +96,7 @@ class TensorReducer:
                     is_rounded or (rounds_once and not transport.rounds_once(device))
                 )
                 place = place_of[kind] = (dtype, device, torch.float32 if is_widened else dtype)
-            for part in (data,) if data.nbytes <= CAP_BYTES else parts_of(data, CAP_BYTES):
+            for part in parts_of(data, CAP_BYTES):
                 parts.append(part)
                 places.append(place)
                 sizes_bytes.append(part.numel() * place[2].itemsize)
