@@ -6,7 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 COMMAND = [sys.executable, "-m", "syncline.cli", "bench", "-n", "2"]
 
@@ -27,21 +30,29 @@ def test_a_quick_measurement(tmp_path: Path) -> None:
             assert min(figures["rounds_seconds"]) > 0
 
 
-def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+@pytest.fixture
+def heeds_sigint() -> Iterator[None]:
+    """Programs started meanwhile heed Ctrl-C, also where this one runs in a script's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_it_cleanly(tmp_path: Path, heeds_sigint: None) -> None:
+    with subprocess.Popen(
         [*COMMAND, "--sizes", "64K", "--rounds", "1000000", "--no-steps"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        assert process.stderr is not None
-        assert "all_reduce of 64 KiB" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        output, error = process.communicate(timeout=30)
-    finally:
-        process.kill()
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert "all_reduce of 64 KiB" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            output, error = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 128 + signal.SIGINT
     assert output == ""
     assert "Traceback" not in error
