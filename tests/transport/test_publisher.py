@@ -190,6 +190,35 @@ def test_where_the_main_thread_is_can_be_asked_from_any_thread() -> None:
     assert re.fullmatch(r"test_publisher\.py:\d+ in test_where_the_main_thread_is_can_be_asked_.*", place)
 
 
+def test_the_main_thread_can_be_asked_while_threads_of_c_come_to_python_and_go() -> None:
+    # Each start of one makes the interpreter list a new thread, which Python 3.11 does too early: see main_thread.py.
+    program = """
+import ctypes, threading
+from syncline.transport.user_code import user_code_of_main_thread
+
+def ask():
+    while not done.is_set():
+        places.add(user_code_of_main_thread())
+
+done, places = threading.Event(), set()
+asking = threading.Thread(target=ask)
+asking.start()
+libc, visit = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+for _ in range(1000):
+    threads = [ctypes.c_ulong() for _ in range(4)]
+    for thread in threads:
+        assert libc.pthread_create(ctypes.byref(thread), None, visit, None) == 0
+    for thread in threads:
+        libc.pthread_join(thread, None)
+done.set()
+asking.join()
+assert all(place.startswith("<string>:") for place in places), places
+print(len(places) > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_of_a_dump_the_innermost_line_of_a_users_in_the_right_thread_counts() -> None:
     dump = f"""Thread 0x00007f01 [named] (most recent call first):
   File "/home/other.py", line 1 in other

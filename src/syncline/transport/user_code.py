@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
 import sys
 import sysconfig
-import tempfile
 import threading
 import warnings
 from functools import cache
@@ -15,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+
+from syncline.transport.main_thread import dump_of_main_thread
 
 __all__ = ["user_code", "user_code_in_dump", "user_code_of_main_thread", "warn_user"]
 
@@ -60,16 +60,8 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_code_of_main_thread() -> str | None:
-    """Where the main thread is, asked from any thread.
-
-    Its frames must not be walked from here: it goes on between one look and the next, and what it has left may be freed
-    (seen as a crash in Python 3.11, under torch's dynamo). faulthandler writes all of them while it stands still.
-    """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode("ascii", "replace")
-    return user_code_in_dump(text, threading.main_thread().ident or 0)
+    """Where the main thread is, asked from any thread."""
+    return user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident or 0)
 
 
 def user_code_in_dump(text: str, thread: int) -> str | None:
