@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.sync.agreement import agree, describe_tensors
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.one_copy import OneCopy, one_copy_of, remember_one_copy
 from syncline.sync.share import view_like
-from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from syncline.errors import SynclineError
 from syncline.replica import Replica
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.buffer_hook import BufferHook
 from syncline.sync.comm_hook import checked_comm_hook
-from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 

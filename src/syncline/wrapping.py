@@ -17,10 +17,10 @@ from syncline.explain import Plan, Sizes
 from syncline.plan.buckets import HostLoad
 from syncline.strategy import Spec
 from syncline.sync.agreement import agree, describe_tensors, exchange
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.options import GradientOptions
 from syncline.sync.selection import Selection
-from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.world import world
 

@@ -31,8 +31,9 @@ from syncline.plan.difference import describe_ranks
 from syncline.plan.population import in_order, noise_, pair_weights, pairs_of
 from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange
 from syncline.sync.attached import settings_of
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.optimizers import parameters_of
-from syncline.sync.tensors import TensorBroadcaster, named_tensors
+from syncline.sync.tensors import named_tensors
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from syncline.plan.difference import DEFAULT_REMEDY
 from syncline.transport.base import Transport
-from syncline.transport.opening import PAYLOAD_BYTES, exchange
+from syncline.transport.opening import PAYLOAD_BYTES, exchange, fingerprint
 
-__all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "gather_rows"]
+__all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "fingerprint", "gather_rows"]
 
 
 def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:

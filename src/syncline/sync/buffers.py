@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from syncline.events import BufferRecord
 from syncline.sync.agreement import agree, describe_tensors
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.pooling import average_buffers, running_statistics
-from syncline.sync.tensors import TensorBroadcaster
 from syncline.transport.base import Transport
 
 __all__ = ["BufferPolicy", "BufferSync"]

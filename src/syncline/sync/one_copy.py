@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from syncline.errors import SynclineError
 from syncline.plan.difference import describe_ranks
-from syncline.sync.tensors import TensorBroadcaster
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.transport.base import Transport
 
 __all__ = ["OneCopy", "has_one_copy", "one_copy_of", "remember_one_copy", "written_elsewhere"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +14,17 @@ from syncline.plan.packing import CAP_BYTES, plan_pieces
 from syncline.sync.tensors import as_flat, is_plain, parts_of
 from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
 
-__all__ = ["TensorReducer", "check_reducible"]
+__all__ = ["ReductionPlan", "TensorReducer", "check_reducible"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 
-_Place = tuple[torch.dtype, torch.device, torch.dtype]
-"""Of what type tensors are, from where they are sent, and as what type."""
+_Kind = tuple[torch.dtype, torch.device]
+"""Of what type tensors are, and where."""
+
+_Place = tuple[torch.device, torch.dtype]
+"""From where they are sent, and as what type."""
 
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
@@ -39,6 +43,74 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _PiecePlan:
+    """One collective."""
+
+    members: tuple[int, ...]
+    """Which parts of tensors."""
+    numel: int
+    device: torch.device
+    """From where it is sent."""
+    dtype: torch.dtype
+    """As what it is sent."""
+    travels_in_place: bool
+    """One part that lies as it travels; else a copy travels."""
+    has_pending: bool
+    """Whether a member has a conjugation or a sign that was not yet carried out."""
+
+
+class ReductionPlan:
+    """What travels alone and what is packed: a function of tensors' shapes, dtypes, devices and strides.
+
+    It holds no tensor, and is good for others that are like them.
+
+    Args:
+        tensors: not empty ones.
+        places: from where tensors of each kind are sent, and as what type.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], places: Mapping[_Kind, _Place]) -> None:
+        self.places = places
+        parts = [
+            (index, part) for index, tensor in enumerate(tensors) for part in parts_of(tensor.data, CAP_BYTES)
+        ]
+        self._is_cut = len(parts) > len(tensors)
+        where = [((part.dtype, part.device), *places[part.dtype, part.device]) for _, part in parts]
+        sizes_bytes = [
+            part.numel() * dtype.itemsize for (_, part), (*_, dtype) in zip(parts, where, strict=True)
+        ]
+        self.pieces = [
+            self._piece([parts[i][1] for i in members], members, *where[members[0]][1:])
+            for members in plan_pieces(sizes_bytes, where)
+        ]
+
+    @staticmethod
+    def _piece(
+        parts: Sequence[Tensor], members: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    ) -> _PiecePlan:
+        first = parts[0]
+        return _PiecePlan(
+            members,
+            sum(part.numel() for part in parts),
+            device,
+            dtype,
+            travels_in_place=(
+                len(parts) == 1 and is_plain(first) and first.device == device and first.dtype is dtype
+            ),
+            has_pending=any(part.is_conj() or part.is_neg() for part in parts),
+        )
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What `members` of the pieces counts; the tensors' memory, without graph and version counter: writing to it
+        is always allowed.
+        """
+        data = [tensor.data for tensor in tensors]
+        if not self._is_cut:
+            return data
+        return [part for tensor in data for part in parts_of(tensor, CAP_BYTES)]
+
+
 class TensorReducer:
     """Reduces tensors in place, those of one dtype and device together.
 
@@ -55,6 +127,8 @@ class TensorReducer:
         divisor: what the result is divided by.
         rounds_once: add up 16-bit floats in fp32, scaled and divided there, too. As such they travel, unless that is
             what the engine does with them by itself and nothing is scaled.
+        plan: that of an earlier reducer, for tensors that are like these; another is made where it does not fit the
+            other arguments.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -75,35 +149,29 @@ class TensorReducer:
         share: float | None = None,
         divisor: float = 1.0,
         rounds_once: bool = False,
+        plan: ReductionPlan | None = None,
     ) -> None:
         self._transport = transport
         self._op: ReduceOp = op
         does_something = transport.size > 1 or divisor != 1.0
         self._written = [tensor for tensor in tensors if tensor.numel()] if does_something else []
         is_rounded = rounds_once and not (share is None and divisor == 1)
-        parts: list[Tensor] = []
-        places: list[_Place] = []
-        sizes_bytes: list[int] = []
-        place_of: dict[tuple[torch.dtype, torch.device], _Place] = {}
-        for tensor in self._written:
-            # It shares the memory, but neither graph nor version counter: writing to it is always allowed.
-            data = tensor.data
-            kind = dtype, device = data.dtype, data.device
-            place = place_of.get(kind)
-            if place is None:
-                device = transport.sending_device(device)
-                is_widened = dtype in _HALVES and (
-                    is_rounded or (rounds_once and not transport.rounds_once(device))
-                )
-                place = place_of[kind] = (dtype, device, torch.float32 if is_widened else dtype)
-            for part in parts_of(data, CAP_BYTES):
-                parts.append(part)
-                places.append(place)
-                sizes_bytes.append(part.numel() * place[2].itemsize)
-        self._pieces = [
-            _Piece([parts[i] for i in piece], *places[piece[0]][1:], share=share, divisor=divisor)
-            for piece in plan_pieces(sizes_bytes, places)
-        ]
+
+        def place_of(kind: _Kind) -> _Place:
+            dtype, device = kind
+            sent_from = transport.sending_device(device)
+            is_widened = dtype in _HALVES and (
+                is_rounded or (rounds_once and not transport.rounds_once(sent_from))
+            )
+            return sent_from, torch.float32 if is_widened else dtype
+
+        kinds = plan.places if plan else {(tensor.dtype, tensor.device) for tensor in self._written}
+        places = {kind: place_of(kind) for kind in kinds}
+        if plan is None or plan.places != places:
+            plan = ReductionPlan(self._written, places)
+        self.plan = plan
+        parts = plan.parts(self._written)
+        self._pieces = [_Piece(parts, piece, share=share, divisor=divisor) for piece in plan.pieces]
 
     def start(self) -> Work:
         """Reduce, everything under way at once; the tensors are not to be touched before the work was waited for."""
@@ -130,23 +198,13 @@ class _Piece:
     """Tensors of one collective: in place if it is one that lies as it travels, else by a copy."""
 
     def __init__(
-        self,
-        members: list[Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        share: float | None,
-        divisor: float,
+        self, parts: Sequence[Tensor], plan: _PiecePlan, *, share: float | None, divisor: float
     ) -> None:
-        self._members = members
-        self._device = device
-        self._dtype = dtype
+        self._members = [parts[i] for i in plan.members]
+        self._plan = plan
         self._share = share
         self._divisor = divisor
-        first = members[0]
-        self.travels_in_place = (
-            len(members) == 1 and is_plain(first) and first.device == device and first.dtype is dtype
-        )
+        self.travels_in_place = plan.travels_in_place
         self._wire: Tensor | None = None
         self._views: _Tensors = ()
         self._work: Work | None = None
@@ -156,15 +214,14 @@ class _Piece:
         if self.travels_in_place:
             wire = as_flat(self._members[0])
         else:
-            numel = sum(member.numel() for member in self._members)
-            wire = torch.empty(numel, dtype=self._dtype, device=self._device)
+            wire = torch.empty(self._plan.numel, dtype=self._plan.dtype, device=self._plan.device)
             # The part of each member, in its shape; made in one call.
             self._views = torch._C._nn.unflatten_dense_tensors(wire, self._members)
         if self._share == 0:
             wire.zero_()
         else:
             if not self.travels_in_place:
-                _copy(self._views, self._members)
+                self._copy(self._views, self._members)
             if self._share is not None and self._share != 1:
                 wire.mul_(self._share)
         self._wire = wire
@@ -178,23 +235,22 @@ class _Piece:
         if self._divisor != 1:
             self._wire.div_(self._divisor)
         if not self.travels_in_place:
-            _copy(self._members, self._views)
+            self._copy(self._members, self._views)
         self._wire, self._views = None, ()
+
+    def _copy(self, targets: _Tensors, sources: _Tensors) -> None:
+        """Copy each source to its target."""
+        if self._plan.has_pending:
+            # One by one: the batched call cannot write to a tensor with a pending conjugation.
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        else:
+            torch._foreach_copy_(targets, sources)
 
     @property
     def has_arrived(self) -> bool:
         """Whether `land` would not block."""
         return self._work is not None and self._work.is_completed()
-
-
-def _copy(targets: _Tensors, sources: _Tensors) -> None:
-    """Copy each source to its target."""
-    if any(target.is_conj() or target.is_neg() for target in targets):
-        # One by one: the batched call cannot write to a tensor with a pending conjugation.
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    else:
-        torch._foreach_copy_(targets, sources)
 
 
 class _Reduction(Work):

@@ -23,12 +23,17 @@ from syncline.transport.user_code import user_code
 if TYPE_CHECKING:
     from syncline.transport.base import Transport
 
-__all__ = ["PAYLOAD_BYTES", "exchange"]
+__all__ = ["PAYLOAD_BYTES", "exchange", "fingerprint"]
 
 PAYLOAD_BYTES = 72
 """What a record has room for besides the fingerprint."""
 
 _DIGEST_BYTES = 32
+
+
+def fingerprint(title: str, lines: Sequence[str]) -> bytes:
+    """What ranks compare of a title and lines."""
+    return hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
 
 
 def exchange(
@@ -39,6 +44,7 @@ def exchange(
     payload: bytes = b"",
     fault: Exception | None = None,
     remedy: str = DEFAULT_REMEDY,
+    digest: bytes | None = None,
 ) -> list[bytes]:
     """Agree, and gather a small payload in the same collective.
 
@@ -49,6 +55,7 @@ def exchange(
         payload: up to 72 bytes.
         fault: why this rank cannot go on. Its peers are waiting, so it takes part, and every rank raises.
         remedy: what to do when they do not agree.
+        digest: the `fingerprint` of title and lines, where that was kept.
 
     Returns:
         Every rank's payload in rank order, filled up with zeros to 72 bytes.
@@ -60,8 +67,11 @@ def exchange(
             neither of the others. In any case the same text on every rank.
     """
     assert len(payload) <= PAYLOAD_BYTES
-    digest = hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
-    record = digest + bytes([fault is not None]) + payload.ljust(PAYLOAD_BYTES, b"\0")
+    record = (
+        (digest or fingerprint(title, lines))
+        + bytes([fault is not None])
+        + payload.ljust(PAYLOAD_BYTES, b"\0")
+    )
     transport.board.opening = title
     try:
         records = _gathered(transport, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload
 
@@ -12,13 +13,14 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from syncline.optim.attached import is_sharded
-from syncline.sync.agreement import describe_tensors, exchange
+from syncline.sync.agreement import describe_tensors, exchange, fingerprint
 from syncline.sync.divergence import have_met
+from syncline.sync.likeness import Likeness
 from syncline.sync.metrics import checked_total, checked_weight
 from syncline.sync.optimizers import OptimizerNumbers, is_setting
 from syncline.sync.pooling import BufferAverage, running_statistics
-from syncline.sync.reduction import TensorReducer, check_reducible
-from syncline.sync.tensors import named_tensors
+from syncline.sync.reduction import ReductionPlan, TensorReducer, check_reducible
+from syncline.sync.tensors import distinct_tensors, named_tensors, walk
 from syncline.transport.base import Transport, Work
 from syncline.verbs.common import Group, WorkThen, refuse_one_copy
 from syncline.world import transport_of
@@ -86,14 +88,16 @@ def average_(
         >>> optimizer = sl.average_(optimizer, weight=num_samples)
     """
     transport = transport_of(group)
-    averaged, lines, mine, fault = None, [], 0.0, None
+    averaged, lines, digest, mine, fault = None, [], None, 0.0, None
     try:
         mine = checked_weight(weight)
-        averaged = _Averaged(target)
-        lines = averaged.lines
+        averaged = _averaged(target)
+        lines, digest = averaged.lines, averaged.digest
     except Exception as error:
         fault = error
-    told = exchange(transport, _TITLE, lines, payload=_WEIGHT.pack(mine), fault=fault, remedy=_REMEDY)
+    told = exchange(
+        transport, _TITLE, lines, payload=_WEIGHT.pack(mine), fault=fault, remedy=_REMEDY, digest=digest
+    )
     assert averaged is not None
     weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in told]
     total = checked_total(_TITLE, weights)
@@ -106,64 +110,53 @@ def average_(
     return target
 
 
-class _Averaged:
-    """What of a target is averaged, and what takes the maximum.
-
-    Args:
-        target: see `average_`.
+def _averaged(target: Any) -> _Averaged:
+    """What of a target is averaged how.
 
     Raises:
         TypeError, ValueError: it cannot be averaged.
     """
+    if isinstance(target, nn.Module):
+        return _of_module(target)
+    named = named_tensors(target)
+    if isinstance(target, Optimizer):
+        return _of_optimizer(target, named)
+    check_reducible(named, "mean")
+    return _Averaged(["target  tensors", *_described(named)], [tensor for _, tensor in named])
 
-    def __init__(self, target: Any) -> None:
-        self._means: list[tuple[str, Tensor]] = []
-        self._others: list[Tensor] = []
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._steps: list[tuple[Tensor, Tensor]] = []
-        self._numbers: OptimizerNumbers | None = None
-        named = named_tensors(target)
-        self.lines = [f"target  {_kind(target)}", *describe_tensors(named, kind="tensor", layout=False)]
-        """What the ranks have to agree on."""
-        if isinstance(target, nn.Module):
-            refuse_one_copy(target)
-            self._take_module(target, named)
-        elif isinstance(target, Optimizer):
-            self._take_optimizer(target, named)
-        else:
-            self._means = named
-        check_reducible(self._means, "mean")
 
-    def _take_module(self, module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:
-        taking_part = {id(tensor) for _, tensor in named}
-        if any(name.endswith("running_var") for name, _ in named):
-            self._pairs = running_statistics((owner._buffers for owner in module.modules()), taking_part)
-        pooled = {id(tensor) for pair in self._pairs for tensor in pair}
-        for name, tensor in named:
-            if id(tensor) in pooled or not _has_mean(tensor):
-                self._others.append(tensor)
-            else:
-                self._means.append((name, tensor))
+class _Averaged:
+    """Tensors of a target, by what becomes of them.
 
-    def _take_optimizer(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> None:
-        if is_sharded(optimizer):
-            raise ValueError(
-                "this optimizer is sharded: each rank has state for its own share, so there is nothing to average"
-            )
-        for name, tensor in named:
-            if is_setting(name):
-                continue
-            if not _has_mean(tensor):
-                self._others.append(tensor)
-            elif name.endswith(".step") and tensor.dim() == 0:
-                self._steps.append((tensor, tensor.detach().to(torch.int64)))
-            else:
-                self._means.append((name, tensor))
-        self._numbers = OptimizerNumbers(optimizer, settings=False)
-        self.lines += self._numbers.lines
-        integers, floats = self._numbers.tensors
-        self._others += [twin for _, twin in self._steps] + [integers]
-        self._means.append(("numbers", floats))
+    Args:
+        lines: what the ranks have to agree on.
+        means: those that are replaced by their mean.
+        others: those of which there is none: they take the maximum, or are pooled.
+        pairs: running means and variances among `others`, to be pooled.
+        steps: step counts of an optimizer, and integers among `others` that stand for them.
+        numbers: an optimizer's, which are no tensors.
+        kept: what a module keeps from call to call.
+    """
+
+    def __init__(
+        self,
+        lines: list[str],
+        means: Sequence[Tensor],
+        others: Sequence[Tensor] = (),
+        pairs: Sequence[tuple[Tensor, Tensor]] = (),
+        *,
+        steps: Sequence[tuple[Tensor, Tensor]] = (),
+        numbers: OptimizerNumbers | None = None,
+        kept: _Kept | None = None,
+    ) -> None:
+        self.lines = lines
+        self.digest = kept.digest if kept else None
+        self._means = means
+        self._others = others
+        self._pairs = pairs
+        self._steps = steps
+        self._numbers = numbers
+        self._kept = kept
 
     def start(self, transport: Transport, share: float | None) -> Work:
         """Everything under way at once. `share` is this rank's of the whole weight; None if all have the same."""
@@ -179,8 +172,11 @@ class _Averaged:
 
     def _reducer(self, transport: Transport, share: float | None) -> TensorReducer:
         op: Literal["mean", "sum"] = "mean" if share is None else "sum"
-        tensors = [tensor for _, tensor in self._means]
-        return TensorReducer(tensors, transport, op, share=share, rounds_once=True)
+        plan = self._kept.reduction if self._kept else None
+        reducer = TensorReducer(self._means, transport, op, share=share, rounds_once=True, plan=plan)
+        if self._kept:
+            self._kept.reduction = reducer.plan
+        return reducer
 
     def _start_others(self, transport: Transport, share: float | None) -> Work:
         if share is None:
@@ -192,15 +188,96 @@ class _Averaged:
             step.data.copy_(twin)
         if self._numbers is not None:
             self._numbers.write_back()
-        have_met(tensor for _, tensor in self._means)
+        have_met(self._means)
         increment_version([*self._others, *(step for step, _ in self._steps)])
+
+
+# ---------------------------------------------------------------------- a module
+
+
+class _Kept:
+    """What was found out about a module, for as long as its tensors are the same. It keeps none of them alive.
+
+    Args:
+        module: whose.
+        walked: its tensors, as from `walk`.
+
+    Raises:
+        ValueError: it cannot be averaged.
+    """
+
+    def __init__(self, module: nn.Module, walked: Sequence[tuple[str, Tensor]]) -> None:
+        named = distinct_tensors(walked)
+        taking_part = {id(tensor) for _, tensor in named}
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if any(name.endswith("running_var") for name, _ in named):
+            pairs = running_statistics((owner._buffers for owner in module.modules()), taking_part)
+        pooled = {id(tensor) for pair in pairs for tensor in pair}
+        is_other = {id(tensor): id(tensor) in pooled or not _has_mean(tensor) for _, tensor in named}
+        check_reducible([(name, tensor) for name, tensor in named if not is_other[id(tensor)]], "mean")
+        place = {id(tensor): index for index, (_, tensor) in reversed([*enumerate(walked)])}
+        self.lines = ["target  a module", *_described(named)]
+        self.digest = fingerprint(_TITLE, self.lines)
+        self.likeness = Likeness(walked)
+        self.means = [place[i] for i, is_so in is_other.items() if not is_so]
+        """Which of `walked` are replaced by their mean."""
+        self.others = [place[i] for i, is_so in is_other.items() if is_so]
+        self.pairs = [(place[id(mean)], place[id(variance)]) for mean, variance in pairs]
+        self.reduction: ReductionPlan | None = None
+        """How the means travelled last time."""
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+
+def _of_module(module: nn.Module) -> _Averaged:
+    refuse_one_copy(module)
+    walked = walk(module)
+    kept = _kept.get(module)
+    if kept is None or not kept.likeness.fits(walked):
+        kept = _kept[module] = _Kept(module, walked)
+    tensors = [tensor for _, tensor in walked]
+    return _Averaged(
+        kept.lines,
+        [tensors[i] for i in kept.means],
+        [tensors[i] for i in kept.others],
+        [(tensors[i], tensors[k]) for i, k in kept.pairs],
+        kept=kept,
+    )
+
+
+# ---------------------------------------------------------------------- an optimizer
+
+
+def _of_optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> _Averaged:
+    if is_sharded(optimizer):
+        raise ValueError(
+            "this optimizer is sharded: each rank has state for its own share, so there is nothing to average"
+        )
+    means: list[tuple[str, Tensor]] = []
+    others: list[Tensor] = []
+    steps: list[tuple[Tensor, Tensor]] = []
+    for name, tensor in named:
+        if is_setting(name):
+            continue
+        if not _has_mean(tensor):
+            others.append(tensor)
+        elif name.endswith(".step") and tensor.dim() == 0:
+            steps.append((tensor, tensor.detach().to(torch.int64)))
+        else:
+            means.append((name, tensor))
+    numbers = OptimizerNumbers(optimizer, settings=False)
+    integers, floats = numbers.tensors
+    others += [twin for _, twin in steps] + [integers]
+    means.append(("numbers", floats))
+    check_reducible(means, "mean")
+    lines = ["target  an optimizer", *_described(named), *numbers.lines]
+    return _Averaged(lines, [tensor for _, tensor in means], others, steps=steps, numbers=numbers)
+
+
+def _described(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    return describe_tensors(named, kind="tensor", layout=False)
 
 
 def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _kind(target: Any) -> str:
-    if isinstance(target, nn.Module):
-        return "a module"
-    return "an optimizer" if isinstance(target, Optimizer) else "tensors"

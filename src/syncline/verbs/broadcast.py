@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from syncline.optim.attached import is_sharded
 from syncline.sync.agreement import describe_tensors, exchange
+from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.divergence import have_met
 from syncline.sync.optimizers import OptimizerNumbers
-from syncline.sync.tensors import TensorBroadcaster, named_tensors
+from syncline.sync.tensors import named_tensors
 from syncline.transport.base import Transport, Work
 from syncline.verbs.common import Group, WorkThen, rank_of_source
 from syncline.world import transport_of

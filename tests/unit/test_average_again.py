@@ -1,0 +1,253 @@
+"""What average_ keeps of a module from call to call: nothing that is wrong, nothing alive. Ranks are threads."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.sync.likeness import Likeness
+from syncline.sync.reduction import ReductionPlan
+from syncline.sync.tensors import walk
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+from syncline.verbs import average
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(3, 3)
+        self.low = nn.Linear(3, 2, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.zeros(4))
+
+
+def replace(net: Any) -> None:
+    net.square.weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def move(net: Any) -> None:
+    net.square.weight.data = net.square.weight.data.clone()
+
+
+def transpose(net: Any) -> None:
+    net.square.weight.data = net.square.weight.data.t()
+
+
+def reshape(net: Any) -> None:
+    net.table.data = net.table.data.view(-1, 2)
+
+
+def reinterpret(net: Any) -> None:
+    net.table.data = net.table.data.view(torch.int32 if net.table.is_floating_point() else torch.float32)
+
+
+def widen(net: Any) -> None:
+    net.low.to(torch.float64)
+
+
+def narrow(net: Any) -> None:
+    net.low.to(torch.bfloat16)
+
+
+def reassign_buffer(net: Any) -> None:
+    net.table = torch.zeros(6)
+
+
+def add(net: Any) -> None:
+    net.more = nn.Linear(2, 1)
+
+
+def remove(net: Any) -> None:
+    net._modules.pop("more", None)
+
+
+def tie(net: Any) -> None:
+    net.norm.bias = net.square.bias
+
+
+def untie(net: Any) -> None:
+    net.norm.bias = nn.Parameter(torch.zeros(3))
+
+
+def rename(net: Any) -> None:
+    modules = net._modules
+    old, new = ("norm", "batch") if "norm" in modules else ("batch", "norm")
+    net.add_module(new, modules.pop(old))
+
+
+def nothing(net: Any) -> None:
+    pass
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    nothing, replace, move, transpose, reshape, reinterpret, widen, narrow, reassign_buffer, add, remove, rename,
+    *[lambda net: tie(net) if "norm" in net._modules else None],
+    *[lambda net: untie(net) if "norm" in net._modules else None],
+]  # fmt: skip
+
+
+def fill(net: nn.Module, seed: int) -> None:
+    """Other values, in place."""
+    g = torch.Generator().manual_seed(seed)
+    for tensor in dict.fromkeys([*net.parameters(), *net.buffers()]):
+        fresh = torch.randint(1, 100, tensor.shape, generator=g)
+        tensor.data.copy_(fresh)
+
+
+def tensors_of(net: nn.Module) -> list[Tensor]:
+    return [*net.parameters(), *net.buffers()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(CHANGES), st.booleans(), st.booleans(), st.sampled_from([2, 2, 3])),
+        max_size=8,
+    )
+)
+def test_a_module_that_changes_between_calls_is_averaged_as_one_that_was_never_seen(
+    rounds: list[tuple[Callable[[Any], None], bool, bool, int]],
+) -> None:
+    nets = [Net() for _ in range(3)]
+    for seed, (change, weighted, asynchronous, size) in enumerate([(nothing, False, False, 2), *rounds]):
+        for rank, net in enumerate(nets):
+            change(net)
+            fill(net, 10 * seed + rank)
+        strangers = [Net() for _ in nets]
+        for stranger, net in zip(strangers, nets, strict=True):
+            stranger.__dict__ = _copied(net).__dict__
+
+        def program(t: Transport, used: list[Any]) -> None:
+            weight = 1.0 + t.rank * weighted  # noqa: B023
+            if asynchronous:  # noqa: B023
+                sl.average_(used[t.rank], weight, group=t, async_op=True).wait()
+            else:
+                sl.average_(used[t.rank], weight, group=t)
+
+        run_ranks(size, lambda t: program(t, nets))
+        run_ranks(size, lambda t: program(t, strangers))  # noqa: B023
+        for net, stranger in zip(nets[:size], strangers[:size], strict=True):
+            for ours, theirs in zip(tensors_of(net), tensors_of(stranger), strict=True):
+                assert ours.stride() == theirs.stride()
+                assert torch.equal(ours, theirs)
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    """With what is tied tied, and strides as they are."""
+    twins: dict[Tensor, Tensor] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        if tensor not in twins:
+            data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor.data)
+            twins[tensor] = nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
+        return twins[tensor]
+
+    def copied(module: nn.Module) -> nn.Module:
+        other = nn.Module.__new__(type(module))
+        other.__dict__ = dict(module.__dict__)
+        other._parameters = {name: p if p is None else twin(p) for name, p in module._parameters.items()}  # type: ignore[assignment]
+        other._buffers = {name: b if b is None else twin(b) for name, b in module._buffers.items()}
+        other._modules = {name: m if m is None else copied(m) for name, m in module._modules.items()}
+        return other
+
+    return copied(net)
+
+
+def test_what_was_found_out_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    nets = [Net(), Net()]
+    made: list[str] = []
+    for kind, name in ((average._Kept, "module"), (ReductionPlan, "reduction")):
+        before = kind.__init__
+
+        def counted(self: Any, *args: Any, before: Any = before, name: str = name) -> None:
+            made.append(name)
+            before(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    for weight in (1.0, 1.0, 1.0):
+        run_ranks(2, lambda t: sl.average_(nets[t.rank], weight, group=t))  # noqa: B023
+    assert sorted(made) == ["module", "module", "reduction", "reduction"]
+    run_ranks(2, lambda t: sl.average_(nets[t.rank], 1.0 + t.rank, group=t))
+    assert made.count("module") == 2, "another weight needs no other look at the module"
+    assert made.count("reduction") == 4, "but bfloat16 travels as float32 where it is scaled"
+
+
+def test_ranks_whose_modules_differ_later_are_told_so() -> None:
+    nets = [Net(), Net()]
+    run_ranks(2, lambda t: sl.average_(nets[t.rank], group=t))
+    transpose(nets[0])
+    run_ranks(2, lambda t: sl.average_(nets[t.rank], group=t))  # strides may differ
+    widen(nets[0])
+    with pytest.raises(sl.ContractMismatch, match=r"low\.weight"):
+        run_ranks(2, lambda t: sl.average_(nets[t.rank], group=t))
+
+
+def test_nothing_of_a_module_is_kept_alive() -> None:
+    nets = [Net(), Net()]
+    run_ranks(2, lambda t: sl.average_(nets[t.rank], group=t))
+    given_up = nets[0].square.weight
+    was = weakref.ref(given_up), weakref.ref(given_up.untyped_storage())
+    del given_up
+    replace(nets[0])
+    gc.collect()
+    assert [ref() for ref in was] == [None, None]
+    kept = weakref.ref(average._kept[nets[0]])
+    gone = weakref.ref(nets[0])
+    nets.clear()
+    gc.collect()
+    assert gone() is None
+    assert kept() is None
+
+
+@pytest.mark.parametrize("change", [c for c in CHANGES if c not in (nothing, remove, narrow)])
+def test_a_likeness_fits_what_it_is_of_alone(change: Callable[[Any], None]) -> None:
+    net = Net()
+    likeness = Likeness(walk(net))
+    fill(net, 1)
+    net.square.weight.requires_grad_(False)
+    assert likeness.fits(walk(net))
+    change(net)
+    assert not likeness.fits(walk(net))
+
+
+def test_a_pending_conjugation_or_sign_is_another_tensor() -> None:
+    net = nn.Module()
+    net.register_buffer("z", torch.ones(2, dtype=torch.complex64))
+    net.register_buffer("y", net.z.conj().imag.detach())
+    assert net.y.is_neg()
+    likeness = Likeness(walk(net))
+    net.z.data = net.z.data.conj()
+    assert not likeness.fits(walk(net))
+    likeness = Likeness(walk(net))
+    net.y.data = torch.view_as_real(net.z.data.conj())[..., 1]
+    assert not likeness.fits(walk(net))
+
+
+def test_tensors_may_be_swapped_afterwards() -> None:
+    net = Net()
+    run_ranks(1, lambda t: sl.average_(net, group=t))
+    other = nn.Parameter(torch.zeros(3, 3).to_sparse(), requires_grad=False)
+    net.square.weight.requires_grad_(False)
+    torch.utils.swap_tensors(net.square.weight, other)
+    with pytest.raises(ValueError, match=r"square\.weight is torch\.sparse_coo"):
+        run_ranks(1, lambda t: sl.average_(net, group=t))
+
+
+def test_empty_tensors_count_once_where_they_are_one() -> None:
+    net = nn.Module()
+    net.register_buffer("x", torch.zeros(0))
+    net.register_buffer("y", net.x)
+    likeness = Likeness(walk(net))
+    assert likeness.fits(walk(net))
+    net.y = torch.zeros(0)
+    assert not likeness.fits(walk(net))
