@@ -72,16 +72,12 @@ class ReductionPlan:
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[_Kind, _Place]) -> None:
         self.places = places
-        parts = [
-            (index, part) for index, tensor in enumerate(tensors) for part in parts_of(tensor.data, CAP_BYTES)
-        ]
+        parts = [part for tensor in tensors for part in parts_of(tensor.data, CAP_BYTES)]
         self._is_cut = len(parts) > len(tensors)
-        where = [((part.dtype, part.device), *places[part.dtype, part.device]) for _, part in parts]
-        sizes_bytes = [
-            part.numel() * dtype.itemsize for (_, part), (*_, dtype) in zip(parts, where, strict=True)
-        ]
+        where = [(part.dtype, part.device, *places[part.dtype, part.device]) for part in parts]
+        sizes_bytes = [part.numel() * place[-1].itemsize for part, place in zip(parts, where, strict=True)]
         self.pieces = [
-            self._piece([parts[i][1] for i in members], members, *where[members[0]][1:])
+            self._piece([parts[i] for i in members], members, *where[members[0]][2:])
             for members in plan_pieces(sizes_bytes, where)
         ]
 
