@@ -7,6 +7,7 @@
     +-- ReplicaDivergence      replicas that have to be equal are not
     +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
     +-- CollectiveTimeout      a rank did not arrive before the deadline
+    +-- CheckpointCorrupt      a checkpoint is not what was written
     +-- PeerLost               a rank's process or connection is gone
     +-- PeerFailed             a rank ended by an exception of its own
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "CheckpointCorrupt",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "ContractMismatch",
@@ -79,6 +81,13 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 class UnevenInputs(SynclineError):
     """The ranks do not run the same number of steps: one skipped a batch, or has ended while others go on."""
+
+
+class CheckpointCorrupt(SynclineError):
+    """A checkpoint is not what was written: damaged, torn, or of a version that is not known.
+
+    The text names the file and, where one is, the tensor.
+    """
 
 
 class ReplicaDivergence(SynclineError):

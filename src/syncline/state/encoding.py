@@ -1,0 +1,165 @@
+"""A state as JSON beside named tensors, and back: what a checkpoint can hold, and no pickle.
+
+JSON has no tuples, no keys but texts, no infinity and no tensors. What it has stays as it is, readable; anything else
+becomes an object of one key that begins with "$":
+
+    {"$tensor": "model.weight"}      a tensor, by the name under which it is stored
+    {"$complex": "model.z"}          a complex one, stored as real numbers with one dimension more
+    {"$tuple": [...]}                a tuple
+    {"$dict": [[key, value], ...]}   a dict with keys that are not all texts, or with one that begins with "$"
+    {"$float": "nan"}                a float that JSON cannot hold: nan, inf, -inf
+    {"$bytes": "..."}                bytes, in base 64
+    {"$dtype": "torch.float32"}      and "$device", "$size", likewise
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.state.tensor_file import STORABLE
+
+__all__ = ["decode", "encode"]
+
+_KEPT = (str, bool, int, type(None))
+
+
+def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """What `json.dumps` takes, and the tensors in it, by name.
+
+    A tensor that occurs twice is listed once. Tensors are not copied.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors, numbers, texts, bytes and None; also dtypes and devices.
+        name: of the whole, the first word of each tensor's name.
+
+    Raises:
+        TypeError: something else; its place is named.
+        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others.
+
+    Example:
+        >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
+        {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.99]}, 'state': {'$dict': [[0, {'$tensor': 'optimizer.state.0'}]]}}
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, name), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def encode(self, value: Any, place: str) -> Any:
+        # Exact types: a subclass (numpy.float64 is a float, an IntEnum is an int) would come back as another.
+        kind = type(value)
+        if kind in _KEPT:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, Tensor):
+            return {"$complex" if value.is_complex() else "$tensor": self._stored(value, place)}
+        if kind is list:
+            return [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]}
+        if kind in (dict, OrderedDict, defaultdict):
+            return self._dict(value, place)
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind in (torch.dtype, torch.device):
+            return {f"${kind.__name__}": str(value)}
+        if kind is torch.Size:
+            return {"$size": list(value)}
+        raise TypeError(
+            f"{place} is a {kind.__module__}.{kind.__qualname__}: expected tensors, numbers, texts, bytes, None, and "
+            "dicts, lists and tuples of them. Give it a state_dict() of such things, or leave it out of the state"
+        )
+
+    def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
+        pairs = []
+        for key, one in value.items():
+            if isinstance(key, Tensor):
+                raise TypeError(f"{place} has a tensor as a key: expected texts, numbers or tuples of them")
+            pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
+        return {"$dict": pairs}
+
+    def _stored(self, tensor: Tensor, place: str) -> str:
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            what = "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            raise ValueError(f"{place} is {what}: expected a dense tensor with values")
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise ValueError(
+                f"{place} is a {type(tensor).__name__}, which wraps other tensors: expected those (to_local())"
+            )
+        known = self._names.get(id(tensor))
+        if known is None:
+            known = self._names[id(tensor)] = _free(place, self.tensors)
+            values = tensor.detach().resolve_conj().resolve_neg()
+            values = torch.view_as_real(values) if values.is_complex() else values
+            if values.dtype not in STORABLE:
+                raise ValueError(f"{place} is of {tensor.dtype}, which cannot be stored: convert it first")
+            self.tensors[known] = values
+        return known
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """The name, or where keys with dots have made two places look the same, the next one that is free."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name} ({number})"
+    return free
+
+
+def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `encode`: equal to what was encoded, with these tensors; ordered dicts come back as dicts.
+
+    Raises:
+        KeyError: a tensor is missing.
+        ValueError: not something that `encode` gives.
+
+    Example:
+        >>> encoded, tensors = encode({"betas": (0.9, float("inf")), 3: torch.ones(1)}, "x")
+        >>> decode(encoded, tensors)
+        {'betas': (0.9, inf), 3: tensor([1.])}
+    """
+    if isinstance(encoded, list):
+        return [decode(one, tensors) for one in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    tag: str
+    value: Any
+    tag, value = next(iter(encoded.items()), ("", None))
+    if not tag.startswith("$"):
+        return {key: decode(one, tensors) for key, one in encoded.items()}
+    match tag:
+        case "$tensor":
+            return tensors[value]
+        case "$complex":
+            return torch.view_as_complex(tensors[value])
+        case "$tuple":
+            return tuple(decode(one, tensors) for one in value)
+        case "$dict":
+            return {decode(key, tensors): decode(one, tensors) for key, one in value}
+        case "$float":
+            return float(value)
+        case "$bytes":
+            return base64.b64decode(value, validate=True)
+        case "$dtype":
+            dtype = getattr(torch, str(value).removeprefix("torch."), None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        case "$device":
+            return torch.device(value)
+        case "$size":
+            return torch.Size(value)
+    raise ValueError(f"{tag} {value!r} stands for nothing that this version knows")

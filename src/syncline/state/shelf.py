@@ -1,0 +1,94 @@
+"""The directory in which saves stand beside each other: what is committed, what may go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from syncline.state.files import Files
+from syncline.state.snapshot import directory_name, parse_name
+
+__all__ = ["Save", "Shelf"]
+
+_UNFINISHED = "unfinished-"
+
+
+class Save(NamedTuple):
+    """A save that bears its name; what is in it may be damaged all the same."""
+
+    number: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return directory_name(self.number, self.step)
+
+
+class Shelf:
+    """Saves in one directory, of which the newest stay.
+
+    A save is written into the directory that `begin` gives, and counts from `commit` on: it gets its name by one
+    rename, after everything in it was synced. So at any moment, and after a crash at any moment, what bears a name is
+    complete.
+    What is to go loses its name first.
+
+    Args:
+        files: the file system.
+        path: the directory; made when something is saved.
+        keep: how many saves stay.
+    """
+
+    def __init__(self, files: Files, path: str, keep: int) -> None:
+        self._files = files
+        self._path = path
+        self._keep = keep
+
+    def saves(self) -> list[Save]:
+        """The committed ones, newest first: in the order of saving, whatever their steps are."""
+        found = [Save(*parsed) for name in self._files.names(self._path) if (parsed := parse_name(name))]
+        return sorted(found, reverse=True)
+
+    def path_of(self, save: Save) -> str:
+        """The directory of a save."""
+        return f"{self._path}/{save.name}"
+
+    def begin(self, step: int) -> tuple[Save, str]:
+        """The next save, and a new, empty directory for it. What crashes have left unfinished is removed."""
+        self._files.make_directory(self._path)
+        for name in self._files.names(self._path):
+            if name.startswith(_UNFINISHED):
+                self._files.remove(f"{self._path}/{name}")
+        save = Save(max((save.number for save in self.saves()), default=0) + 1, step)
+        path = self._unfinished(save)
+        self._files.make_directory(path)
+        return save, path
+
+    def commit(self, save: Save) -> None:
+        """Give a save its name; everything in its directory was written and synced."""
+        self._files.sync_directory(self._unfinished(save))
+        self._files.rename(self._unfinished(save), self.path_of(save))
+        self._files.sync_directory(self._path)
+
+    def abandon(self, save: Save) -> None:
+        """Remove what was written of a save that is not to be."""
+        self._files.remove(self._unfinished(save))
+
+    def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
+        """Remove what is older than the newest saves that stay, and tell what.
+
+        Args:
+            damaged: those known to be of no use: they do not count as saves that stay.
+        """
+        saves = self.saves()
+        sound = [save for save in saves if save not in damaged]
+        gone = [save for save in saves if len(sound) > self._keep and save < sound[self._keep - 1]]
+        for save in gone:
+            self._files.rename(self.path_of(save), self._unfinished(save))
+        if gone:
+            self._files.sync_directory(self._path)
+        for save in gone:
+            self._files.remove(self._unfinished(save))
+        return gone
+
+    def _unfinished(self, save: Save) -> str:
+        return f"{self._path}/{_UNFINISHED}{save.name}"

@@ -1,0 +1,137 @@
+"""Files of tensors, as safetensors has them, every byte of which is covered by a checksum.
+
+They are written from where the tensors are, and read where they are mapped, so that nothing is copied on the way.
+CRC-32 finds every burst of errors of up to 32 bits, and misses others with a probability of 2**-32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.errors import CheckpointCorrupt
+from syncline.state.files import Files
+
+__all__ = ["STORABLE", "StoredFile", "checksum", "read_tensors", "write_tensors"]
+
+STORABLE = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Types that can be stored, as safetensors calls them."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What has to be in a file of tensors.
+
+    Attributes:
+        num_bytes: of the file.
+        header: checksum of everything before the tensors.
+        tensors: that of each tensor.
+    """
+
+    num_bytes: int
+    header: str
+    tensors: Mapping[str, str]
+
+
+def write_tensors(files: Files, path: str, tensors: Mapping[str, Tensor]) -> StoredFile:
+    """Write tensors as a safetensors file.
+
+    Args:
+        files: where.
+        path: a new file.
+        tensors: on the CPU, contiguous; not complex.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    # Types of more bytes first, so that each value lies at a multiple of its size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": STORABLE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight
+    head = len(text).to_bytes(8, "little") + text
+    checksums: dict[str, str] = {}
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield head
+        for name, tensor in ordered:
+            memory = _memory(tensor)
+            checksums[name] = checksum(memory)
+            yield memory
+
+    files.write(path, parts())
+    return StoredFile(len(head) + end, checksum(head), checksums)
+
+
+def read_tensors(files: Files, directory: str, name: str, stored: StoredFile) -> dict[str, Tensor]:
+    """The tensors of a file, checked.
+
+    Raises:
+        CheckpointCorrupt: they are not what was written.
+        OSError: the file could not be read.
+    """
+    path = f"{directory}/{name}"
+    content = files.map(path)
+    if len(content) != stored.num_bytes:
+        raise CheckpointCorrupt(f"{path} has {len(content)} bytes: expected {stored.num_bytes}")
+    head_bytes = 8 + int.from_bytes(content[:8], "little")
+    if head_bytes > len(content) or checksum(content[:head_bytes]) != stored.header:
+        raise CheckpointCorrupt(f"{path}: the checksum of its header is not the one in the manifest")
+    header = json.loads(bytes(content[8:head_bytes]))
+    by_name = {name: dtype for dtype, name in STORABLE.items()}
+    tensors = {}
+    for key, expected in stored.tensors.items():
+        dtype, shape = by_name[header[key]["dtype"]], header[key]["shape"]
+        start, end = (head_bytes + offset for offset in header[key]["data_offsets"])
+        memory = content[start:end]
+        if checksum(memory) != expected:
+            raise CheckpointCorrupt(f"{path}: {key} is damaged, its checksum is not the one in the manifest")
+        tensors[key] = (
+            torch.frombuffer(memory, dtype=dtype).view(shape)
+            if end > start
+            else torch.empty(shape, dtype=dtype)
+        )
+    return tensors
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Its bytes, for as long as it is there."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def checksum(memory: bytes | memoryview) -> str:
+    """Eight hexadecimal digits."""
+    return f"{zlib.crc32(memory):08x}"

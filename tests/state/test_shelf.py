@@ -1,0 +1,241 @@
+"""Saves on a shelf: whatever crashes, tears, flips or runs full, what was committed comes back, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from faulty_files import Crash, FaultyFiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from syncline.errors import CheckpointCorrupt
+from syncline.state.encoding import decode, encode
+from syncline.state.files import Files, LocalFiles
+from syncline.state.shelf import Save, Shelf
+from syncline.state.snapshot import VERSION, Manifest, parse_name, read_manifest, write_manifest
+from syncline.state.tensor_file import read_tensors, write_tensors
+
+KEEP = 2
+
+
+def state_at(step: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(step)
+    return {
+        "weight": torch.randn(3, 5, generator=g),
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(3, generator=g).bfloat16(),
+        "nothing": torch.empty(0, 4),
+        "step": step,
+        "betas": (0.9, float("inf")),
+        "groups": {0: [step, None, "text"]},
+    }
+
+
+def write(files: Files, path: str, step: int) -> None:
+    tree, tensors = encode(state_at(step), "state")
+    stored = write_tensors(files, f"{path}/shared.safetensors", tensors)
+    manifest = Manifest(step=step, num_ranks=1, shared=tree, ranks=[{}], files={"shared.safetensors": stored})
+    write_manifest(files, path, manifest)
+
+
+def save(files: Files, shelf: Shelf, step: int) -> Save:
+    one, path = shelf.begin(step)
+    try:
+        write(files, path, step)
+    except OSError:
+        shelf.abandon(one)
+        raise
+    shelf.commit(one)
+    shelf.prune()
+    return one
+
+
+def load(files: Files, path: str) -> tuple[int, Any]:
+    manifest = read_manifest(files, path)
+    tensors: dict[str, Tensor] = {}
+    for name, stored in manifest.files.items():
+        tensors |= read_tensors(files, path, name, stored)
+    return manifest.step, decode(manifest.shared, tensors)
+
+
+def load_newest(files: Files, shelf: Shelf) -> tuple[int, Any] | None:
+    """The newest that is sound."""
+    for one in shelf.saves():
+        try:
+            return load(files, shelf.path_of(one))
+        except CheckpointCorrupt:
+            continue
+    return None
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data())
+def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_half(
+    data: st.DataObject,
+) -> None:
+    files = FaultyFiles()
+    committed: list[int] = []
+    step = 0
+    for _ in range(data.draw(st.integers(1, 3))):  # lives of the machine
+        shelf = Shelf(files, "runs/one", KEEP)
+        files.crash_at = files.num_done + data.draw(st.integers(0, 80))
+        begun = step
+        try:
+            while True:
+                begun = step + 1
+                save(files, shelf, begun)
+                step = begun
+                committed.append(step)
+        except Crash:
+            files = files.after_crash(data.draw(st.integers(0, 10**6)))
+        shelf = Shelf(files, "runs/one", KEEP)
+        names = shelf.saves()
+        for one in names:
+            found, state = load(files, shelf.path_of(one))  # what bears a name is complete
+            assert found == one.step
+            assert_same(state, state_at(found))
+        steps = [one.step for one in names]
+        assert steps == sorted(steps, reverse=True)
+        if begun in steps and begun not in committed:
+            committed.append(begun)  # it was, but nobody was told
+        assert set(committed[-KEEP:]) <= set(steps) <= set(committed)
+        step = max([step, *steps])
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data())
+def test_no_damage_is_taken_for_what_was_saved(data: st.DataObject) -> None:
+    files = FaultyFiles()
+    shelf = Shelf(files, "runs", KEEP)
+    for step in (1, 2):
+        save(files, shelf, step)
+    newest, older = shelf.saves()
+    path = data.draw(st.sampled_from(files.paths(shelf.path_of(newest))))
+    length = len(files.read(path))
+    if data.draw(st.booleans()):
+        files.damage(path, data.draw(st.integers(0, length - 1)), data.draw(st.integers(1, 255)))
+    elif data.draw(st.booleans()):
+        files.cut(path, data.draw(st.integers(0, length - 1)))
+    else:
+        files.remove(path)
+    with pytest.raises((CheckpointCorrupt, FileNotFoundError), match=path):
+        load(files, shelf.path_of(newest))
+    found, state = load(files, shelf.path_of(older))
+    assert found == 1
+    assert_same(state, state_at(1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 60))
+def test_a_full_disk_keeps_what_there_is(room: int) -> None:
+    files = FaultyFiles()
+    shelf = Shelf(files, "runs", KEEP)
+    save(files, shelf, 1)
+    files.full_at = files.num_done + room
+    last = 1
+    with pytest.raises(OSError, match="No space"):
+        while True:
+            save(files, shelf, last + 1)
+            last += 1
+    found, state = load_newest(files, shelf) or (0, None)
+    assert found == last
+    assert_same(state, state_at(last))
+    assert [name for name in files.names("runs") if parse_name(name) is None] == []
+    files.full_at = None
+    save(files, shelf, last + 1)
+    assert [one.step for one in shelf.saves()] == [last + 1, last]
+
+
+def test_saves_are_in_the_order_of_saving_whatever_their_steps_are() -> None:
+    files = FaultyFiles()
+    shelf = Shelf(files, "runs", 3)
+    for step in (5, 20, 10):
+        save(files, shelf, step)
+    assert [one.step for one in shelf.saves()] == [10, 20, 5]
+    assert shelf.saves()[0].name == "save-000003-step-10"
+    save(files, shelf, 11)
+    assert [one.step for one in shelf.saves()] == [11, 10, 20]
+
+
+def test_what_is_damaged_does_not_count_as_kept() -> None:
+    files = FaultyFiles()
+    shelf = Shelf(files, "runs", 2)
+    for step in range(4):
+        one, path = shelf.begin(step)
+        write(files, path, step)
+        shelf.commit(one)
+    newest, second, third, oldest = shelf.saves()
+    assert shelf.prune(damaged=[second]) == [oldest]
+    assert shelf.saves() == [newest, second, third]
+    assert shelf.prune() == [third]
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "save-1").write_text("")
+    shelf = Shelf(LocalFiles(), str(tmp_path), 1)
+    for step in (1, 2):
+        save(LocalFiles(), shelf, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "save-000002-step-2", "save-1"]
+
+
+def test_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "half": torch.randn(3).bfloat16(),
+        "empty": torch.empty(0, 3),
+        "wide": torch.arange(6, dtype=torch.int64).view(2, 3),
+        'ünïcode "name"': torch.randn(2, 2),
+        "tiny": torch.randn(4).to(torch.float8_e4m3fn),
+    }
+    stored = write_tensors(LocalFiles(), str(tmp_path / "x.safetensors"), tensors)
+    theirs = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    ours = read_tensors(LocalFiles(), str(tmp_path), "x.safetensors", stored)
+    assert theirs.keys() == ours.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        for other in (theirs[name], ours[name]):
+            assert other.dtype == tensor.dtype
+            assert torch.equal(other.float(), tensor.float())
+
+
+def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.state.snapshot.VERSION", VERSION + 1)
+    write(LocalFiles(), str(tmp_path), 1)
+    monkeypatch.undo()
+    with pytest.raises(
+        CheckpointCorrupt, match=rf"version {VERSION + 1}: this version of Syncline reads up to version"
+    ):
+        load(LocalFiles(), str(tmp_path))
+
+
+def test_the_manifest_is_there_to_be_read(tmp_path: Path) -> None:
+    write(LocalFiles(), str(tmp_path), 3)
+    text, _, checksum = (tmp_path / "manifest.json").read_text().rstrip("\n").rpartition("\n")
+    body = json.loads(text)
+    assert (body["format"], body["version"], body["step"]) == ("syncline checkpoint", VERSION, 3)
+    assert body["shared"]["weight"] == {"$tensor": "state.weight"}
+    assert len(checksum) == 8
