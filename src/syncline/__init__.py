@@ -13,6 +13,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     strategy/                   pure: when and how parameters meet
     rounds/                     carries strategies out
     optim/                      optimizers of which each rank steps its share
+    state/                      what belongs to a training run, on disk and back
     verbs, sharing, evolution/  synchronization without a wrapper; one copy of parameters for all ranks; training
                                 without a backward pass
     parallel                    DistributedDataParallel
@@ -26,6 +27,7 @@ from syncline import compression, nn
 from syncline.contract import Contract, Row
 from syncline.data.sampler import DistributedSampler
 from syncline.errors import (
+    CheckpointCorrupt,
     CollectiveMismatch,
     CollectiveTimeout,
     ContractMismatch,
@@ -40,6 +42,8 @@ from syncline.events import BackwardRecord, BucketRecord, BufferRecord, Evolutio
 from syncline.evolution.strategy import EvolutionStrategy
 from syncline.parallel import DistributedDataParallel
 from syncline.sharing import share_, write_shared
+from syncline.state.checkpoint import Checkpointer
+from syncline.state.train_state import TrainState
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
@@ -62,6 +66,8 @@ __all__ = [
     "BackwardRecord",
     "BucketRecord",
     "BufferRecord",
+    "CheckpointCorrupt",
+    "Checkpointer",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Contract",
@@ -83,6 +89,7 @@ __all__ = [
     "Row",
     "Statistics",
     "SynclineError",
+    "TrainState",
     "UnevenInputs",
     "UnreducedGradients",
     "World",

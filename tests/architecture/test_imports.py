@@ -27,7 +27,7 @@ LEVELS = (
     ("transport", "handshake"),
     ("world",),
     ("sync", "compression", "strategy", "data", "nn"),
-    ("optim", "rounds"),
+    ("optim", "rounds", "state"),
     ("evolution", "sharing", "verbs"),
     ("arguments", "wrapping"),
     ("replica",),

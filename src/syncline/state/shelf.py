@@ -69,6 +69,10 @@ class Shelf:
         self._files.rename(self._unfinished(save), self.path_of(save))
         self._files.sync_directory(self._path)
 
+    def probe_path(self, token: str) -> str:
+        """Of a file that says whether all see the same directory; removed by the next save, if not before."""
+        return f"{self._path}/{_UNFINISHED}probe-{token}"
+
     def abandon(self, save: Save) -> None:
         """Remove what was written of a save that is not to be."""
         self._files.remove(self._unfinished(save))

@@ -1,0 +1,163 @@
+"""What belongs to a training run, named once."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["TrainState", "copies"]
+
+_RESERVED = ("step", "rng")
+
+
+class TrainState:
+    """What belongs to a training run: saved, loaded and compared as one.
+
+    Beside what is named here it has `step`, and the state of the random number generators of this rank: Python's,
+    NumPy's where that is imported, torch's on the CPU and on each CUDA device in use.
+
+    Args:
+        model: a module; wrapped by torch's or Syncline's DistributedDataParallel or not, which makes no difference to
+            what is saved. Of Syncline's wrapper, the strategy's and the compression's state belong to it.
+        optimizer: a torch optimizer; attached ones, too.
+        scheduler: of the learning rate.
+        scaler: a `torch.amp.GradScaler`.
+        sampler: what deals out the samples.
+        named: anything else with `state_dict()` and `load_state_dict(state)`, by a name of yours.
+
+    Raises:
+        TypeError: something without these two methods; `step` and `rng` as names.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> state = sl.TrainState(model=model, optimizer=optimizer)
+        >>> state.step += 1
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        sampler: Any = None,
+        **named: Any,
+    ) -> None:
+        roles = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "sampler": sampler,
+        }
+        self.named: dict[str, Any] = {name: one for name, one in roles.items() if one is not None} | named
+        """What was named, by name."""
+        self.step = 0
+        """How many steps were made."""
+        for name, one in self.named.items():
+            if name in _RESERVED:
+                raise TypeError(f"{name} is saved anyway: give {type(one).__name__} another name")
+            if isinstance(one, type) or not all(
+                callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")
+            ):
+                raise TypeError(
+                    f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. Numbers and "
+                    "tensors of your own belong into an object with these two methods"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, on this rank; tensors are not copied."""
+        states = {name: _state_of(one) for name, one in self.named.items()}
+        return {"step": self.step, **states, "rng": _rng_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse. Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
+
+        Raises:
+            ValueError: names are missing, or there are others; nothing was changed.
+        """
+        missing = sorted({"step", *self.named} - state.keys())
+        unknown = sorted(state.keys() - {"step", "rng", *self.named})
+        if missing or unknown:
+            raise ValueError(
+                f"expected the state of {', '.join(self.named) or 'nothing but step and rng'}; "
+                + "; ".join(
+                    [f"{name} is missing" for name in missing]
+                    + [f"{name} is not known here" for name in unknown]
+                )
+                + ". Name the same things as when it was saved"
+            )
+        for name, one in self.named.items():
+            _load_into(one, state[name])
+        self.step = state["step"]
+        if "rng" in state:
+            _set_rng_state(state["rng"])
+
+
+def copies(one: Any) -> bool:
+    """Whether loading into it copies tensors, so that it keeps none of those that it is given."""
+    return isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict")
+
+
+def _what(one: Any) -> str:
+    return f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+
+
+def _state_of(one: Any) -> Any:
+    if not isinstance(one, DistributedDataParallel):
+        return one.state_dict()
+    save: Any = getattr(one, "sync_state_dict", None)
+    return {"module": one.module.state_dict(), "synchronization": save() if save else None}
+
+
+def _load_into(one: Any, state: Any) -> None:
+    is_wrapped = isinstance(state, dict) and state.keys() == {"module", "synchronization"}
+    module_state = state["module"] if is_wrapped else state
+    if not isinstance(one, DistributedDataParallel):
+        one.load_state_dict(module_state)
+        return
+    one.module.load_state_dict(module_state)
+    load: Any = getattr(one, "load_sync_state_dict", None)
+    if load and is_wrapped and state["synchronization"] is not None:
+        load(state["synchronization"])
+
+
+# ---------------------------------------------------------------------- chance
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = (
+            str(kind),
+            torch.from_numpy(keys.copy()),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        )
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy(), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        here: list[Tensor] = state["cuda"][: torch.cuda.device_count()]
+        torch.cuda.set_rng_state_all(here)

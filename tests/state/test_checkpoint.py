@@ -1,0 +1,355 @@
+"""Checkpointer and TrainState: what was saved comes back, on as many ranks or others. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_files import FaultyFiles
+from torch import nn
+
+import syncline as sl
+from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
+from syncline.state.checkpoint import Checkpointer
+from syncline.state.snapshot import read_manifest
+from syncline.state.train_state import TrainState
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+
+class Mine:
+    """Something with a state of its own on each rank."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+class Run:
+    """A small training run of one rank."""
+
+    def __init__(self, rank: int, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        for parameter in self.model.parameters():
+            parameter.data.normal_(generator=g)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.mine = Mine(torch.tensor([rank]))
+        self.state = TrainState(
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, mine=self.mine
+        )
+
+    def step(self) -> float:
+        g = torch.Generator().manual_seed(self.state.step)
+        loss = self.model(torch.randn(16, 4, generator=g)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.state.step += 1
+        return loss.item()
+
+
+def same(one: Any, other: Any) -> bool:
+    return repr(_plain(one)) == repr(_plain(other))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(one) for one in value)
+    return value
+
+
+def in_files(
+    files: Any, fn: Callable[[Transport, Checkpointer], Any], size: int = 2, keep: int = 3
+) -> list[Any]:
+    return run_ranks(size, lambda t: fn(t, Checkpointer("/runs/one", keep=keep, group=t, files=files)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_run_goes_on_as_if_nothing_had_happened(size: int, tmp_path: Path) -> None:
+    def program(t: Transport) -> None:
+        run = Run(t.rank)
+        checkpointer = Checkpointer(tmp_path, group=t)
+        assert checkpointer.load(run.state) is None
+        for _ in range(3):
+            run.step()
+        assert checkpointer.save(run.state) == str(tmp_path / "save-000001-step-3")
+        losses = [run.step() for _ in range(4)]
+        other = Run(10 + t.rank, seed=1)
+        assert Checkpointer(tmp_path, group=t).load(other.state) == 3
+        assert other.state.step == 3
+        assert other.mine.value.tolist() == [t.rank]
+        assert [other.step() for _ in range(4)] == losses
+        assert same(other.state.state_dict(), run.state.state_dict())
+
+    run_ranks(size, program)
+
+
+def test_what_is_the_same_on_all_ranks_is_written_once(tmp_path: Path) -> None:
+    run_ranks(2, lambda t: Checkpointer(tmp_path, group=t).save(Run(t.rank).state, step=5))
+    (saved,) = tmp_path.iterdir()
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "manifest.json",
+        "rank-0.safetensors",
+        "rank-1.safetensors",
+        "shared.safetensors",
+    ]
+    manifest = json.loads(_body(saved))
+    assert (
+        {"mine.value"}
+        <= manifest["files"]["rank-1.safetensors"]["tensors"].keys()
+        <= {"mine.value", "rng.torch"}
+    )
+    assert "model.0.weight" in manifest["files"]["shared.safetensors"]["tensors"]
+    assert manifest["step"] == 5
+
+
+def _body(saved: Path) -> str:
+    return (saved / "manifest.json").read_text().rstrip("\n").rpartition("\n")[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_another_number_of_ranks_loads_it(before: int, after: int) -> None:
+    files = FaultyFiles()
+    in_files(files, lambda t, c: c.save(Run(t.rank).state, step=7), size=before)
+
+    def load(t: Transport, checkpointer: Checkpointer) -> Any:
+        run = Run(99, seed=5)
+        assert checkpointer.load(run.state) == 7
+        assert same(run.model.state_dict(), Run(0).model.state_dict())
+        return run.mine.value.item()
+
+    assert in_files(files, load, size=after) == [rank if rank < before else 0 for rank in range(after)]
+
+
+def test_chance_goes_on_where_it_was() -> None:
+    files = FaultyFiles()
+    import numpy as np
+
+    def draw() -> Any:
+        return random.random(), torch.rand(2).tolist(), np.random.rand()
+
+    def program(t: Transport, checkpointer: Checkpointer) -> None:
+        checkpointer.save(Run(0).state)
+        drawn = draw()
+        assert draw() != drawn
+        checkpointer.load(Run(0).state)
+        assert draw() == drawn
+
+    in_files(files, program, size=1)
+
+
+def test_a_damaged_save_is_named_and_the_one_before_is_loaded() -> None:
+    files = FaultyFiles()
+
+    def save(t: Transport, checkpointer: Checkpointer) -> None:
+        run = Run(t.rank)
+        for _ in range(2):
+            run.step()
+            checkpointer.save(run.state)
+
+    in_files(files, save)
+    files.damage("runs/one/save-000002-step-2/rank-1.safetensors", -1, 1)
+
+    def load(t: Transport, checkpointer: Checkpointer) -> int | None:
+        return checkpointer.load(Run(t.rank).state)
+
+    with pytest.warns(RuntimeWarning, match="rank 1: .*rank-1.safetensors: mine.value is damaged") as warned:
+        assert in_files(files, load) == [1, 1]
+    assert str(warned[0].message).endswith("Loaded instead: save-000001-step-1")
+    files.cut("runs/one/save-000001-step-1/manifest.json", 20)
+    with pytest.raises(
+        CheckpointCorrupt, match=r"(?s)no save in /runs/one is sound.*manifest\.json is damaged"
+    ):
+        in_files(files, load)
+
+
+def test_a_full_disk_is_a_warning_and_nothing_is_lost() -> None:
+    files = FaultyFiles()
+
+    def program(t: Transport, checkpointer: Checkpointer) -> tuple[Any, Any]:
+        run = Run(t.rank)
+        run.step()
+        first = checkpointer.save(run.state)
+        run.step()
+        if t.rank == 0:
+            files.full_at = files.num_done + 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            second = checkpointer.save(run.state)
+        return first, second
+
+    assert in_files(files, program) == [("/runs/one/save-000001-step-1", None)] * 2
+    files.full_at = None
+    assert files.names("runs/one") == ["save-000001-step-1"]
+    assert in_files(files, lambda t, c: c.load(Run(t.rank).state)) == [1, 1]
+    assert in_files(files, lambda t, c: c.save(Run(t.rank).state, 9)) == ["/runs/one/save-000002-step-9"] * 2
+
+
+def test_the_warning_of_a_full_disk_says_what_is_wrong() -> None:
+    files = FaultyFiles()
+
+    def program(t: Transport, checkpointer: Checkpointer) -> None:
+        files.full_at = files.num_done
+        checkpointer.save(Run(t.rank).state, step=4)
+
+    with pytest.warns(RuntimeWarning, match=r"step 4 could not be saved: .*No space left on device.*goes on"):
+        in_files(files, program, size=1)
+
+
+def test_as_many_saves_stay_as_were_asked_for(tmp_path: Path) -> None:
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer(tmp_path, keep=2, group=t)
+        for step in range(4):
+            checkpointer.save(Run(t.rank).state, step=step)
+
+    run_ranks(2, program)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["save-000003-step-2", "save-000004-step-3"]
+
+
+def test_ranks_that_save_different_things_are_told_so() -> None:
+    files = FaultyFiles()
+    with pytest.raises(ContractMismatch, match="step"):
+        in_files(files, lambda t, c: c.save(Run(t.rank).state, step=t.rank))
+    with pytest.raises(ContractMismatch, match="more"):
+        in_files(files, lambda t, c: c.save(TrainState(**({"more": Mine(1)} if t.rank else {}))))
+
+
+def test_what_cannot_be_stored_is_named_on_every_rank() -> None:
+    with pytest.raises(TypeError, match=r"rank 1: mine\.value is a builtins\.set"):
+        in_files(FaultyFiles(), lambda t, c: c.save(TrainState(mine=Mine({1} if t.rank else 1))))
+
+
+def test_the_state_of_something_else_is_refused() -> None:
+    files = FaultyFiles()
+    in_files(files, lambda t, c: c.save(TrainState(mine=Mine(1))))
+    with pytest.raises(ValueError, match="yours is missing; mine is not known here"):
+        in_files(files, lambda t, c: c.load(TrainState(yours=Mine(2))))
+
+
+def test_a_directory_that_is_not_everybodys_is_refused() -> None:
+    with pytest.raises(
+        SynclineError, match=r"rank 1 on .* cannot see what rank 0 on .* wrote into /runs/one"
+    ):
+        run_ranks(2, lambda t: Checkpointer("/runs/one", group=t, files=FaultyFiles()))
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SynclineError, match=r"file/runs cannot be written: .*Not a directory"):
+        run_ranks(2, lambda t: Checkpointer(tmp_path / "file" / "runs", group=t))
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
+def test_keep_is_a_positive_integer(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected keep to be an integer of at least 1"):
+        run_ranks(2, lambda t: Checkpointer(tmp_path, keep=keep, group=t))
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        ({"x": 3}, r"expected x to have state_dict\(\) and load_state_dict\(\), got a int"),
+        ({"model": nn.Linear}, "got the class Linear"),
+        ({"step": Mine(1)}, "step is saved anyway"),
+    ],
+)
+def test_only_what_has_a_state_is_named(named: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        TrainState(**named)
+
+
+def test_wrapped_or_not_a_model_is_saved_as_the_same() -> None:
+    files = FaultyFiles()
+
+    def program(t: Transport, checkpointer: Checkpointer) -> None:
+        ddp = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+        checkpointer.save(TrainState(model=ddp), step=1)
+        bare = nn.Linear(2, 1)
+        checkpointer.load(TrainState(model=bare))
+        assert torch.equal(bare.weight, ddp.module.weight)
+        checkpointer.save(TrainState(model=bare), step=2)
+        other = sl.DistributedDataParallel(nn.Linear(2, 1), process_group=t)
+        other.module.weight.data.zero_()
+        assert checkpointer.load(TrainState(model=other)) == 2
+        assert torch.equal(other.module.weight, ddp.module.weight)
+
+    in_files(files, program)
+
+
+def test_the_manifest_says_what_rank_had_what() -> None:
+    files = FaultyFiles()
+    in_files(files, lambda t, c: c.save(TrainState(mine=Mine(f"of {t.rank}"), ours=Mine("all")), step=1))
+    manifest = read_manifest(files, "runs/one/save-000001-step-1")
+    assert manifest.ranks == [{"mine": {"value": "of 0"}}, {"mine": {"value": "of 1"}}]
+    assert manifest.shared["ours"] == {"value": "all"}
+
+
+def test_a_save_that_does_not_block_is_of_that_moment() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport, checkpointer: Checkpointer) -> None:
+        run = Run(t.rank)
+        run.step()
+        at_1 = Run(t.rank)
+        at_1.state.load_state_dict(copy.deepcopy(run.state.state_dict()))
+        saving = checkpointer.save(run.state, blocking=False)
+        run.step()
+        assert not saving.done()
+        files.may_write.set()
+        assert saving.result() == "/runs/one/save-000001-step-1"
+        other = Run(9, seed=3)
+        assert checkpointer.load(other.state) == 1
+        assert same(other.model.state_dict(), at_1.model.state_dict())
+        assert same(other.optimizer.state_dict(), at_1.optimizer.state_dict())
+
+    in_files(files, program)
+
+
+def test_saves_do_not_pile_up() -> None:
+    files = SlowFiles()
+    seen: list[bool] = []
+
+    def program(t: Transport, checkpointer: Checkpointer) -> None:
+        run = Run(t.rank)
+        first = checkpointer.save(run.state, 1, blocking=False)
+        threading.Timer(0.2, files.may_write.set).start()
+        checkpointer.save(run.state, 2, blocking=False)
+        seen.append(first.done())
+        assert checkpointer.wait() == "/runs/one/save-000002-step-2"
+        assert checkpointer.wait() is None
+
+    in_files(files, program)
+    assert seen == [True, True]
+
+
+class SlowFiles(FaultyFiles):
+    """That write tensors when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        if path.endswith(".safetensors"):
+            assert self.may_write.wait(60)
+        super().write(path, parts)
