@@ -1,10 +1,11 @@
-"""`DistributedSampler`: torch's, without its two traps (the forgotten epoch, the duplicated samples)."""
+"""`DistributedSampler`: torch's, without its traps (the forgotten epoch, duplicated samples, a lost place)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+import torch
 import torch.utils.data as torch_data
 
 from syncline.world import world
@@ -15,7 +16,7 @@ __all__ = ["DistributedSampler"]
 class DistributedSampler(torch_data.DistributedSampler[int]):
     """Deals a dataset's indices out to the ranks; for the same epoch, the very indices that torch deals.
 
-    It differs from torch's class in two points.
+    It differs from torch's class in three points.
 
     The epoch moves by itself: the first iteration is epoch 0, the next one epoch 1, and so on, so that
     every epoch is shuffled anew. `set_epoch(e)` wins for the iteration that follows; the one after is
@@ -24,6 +25,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     With `pad=False` no sample is repeated or left out: together the ranks see each one exactly once,
     and they differ by at most one sample. Use it for evaluation, with `len(batch)` as weight of the
     mean; in training, ranks with unequal numbers of batches would wait for each other in vain.
+
+    Its `state_dict` is a place in the middle of an epoch, from which any number of ranks goes on: the samples that were
+    not used yet, each one once (where ranks cannot have equally many, `pad` and `drop_last` decide as ever). What was
+    used, `advance` is told, by `TrainState.commit`: what a DataLoader's workers have fetched ahead does not count.
 
     Args:
         dataset: anything with a length.
@@ -65,9 +70,14 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         super().__init__(any_dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.pad = pad
         self._next_epoch = 0
+        self._begun = (0, 0)
+        """The epoch that is under way, and how many samples of it, of all ranks, were used before it began here."""
+        self._used = 0
+        """Samples that this rank has used since."""
+        self._resumed: tuple[int, int] | None = None
+        """The same two numbers of an epoch that was loaded and has not begun yet."""
         if not pad:
-            # torch's __iter__ fills up to total_size and takes every num_replicas-th index from there:
-            # with nothing to fill, what is left is exact.
+            # torch fills up to total_size: with nothing to fill, what is left is exact.
             self.total_size = len(dataset)
             self.num_samples = len(range(rank, self.total_size, num_replicas))
 
@@ -76,12 +86,101 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         # batch_size=None makes two iterators and uses one.
         self.epoch = self._next_epoch
         self._next_epoch += 1
-        yield from super().__iter__()
+        resumed, self._resumed = self._resumed, None
+        self._begun = resumed if resumed and resumed[0] == self.epoch else (self.epoch, 0)
+        self._used = 0
+        _, already = self._begun
+        if already:
+            yield from self._after(already)
+        else:
+            yield from super().__iter__()
+
+    def _after(self, already: int) -> list[int]:
+        """This rank's indices of the epoch, but for the first `already` of all ranks."""
+        order = list(range(self._num_samples))
+        if self.shuffle:
+            g = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(order), generator=g).tolist()
+        left = order[already:]
+        extra = -len(left) % self.num_replicas
+        if self.drop_last:
+            left = left[: len(left) - len(left) % self.num_replicas]
+        elif self.pad and left:
+            left += (order * (1 + extra // len(order)))[:extra]
+        return left[self.rank :: self.num_replicas]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`; without a further call the one after is `epoch + 1`."""
+        """Make the next iteration that of `epoch`; without a further call the one after is `epoch + 1`.
+
+        The epoch in the middle of which a state was loaded goes on there; any other begins at its beginning.
+        """
         super().set_epoch(epoch)
         self._next_epoch = epoch
+
+    def advance(self, num_samples: int) -> None:
+        """This rank has used the next `num_samples` samples: its place moves on by so many.
+
+        Raises:
+            ValueError: below 0, or more than are left of the epoch.
+        """
+        epoch, already = self._begun
+        left = self._num_left(already) - self._used
+        if not 0 <= num_samples <= left:
+            raise ValueError(
+                f"expected 0 to {left} samples, as many as are left of epoch {epoch} on rank {self.rank}; got "
+                f"{num_samples}"
+            )
+        self._used += num_samples
+        # A rank with a smaller share than others is at the last place that they have in common.
+        if num_samples and already + self._used * self.num_replicas >= self._end(already):
+            self._begun, self._used = (epoch + 1, 0), 0
+
+    def _end(self, already: int) -> int:
+        """How many samples were used when an epoch is over, of which so many were used when it began here."""
+        left = self._num_samples - already
+        return (
+            already + left // self.num_replicas * self.num_replicas if self.drop_last else self._num_samples
+        )
+
+    def _num_left(self, already: int) -> int:
+        """Of an epoch of which so many were used when it began, how many are this rank's."""
+        left = self._end(already) - already
+        return -(-left // self.num_replicas) if self.pad else len(range(self.rank, left, self.num_replicas))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its place: what was used, of all ranks together if they advance alike."""
+        epoch, already = self._resumed or self._begun
+        if not self._resumed:
+            already += self._used * self.num_replicas
+        return {"epoch": epoch, "used": already, **self._order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a place that was saved, by this number of ranks or another.
+
+        Raises:
+            ValueError: it was of another dataset's length, another seed, or shuffled otherwise.
+        """
+        mine = self._order()
+        differing = [
+            f"{name}={state[name]!r}, here {own!r}" for name, own in mine.items() if state[name] != own
+        ]
+        if differing:
+            raise ValueError(
+                f"expected the place of a sampler that deals in the same order; it was saved with "
+                f"{'; '.join(differing)}. Make the sampler as it was, or leave it out of the state"
+            )
+        self._resumed = (state["epoch"], state["used"])
+        self.epoch = self._next_epoch = state["epoch"]
+
+    @property
+    def _num_samples(self) -> int:
+        """Of the dataset."""
+        dataset: Any = self.dataset
+        return len(dataset)
+
+    def _order(self) -> dict[str, Any]:
+        """By which the order of samples is determined."""
+        return {"num_samples": self._num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
 
 def _check(dataset: Sized, num_replicas: int, rank: int, *, drop_last: bool, pad: bool) -> None:

@@ -39,7 +39,9 @@ class TrainState:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> state = sl.TrainState(model=model, optimizer=optimizer)
-        >>> state.step += 1
+        >>> state.commit()
+        >>> state.step
+        1
     """
 
     def __init__(
@@ -73,6 +75,27 @@ class TrainState:
                     f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. Numbers and "
                     "tensors of your own belong into an object with these two methods"
                 )
+
+    def commit(self, num_samples: int | None = None) -> None:
+        """One more step was made: `step` goes up, and the sampler's place moves on.
+
+        Args:
+            num_samples: how many samples this rank has used for it, of all its micro-batches; needed where the sampler
+                is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead.
+
+        Raises:
+            TypeError: it is needed, and missing.
+            ValueError: more than are left of the epoch.
+        """
+        advance = getattr(self.named.get("sampler"), "advance", None)
+        if advance is not None:
+            if num_samples is None:
+                raise TypeError(
+                    "expected commit(num_samples), the number of samples that this rank has used in the step: the "
+                    "sampler's place moves on by them. len(batch), or the sum over the micro-batches of the step"
+                )
+            advance(num_samples)
+        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied."""

@@ -1,0 +1,194 @@
+"""The place of a `DistributedSampler`: each sample once in an epoch, whoever goes on, on however many ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from syncline.data import DistributedSampler
+from syncline.state.train_state import TrainState
+
+
+def samplers(size: int, num_ranks: int, **how: Any) -> list[DistributedSampler]:
+    return [DistributedSampler(range(size), num_ranks, rank, **how) for rank in range(num_ranks)]
+
+
+def resumed(state: Any, size: int, num_ranks: int, **how: Any) -> list[DistributedSampler]:
+    found = samplers(size, num_ranks, **how)
+    for sampler in found:
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    size=st.integers(1, 60),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+    tail=st.sampled_from([{"pad": False}, {"pad": True}, {"drop_last": True}]),
+    lives=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 1)), max_size=4),
+    last_num_ranks=st.integers(1, 5),
+)
+def test_every_sample_comes_once_in_an_epoch_whoever_goes_on(
+    size: int,
+    seed: int,
+    shuffle: bool,
+    tail: dict[str, bool],
+    lives: list[tuple[int, float]],
+    last_num_ranks: int,
+) -> None:
+    how: Any = {"seed": seed, "shuffle": shuffle, **tail}
+    used: Counter[int] = Counter()
+    state: Any = samplers(size, 1, **how)[0].state_dict()
+    for num_ranks, share in [*lives, (last_num_ranks, 1.0)]:
+        ranks = resumed(state, size, num_ranks, **how)
+        left = size - used.total()
+        dealt = [list(sampler) for sampler in ranks]
+        most = max(map(len, dealt))
+        num_steps = most if share == 1 else int(share * most)
+        for sampler, indices in zip(ranks, dealt, strict=True):
+            taken = indices[:num_steps]
+            used.update(taken)
+            sampler.advance(len(taken))
+        if num_steps == most:
+            break
+        state = ranks[0].state_dict()
+        # Where ranks have unequal shares, they are at one place until the last step.
+        assert all(sampler.state_dict() == state for sampler in ranks)
+        assert state["used"] == used.total()
+    dropped = left % num_ranks if "drop_last" in tail else 0
+    repeated = -left % num_ranks if tail.get("pad") else 0
+    assert len(used) == size - dropped
+    assert used.total() == size - dropped + repeated
+    if most:
+        assert (ranks[0].state_dict()["epoch"], ranks[0].state_dict()["used"]) == (1, 0)
+        for rank, sampler in enumerate(ranks):  # the others, too, or they have nothing left
+            last = sampler.state_dict()
+            assert last["epoch"] == 1 or not list(resumed(last, size, num_ranks, **how)[rank])
+
+
+@pytest.mark.parametrize("how", [{"pad": False}, {"pad": True}, {"drop_last": True}])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 8, 9, 20])
+def test_as_many_ranks_go_on_as_if_nothing_had_happened(how: Any, num_steps: int) -> None:
+    for rank in range(3):
+        whole = DistributedSampler(range(25), 3, rank, **how)
+        indices = list(itertools.chain.from_iterable(whole for _ in range(4)))
+        first = DistributedSampler(range(25), 3, rank, **how)
+        for taken, _ in enumerate(itertools.chain.from_iterable(first for _ in range(4))):
+            if taken == num_steps:
+                break
+            first.advance(1)
+        second = DistributedSampler(range(25), 3, rank, **how)
+        second.load_state_dict(first.state_dict())
+        rest = list(itertools.chain.from_iterable(second for _ in range(4)))
+        assert rest[: len(indices) - num_steps] == indices[num_steps:]
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_what_workers_have_fetched_ahead_is_not_lost() -> None:
+    def loader_of(sampler: DistributedSampler) -> DataLoader[int]:
+        return DataLoader(
+            Numbers(),
+            batch_size=4,
+            sampler=sampler,
+            num_workers=2,
+            persistent_workers=True,
+            prefetch_factor=3,
+        )
+
+    sampler = DistributedSampler(Numbers(), 1, 0)
+    state = TrainState(sampler=sampler)
+    loader = loader_of(sampler)
+    seen: list[int] = []
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            seen += batch.tolist()
+            state.commit(len(batch))
+            if epoch == 1 and number == 3:
+                break
+    saved = state.state_dict()
+    assert saved["sampler"]["epoch"] == 1
+    assert saved["sampler"]["used"] == 16
+    other = DistributedSampler(Numbers(), 1, 0)
+    TrainState(sampler=other).load_state_dict(saved)
+    for batch in loader_of(other):
+        seen += batch.tolist()
+    assert Counter(seen) == Counter(2 * list(range(40)))
+
+
+def test_set_epoch_goes_on_in_the_epoch_that_was_loaded_and_begins_others() -> None:
+    sampler = DistributedSampler(range(10), 1, 0)
+    whole = [list(sampler), list(sampler)]
+    sampler.advance(4)
+    state = sampler.state_dict()
+    assert (state["epoch"], state["used"]) == (1, 4)
+    other = DistributedSampler(range(10), 1, 0)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert other.epoch == 1
+    other.set_epoch(1)
+    assert list(other) == whole[1][4:]
+    other.set_epoch(1)
+    assert list(other) == whole[1], "asked for again, an epoch begins at its beginning"
+    other.load_state_dict(state)
+    other.set_epoch(0)
+    assert list(other) == whole[0]
+    assert list(other) == whole[1]
+
+
+def test_who_uses_nothing_stays_where_the_epoch_began() -> None:
+    sampler = DistributedSampler(range(10), 1, 0)
+    list(sampler)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["used"]) == (0, 0)
+
+
+@pytest.mark.parametrize("num_samples", [-1, 6])
+def test_more_than_is_left_is_refused(num_samples: int) -> None:
+    sampler = DistributedSampler(range(10), 2, 1)
+    list(sampler)
+    with pytest.raises(ValueError, match="expected 0 to 5 samples, as many as are left of epoch 0 on rank 1"):
+        sampler.advance(num_samples)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"dataset": range(11)}, "num_samples=10, here 11"),
+        ({"seed": 1}, "seed=0, here 1"),
+        ({"shuffle": False}, "shuffle=True, here False"),
+    ],
+)
+def test_the_place_of_another_order_is_refused(other: Any, text: str) -> None:
+    state = DistributedSampler(range(10), 1, 0).state_dict()
+    with pytest.raises(ValueError, match=text):
+        DistributedSampler(**({"dataset": range(10), "num_replicas": 1, "rank": 0} | other)).load_state_dict(
+            state
+        )
+
+
+def test_a_step_says_how_many_samples_it_took() -> None:
+    sampler = DistributedSampler(range(10), 1, 0)
+    state = TrainState(sampler=sampler)
+    list(sampler)
+    with pytest.raises(TypeError, match=r"expected commit\(num_samples\)"):
+        state.commit()
+    assert state.step == 0
+    with pytest.raises(ValueError, match="left of epoch"):
+        state.commit(11)
+    assert state.step == 0
+    state.commit(3)
+    assert (state.step, sampler.state_dict()["used"]) == (1, 3)
