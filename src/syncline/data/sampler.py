@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """Samples that this rank has used since."""
         self._resumed: tuple[int, int] | None = None
         """The same two numbers of an epoch that was loaded and has not begun yet."""
+        self.when_resumed: Callable[[], object] | None = None
+        """Called once, when an epoch goes on in the middle of which a state was loaded."""
         if not pad:
             # torch fills up to total_size: with nothing to fill, what is left is exact.
             self.total_size = len(dataset)
@@ -91,6 +93,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._used = 0
         _, already = self._begun
         if already:
+            then, self.when_resumed = self.when_resumed, None
+            if then is not None:
+                then()
             yield from self._after(already)
         else:
             yield from super().__iter__()

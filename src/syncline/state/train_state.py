@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from syncline.data.sampler import DistributedSampler
+
 __all__ = ["TrainState", "copies"]
 
 _RESERVED = ("step", "rng")
@@ -123,7 +125,13 @@ class TrainState:
             _load_into(one, state[name])
         self.step = state["step"]
         if "rng" in state:
-            _set_rng_state(state["rng"])
+            rng = state["rng"]
+            _set_rng_state(rng)
+            # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
+            # chance is where it was when the sampler deals the first index of the epoch that goes on.
+            sampler = self.named.get("sampler")
+            if isinstance(sampler, DistributedSampler):
+                sampler.when_resumed = lambda: _set_rng_state(rng)
 
 
 def copies(one: Any) -> bool:
