@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -193,12 +192,12 @@ def test_a_full_disk_is_a_warning_and_nothing_is_lost() -> None:
         run.step()
         if t.rank == 0:
             files.full_at = files.num_done + 3
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            second = checkpointer.save(run.state)
-        return first, second
+        t.barrier().wait()
+        return first, checkpointer.save(run.state)
 
-    assert in_files(files, program) == [("/runs/one/save-000001-step-1", None)] * 2
+    with pytest.warns(RuntimeWarning, match="step 2 could not be saved"):
+        found = in_files(files, program)
+    assert found == [("/runs/one/save-000001-step-1", None)] * 2
     files.full_at = None
     assert files.names("runs/one") == ["save-000001-step-1"]
     assert in_files(files, lambda t, c: c.load(Run(t.rank).state)) == [1, 1]
@@ -353,3 +352,53 @@ class SlowFiles(FaultyFiles):
         if path.endswith(".safetensors"):
             assert self.may_write.wait(60)
         super().write(path, parts)
+
+
+def test_a_save_that_nobody_asks_after_fails_aloud() -> None:
+    files = SlowFiles()
+    failed: list[Any] = []
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files)
+        saving = checkpointer.save(Run(t.rank).state, 1, blocking=False)
+        if t.rank == 1:
+            t.close()  # as sl.shutdown() does
+        files.may_write.set()
+        failed.append(saving.exception())
+
+    with pytest.warns(RuntimeWarning, match="the state at step 1 could not be saved: "):
+        run_ranks(2, program)
+    assert all(isinstance(error, SynclineError) for error in failed)
+
+
+def test_what_version_1_has_written_is_read() -> None:
+    # Written by two ranks, see fixtures/README.md. It has to be readable for ever.
+    written = Path(__file__).with_name("fixtures") / "version-1"
+    states = [TrainState(model=nn.Linear(2, 1), mine=Mine(None)) for _ in range(2)]
+    files = ReadOnlyFiles(written)
+
+    def program(t: Transport) -> int | None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files)
+        return checkpointer.load(states[t.rank])
+
+    assert run_ranks(2, program) == [12, 12]
+    for rank, state in enumerate(states):
+        assert state.named["model"].weight.tolist() == [[0.5, -0.25]]
+        expected = {
+            "rank": rank,
+            "pair": (1, float("inf")),
+            1: [torch.float16, b"bytes", None],
+            "z": torch.tensor([1 + 2j]),
+            "table": torch.arange(3) + rank,
+        }
+        assert same(state.named["mine"].value, expected)
+
+
+class ReadOnlyFiles(FaultyFiles):
+    """In memory, beside what lies in a folder as the only save."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.make_directory("/runs/one/save-000001-step-12")
+        for path in sorted(folder.iterdir()):
+            self.write(f"/runs/one/save-000001-step-12/{path.name}", [path.read_bytes()])

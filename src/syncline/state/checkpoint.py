@@ -152,14 +152,17 @@ class Checkpointer:
         try:
             return self._write(step, parts)
         except _Refused as refused:
-            if self._lane.rank == 0:
-                warnings.warn(
-                    f"the state at step {step} could not be saved: {refused}. What was saved before is as it was, and "
-                    "training goes on",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
             return None
+        except SynclineError as error:
+            # Nobody may ever ask for the future's result.
+            self._warn(step, f"{type(error).__name__}: {error}")
+            raise
+
+    def _warn(self, step: int, why: str) -> None:
+        if self._lane.rank == 0:
+            text = f"the state at step {step} could not be saved: {why}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _write(self, step: int, parts: _Parts) -> str:
         number, path = self._on_rank_0(lambda: self._begin(step))
@@ -217,7 +220,8 @@ class Checkpointer:
         )
         write_manifest(self._files, path, manifest)
         self._shelf.commit(save)
-        self._shelf.prune(self._damaged)
+        with contextlib.suppress(OSError):  # it is saved; what could not be removed goes next time
+            self._shelf.prune(self._damaged)
 
     # ------------------------------------------------------------------ loading
 

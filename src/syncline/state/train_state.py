@@ -166,7 +166,10 @@ def _load_into(one: Any, state: Any) -> None:
 
 
 def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, numbers, gauss = random.getstate()
+    # As a tensor, for 625 numbers a rank would hide all else that there is to read in a manifest.
+    python = (version, torch.tensor(numbers), gauss)
+    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
@@ -183,7 +186,8 @@ def _rng_state() -> dict[str, Any]:
 
 
 def _set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
