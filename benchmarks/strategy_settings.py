@@ -54,7 +54,7 @@ class Setting:
         return 1.0 if step < getattr(self.strategy, "warmup", 0) else self.alone
 
 
-OUTER = nesterov(0.7, 0.8)
+OUTER_RATE = 0.7
 AVERAGE = partial(torch.optim.SGD, lr=1.0)
 """With this as its outer optimizer DiLoCo is local SGD, whose averages can be encoded."""
 DOUBLE = 2.0
@@ -62,16 +62,21 @@ DOUBLE = 2.0
 learn is averaged, which takes half the noise out. Twice the learning rate makes up for both."""
 
 
-def diloco(every: int, bits: Literal[8, 4, 2], *, warmup: int = 0, **how: Any) -> sl.DiLoCo:
-    """Outer gradients of so many bits."""
-    return sl.DiLoCo(every, outer=OUTER, compression=Quantize(bits), warmup=warmup, **how)
+def diloco(
+    every: int, bits: Literal[8, 4, 2] | None, *, momentum: float = 0.8, warmup: int = 0, **how: Any
+) -> sl.DiLoCo:
+    """Outer gradients of so many bits; None: as they are."""
+    compression = Quantize(bits) if bits else None
+    return sl.DiLoCo(
+        every, outer=nesterov(OUTER_RATE, momentum), compression=compression, warmup=warmup, **how
+    )
 
 
-WARM: tuple[tuple[int, Literal[8, 4, 2], int], ...] = (
-    (10, 4, 400),  # steps, bits, warm-up: 23 times fewer bytes
-    (11, 4, 100),  # 51
-    (16, 2, 18),  # 203
-    (21, 2, 42),  # 201
+WARM: tuple[tuple[int, Literal[8, 4, 2], int, float], ...] = (
+    (10, 4, 400, 0.8),  # steps, bits, warm-up, outer momentum: 23 times fewer bytes
+    (11, 4, 100, 0.8),  # 51
+    (16, 2, 18, 0.75),  # 203
+    (21, 2, 42, 0.8),  # 201
 )
 
 SETTINGS = (
@@ -89,17 +94,17 @@ SETTINGS = (
         compression=Quantize(4),
         alone=DOUBLE,
     ),
-    Setting(name="diloco-20", strategy=sl.DiLoCo(20, outer=OUTER)),
-    Setting(name="diloco-50", strategy=sl.DiLoCo(50, outer=OUTER)),
+    Setting(name="diloco-20", strategy=diloco(20, None)),
+    Setting(name="diloco-50", strategy=diloco(50, None)),
     Setting(name="diloco-20-4bit", strategy=diloco(20, 4)),
     # a synchronous start whose gradients travel encoded, then outer gradients in as many bits
     *(
         Setting(
             name=f"diloco-{every}-{bits}bit-warm-{warmup}",
-            strategy=diloco(every, bits, warmup=warmup),
+            strategy=diloco(every, bits, momentum=momentum, warmup=warmup),
             compression=Quantize(bits),
         )
-        for every, bits, warmup in WARM
+        for every, bits, warmup, momentum in WARM
     ),
     # the same in fragments, whose averages travel while the ranks go on
     Setting(
