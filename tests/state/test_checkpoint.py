@@ -247,9 +247,17 @@ def test_the_state_of_something_else_is_refused() -> None:
 
 def test_a_directory_that_is_not_everybodys_is_refused() -> None:
     with pytest.raises(
-        SynclineError, match=r"rank 1 on .* cannot see what rank 0 on .* wrote into /runs/one"
+        SynclineError,
+        match=r"rank 0 wrote into /runs/one on \S+ is not in /runs/one on \S+ \(ranks 1, 2\)\. Give",
     ):
-        run_ranks(2, lambda t: Checkpointer("/runs/one", group=t, files=FaultyFiles()))
+        run_ranks(3, lambda t: Checkpointer("/runs/one", group=t, files=FaultyFiles()))
+
+
+def test_another_directory_on_one_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        SynclineError, match=r"wrote into /\S+/of-0 on \S+ is not in /\S+/of-1 on \S+ \(rank 1\)"
+    ):
+        run_ranks(2, lambda t: Checkpointer(tmp_path / f"of-{t.rank}", group=t))
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Checkpointer:
         files: the file system; None for that of this host.
 
     Raises:
-        ValueError: `keep` is below 1; ranks gave different directories.
+        ValueError: `keep` is below 1.
         SynclineError: the directory cannot be written, or is not the same one on all ranks.
 
     Example:
@@ -324,16 +324,22 @@ class Checkpointer:
         except _Refused as refused:
             raise SynclineError(f"sl.Checkpointer: {self._path} cannot be written: {refused}") from None
         name = probe.rpartition("/")[2]
-        sees = self._everywhere(lambda: (socket.gethostname(), name in self._files.names(self._path)))
+        seen = self._everywhere(
+            lambda: (socket.gethostname(), self._path, name in self._files.names(self._path))
+        )
         if rank == 0:
             with contextlib.suppress(OSError):
                 self._files.remove(probe)
-        blind = [other for other, (_, is_seen) in enumerate(sees) if not is_seen]
+        blind = {
+            other: f"{path} on {host}" for other, (host, path, is_seen) in enumerate(seen) if not is_seen
+        }
         if blind:
-            hosts = ", ".join(sorted({sees[other][0] for other in blind}))
+            host, path, _ = seen[0]
             raise SynclineError(
-                f"sl.Checkpointer: {describe_ranks(blind)} on {hosts} cannot see what rank 0 on {sees[0][0]} wrote "
-                f"into {self._path}. Give a directory on a file system that all hosts have mounted at the same place"
+                f"sl.Checkpointer: what rank 0 wrote into {path} on {host} is not in "
+                + "; ".join(f"{where} ({ranks})" for where, ranks in _with_ranks(blind).items())
+                + ". Give the same directory on all ranks, on a file system that all hosts have mounted at the same "
+                "place"
             )
 
     # ------------------------------------------------------------------ together
@@ -374,13 +380,17 @@ class _Refused(Exception):
 
 def _by_ranks(texts: Mapping[int, str], num_ranks: int) -> str:
     """Each text with the ranks that gave it; without, where all did."""
-    ranks_with: dict[str, list[int]] = {}
+    if len(texts) == num_ranks and len(set(texts.values())) == 1:
+        return texts[0]
+    return "; ".join(f"{ranks}: {text}" for text, ranks in _with_ranks(texts).items())
+
+
+def _with_ranks(texts: Mapping[int, str]) -> dict[str, str]:
+    """The ranks that gave a text, by text."""
+    found: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks_with.setdefault(text, []).append(rank)
-    return "; ".join(
-        text if len(ranks) == num_ranks or num_ranks == 1 else f"{describe_ranks(ranks)}: {text}"
-        for text, ranks in ranks_with.items()
-    )
+        found.setdefault(text, []).append(rank)
+    return {text: describe_ranks(ranks) for text, ranks in found.items()}
 
 
 def _entry(name: str) -> str:
