@@ -40,7 +40,7 @@ from syncline.transport.shared_memory.library import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 
-__all__ = ["World", "init", "shutdown", "transport_of", "world"]
+__all__ = ["World", "before_shutdown", "init", "shutdown", "transport_of", "world"]
 
 _TRANSPORTS = ("auto", "c10d", "shm")
 _DESTROY_SECONDS = 10.0
@@ -193,12 +193,28 @@ def init(
         return _session.world
 
 
+_unfinished: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+
+def before_shutdown(wait: Callable[[], object]) -> None:
+    """Have `shutdown` call `wait`, a method that waits for what is under way; its object is held weakly."""
+    _unfinished[:] = [known for known in _unfinished if known() is not None]
+    _unfinished.append(weakref.WeakMethod(wait))
+
+
 def shutdown() -> None:
     """Undo `init`; without it, or a second time, do nothing.
 
-    Destroys the process group that `init` made, and closes the transports; call it on all ranks.
+    Destroys the process group that `init` made, and closes the transports; call it on all ranks. Saves that are under
+    way are waited for, unless an exception is on its way out.
     """
     global _session, _alone
+    if sys.exc_info()[1] is None:
+        for known in _unfinished:
+            wait = known()
+            if wait is not None:
+                with contextlib.suppress(SynclineError):  # it was said where it happened
+                    wait()
     with _lock:
         session, _session, _alone = _session, None, None
         if session is None:

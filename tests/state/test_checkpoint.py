@@ -349,6 +349,18 @@ def test_saves_do_not_pile_up() -> None:
     assert seen == [True, True]
 
 
+def test_shutdown_waits_for_a_save() -> None:
+    files = SlowFiles()
+    sl.init(device="cpu")
+    try:
+        saving = Checkpointer("/runs/one", files=files).save(Run(0).state, 3, blocking=False)
+        threading.Timer(0.2, files.may_write.set).start()
+    finally:
+        sl.shutdown()
+    assert saving.done()
+    assert files.names("runs/one") == ["save-000001-step-3"]
+
+
 class SlowFiles(FaultyFiles):
     """That write tensors when they are told to."""
 

@@ -27,7 +27,7 @@ from syncline.state.snapshot import Manifest, read_manifest, write_manifest
 from syncline.state.tensor_file import StoredFile, checksum, memory_of, read_tensors, write_tensors
 from syncline.state.train_state import TrainState, copies
 from syncline.sync.agreement import exchange
-from syncline.world import transport_of
+from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]
 
@@ -95,6 +95,7 @@ class Checkpointer:
         self._copies: dict[str, Tensor] = {}
         """What saves that do not block write from; kept for the next one."""
         self._check_directory()
+        before_shutdown(self.wait)
 
     # ------------------------------------------------------------------ saving
 
