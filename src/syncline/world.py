@@ -213,7 +213,7 @@ def shutdown() -> None:
         for known in _unfinished:
             wait = known()
             if wait is not None:
-                with contextlib.suppress(SynclineError):  # it was said where it happened
+                with contextlib.suppress(Exception):  # it was said where it happened
                     wait()
     with _lock:
         session, _session, _alone = _session, None, None

@@ -322,6 +322,7 @@ def test_a_save_that_does_not_block_is_of_that_moment() -> None:
         saving = checkpointer.save(run.state, blocking=False)
         run.step()
         assert not saving.done()
+        t.barrier().wait()
         files.may_write.set()
         assert saving.result() == "/runs/one/save-000001-step-1"
         other = Run(9, seed=3)
@@ -383,7 +384,7 @@ def test_a_save_that_nobody_asks_after_fails_aloud() -> None:
         saving = checkpointer.save(Run(t.rank).state, 1, blocking=False)
         if t.rank == 1:
             t.close()  # as sl.shutdown() does
-        files.may_write.set()
+            files.may_write.set()
         failed.append(saving.exception())
 
     with pytest.warns(RuntimeWarning, match="the state at step 1 could not be saved: "):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -302,3 +303,23 @@ def test_sizes_and_ranks_are_checked() -> None:
         ThreadGroup(2).transport(2)
     with pytest.raises(ValueError, match="finite timeout"):
         ThreadGroup(2, timeout_seconds=0.0)
+
+
+def test_a_thread_that_waits_elsewhere_holds_no_rank_up() -> None:
+    def program(transport: ThreadsTransport) -> None:
+        lane = transport.lane("saves")
+        transport.barrier().wait()
+        saving = threading.Thread(target=lambda: lane.barrier().wait())
+        if transport.rank == 0:
+            # It waits for rank 1's thread, which comes later, and rank 1 for us, who come now.
+            saving.start()
+            deadline = time.monotonic() + 20
+            while len(transport._room._family.waiting) < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            transport.barrier().wait()
+        else:
+            transport.barrier().wait()
+            saving.start()
+        saving.join()
+
+    run_ranks(2, program)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +90,10 @@ class _Family:
         self.failure: Failure | None = None
         self.gone: dict[int, str] = {}
         self.boards: dict[int, Board] = {}
-        self.waiting: dict[int, tuple[MeetingRoom, Meeting]] = {}
+        self.waiting: dict[tuple[int, int], tuple[MeetingRoom, Meeting]] = {}
+        """By rank and thread: one may wait for a checkpoint while another trains."""
+        self.threads: defaultdict[int, set[int]] = defaultdict(set)
+        """Those that have ever waited, by rank."""
         self.rooms: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.num_lanes_for: Counter[str] = Counter()
@@ -220,9 +223,10 @@ class MeetingRoom:
 
     def wait(self, rank: int, meeting: Meeting, timeout_seconds: float) -> Any:
         """The meeting's result, or its failure raised."""
-        waiting = self._family.waiting
+        waiting, me = self._family.waiting, (rank, threading.get_ident())
         with self._lock:
-            waiting[rank] = self, meeting
+            waiting[me] = self, meeting
+            self._family.threads[rank].add(threading.get_ident())
             try:
                 self._check_that_ranks_can_go_on()
                 came = meeting.changed.wait_for(lambda: meeting.state is not State.GATHERING, timeout_seconds)
@@ -230,17 +234,20 @@ class MeetingRoom:
                     self._time_out(rank, meeting, timeout_seconds)
                 meeting.changed.wait_for(lambda: meeting.state in (State.DONE, State.FAILED))
             finally:
-                waiting.pop(rank, None)
+                waiting.pop(me, None)
             if meeting.failure is not None:
                 raise meeting.failure.on_rank(rank)
             return meeting.result
 
     def _check_that_ranks_can_go_on(self) -> None:
-        """Break the group if ranks wait for each other in different meetings. Lock held."""
+        """Break the group if ranks wait for each other in different meetings. Lock held.
+
+        A rank counts where no other thread of it could go on.
+        """
         waits_for = {
             rank: meeting.absent()
-            for rank, (_, meeting) in self._family.waiting.items()
-            if meeting.state is State.GATHERING
+            for (rank, _), (_, meeting) in self._family.waiting.items()
+            if meeting.state is State.GATHERING and len(self._family.threads[rank]) == 1
         }
         if stuck_among(waits_for):
             text = (
@@ -263,7 +270,8 @@ class MeetingRoom:
         family = self._family
         places = {}
         for rank, board in family.boards.items():
-            room, meeting = family.waiting.get(rank, (None, None))
+            waits = (wait for (waiting, _), wait in family.waiting.items() if waiting == rank)
+            room, meeting = next(waits, (None, None))
             wait = None
             if room is not None and meeting is not None:
                 wait = Wait(lane=room.name, call=meeting.call_number, words=str(meeting.calls[rank]))
