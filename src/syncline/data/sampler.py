@@ -106,11 +106,9 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         if self.shuffle:
             g = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(order), generator=g).tolist()
-        left = order[already:]
-        extra = -len(left) % self.num_replicas
-        if self.drop_last:
-            left = left[: len(left) - len(left) % self.num_replicas]
-        elif self.pad and left:
+        left = order[already : self._end(already)]
+        if self.pad and left:
+            extra = -len(left) % self.num_replicas
             left += (order * (1 + extra // len(order)))[:extra]
         return left[self.rank :: self.num_replicas]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,16 +84,8 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of eight
     head = len(text).to_bytes(8, "little") + text
-    found: dict[str, str] = {}
-
-    def parts() -> Iterator[bytes | memoryview]:
-        yield head
-        for name, tensor in ordered:
-            memory = memory_of(tensor)
-            found[name] = checksums[name] if checksums else checksum(memory)
-            yield memory
-
-    files.write(path, parts())
+    found = {name: checksums[name] if checksums else checksum(memory_of(tensor)) for name, tensor in ordered}
+    files.write(path, [head, *(memory_of(tensor) for _, tensor in ordered)])
     return StoredFile(len(head) + end, checksum(head), found)
 
 
