@@ -5,13 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.sync.control import MAX_ITEMS, RankControl, decode, encode, tail_numel
+from syncline.sync.control import MAX_ITEMS, MAX_REPLICA_FINGERPRINT, ControlForm, RankControl
 
 controls = st.builds(
     RankControl,
     gradients_missing=st.booleans(),
     graph_changed=st.booleans(),
     num_items=st.none() | st.integers(0, MAX_ITEMS),
+    nonfinite=st.booleans(),
+    stop=st.booleans(),
+    replica=st.integers(0, MAX_REPLICA_FINGERPRINT),
 )
 
 
@@ -20,26 +23,23 @@ controls = st.builds(
 def test_a_sum_in_any_dtype_hands_every_fact_to_every_rank(
     dtype: torch.dtype, ranks: list[RankControl]
 ) -> None:
-    tails = [
-        torch.tensor(encode(control, rank=rank, num_ranks=len(ranks)), dtype=dtype)
-        for rank, control in enumerate(ranks)
-    ]
+    form = ControlForm(num_ranks=len(ranks), has_replicas=True)
+    tails = [torch.tensor(form.encode(control, rank=rank), dtype=dtype) for rank, control in enumerate(ranks)]
     summed = torch.stack(tails).sum(0, dtype=dtype)
-    decoded, used = decode(summed.tolist(), num_ranks=len(ranks))
+    decoded, used = form.decode(summed.tolist())
     assert decoded == tuple(ranks)
     assert used == ()
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=5))
 def test_a_parameter_counts_as_used_when_any_rank_used_it(flags: list[list[bool]]) -> None:
-    num_ranks = len(flags)
+    form = ControlForm(num_ranks=len(flags), num_tracked=3)
     tails = [
-        encode(RankControl(), rank=rank, num_ranks=num_ranks, used=[int(x) for x in row])
-        for rank, row in enumerate(flags)
+        form.encode(RankControl(), rank=rank, used=[int(x) for x in row]) for rank, row in enumerate(flags)
     ]
     summed = [sum(column) for column in zip(*tails, strict=True)]
-    assert len(summed) == tail_numel(num_ranks, 3)
-    _, used = decode(summed, num_ranks=num_ranks)
+    assert len(summed) == form.numel
+    _, used = form.decode(summed)
     assert used == tuple(sum(column) for column in zip(*flags, strict=True))
 
 
@@ -48,5 +48,6 @@ def test_a_bfloat16_sum_over_many_ranks_still_says_used() -> None:
     for _ in range(1000):
         total += 1
     assert total == 256, "bfloat16 stops counting here, which is why the sum is only compared with zero"
-    tail = [0.0] * tail_numel(1, 0) + [float(total)]
-    assert decode(tail, num_ranks=1)[1] == (256,)
+    form = ControlForm(num_ranks=1, num_tracked=1)
+    tail = [0.0] * (form.numel - 1) + [float(total)]
+    assert form.decode(tail)[1] == (256,)

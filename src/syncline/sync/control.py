@@ -7,8 +7,9 @@ collective of their own and survive the reduction bit by bit.
 
 Layout of the tail, in elements:
 
-    rank 0: flags, items (6 digits, most significant first), fingerprint (3 digits); rank 1: the same; ...; then,
-    where unused parameters are looked for, one element a parameter: 1 from each rank on which it was used.
+    rank 0: flags, items (6 digits, most significant first), fingerprint (3 digits) and, where replicas are compared,
+    the fingerprint of this step's slice of them (6 digits); rank 1: the same; ...; then, where unused parameters are
+    looked for, one element a parameter: 1 from each rank on which it was used.
 
 The sum of ones may stop growing at 256 in bfloat16; it is compared with zero only.
 """
@@ -18,21 +19,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MAX_FINGERPRINT", "MAX_ITEMS", "RankControl", "decode", "encode", "tail_numel"]
+__all__ = ["MAX_FINGERPRINT", "MAX_ITEMS", "MAX_REPLICA_FINGERPRINT", "ControlForm", "RankControl"]
 
 _NUM_ITEM_DIGITS = 6
 _NUM_FINGERPRINT_DIGITS = 3
+_NUM_REPLICA_DIGITS = 6
 _FINGERPRINT_AT = 1 + _NUM_ITEM_DIGITS
-_SLOTS_PER_RANK = _FINGERPRINT_AT + _NUM_FINGERPRINT_DIGITS
+_REPLICA_AT = _FINGERPRINT_AT + _NUM_FINGERPRINT_DIGITS
 MAX_ITEMS: int = 256**_NUM_ITEM_DIGITS - 1
 """The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
 MAX_FINGERPRINT: int = 256**_NUM_FINGERPRINT_DIGITS - 1
 """The largest fingerprint of what has to be equal on all ranks."""
+MAX_REPLICA_FINGERPRINT: int = 256**_NUM_REPLICA_DIGITS - 1
+"""The largest fingerprint of a slice of the replica."""
 
 _FLAG_MISSING = 1
 _FLAG_COUNTED = 2
 _FLAG_JOINED = 4
 _FLAG_CHANGED = 8
+_FLAG_NONFINITE = 16
+_FLAG_STOP = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,55 +53,89 @@ class RankControl:
     """Items behind these gradients under `normalize_by`; None outside of it."""
     joined: bool = False
     """This rank has no inputs left and takes part with zeros."""
+    nonfinite: bool = False
+    """This rank's own gradients hold NaN or infinity, and somebody has to do something about it."""
+    stop: bool = False
+    """This rank was asked to stop."""
     fingerprint: int = 0
     """Of what has to be equal on all ranks in this step, beside the gradients (see `guard.py`)."""
+    replica: int = 0
+    """Fingerprint of the slice of the replica whose turn it is (see `replica_watch.py`); 0 where there is none."""
 
 
-def tail_numel(num_ranks: int, num_tracked_parameters: int) -> int:
-    """Elements of the tail. `num_tracked_parameters` is 0 where unused parameters are not looked for."""
-    return num_ranks * _SLOTS_PER_RANK + num_tracked_parameters
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlForm:
+    """How the tail is laid out; the same on all ranks.
 
-
-def encode(control: RankControl, *, rank: int, num_ranks: int, used: Sequence[int] = ()) -> list[int]:
-    """This rank's tail: its own slots filled, zeros elsewhere, then the `used` flags.
+    Attributes:
+        num_ranks: that tell something.
+        num_tracked: parameters of which is told whether they were used; 0 where unused ones are not looked for.
+        has_replicas: whether slices of replicas are compared.
 
     Example:
-        >>> mine = encode(RankControl(num_items=4097), rank=1, num_ranks=2)
-        >>> mine[10:]
+        >>> form = ControlForm(num_ranks=2)
+        >>> form.encode(RankControl(num_items=4097), rank=1)[10:]
         [2, 0, 0, 0, 0, 16, 1, 0, 0, 0]
     """
-    tail = [0] * (num_ranks * _SLOTS_PER_RANK)
-    at = rank * _SLOTS_PER_RANK
-    flags = _FLAG_MISSING if control.gradients_missing else 0
-    if control.joined:
-        flags |= _FLAG_JOINED
-    if control.graph_changed:
-        flags |= _FLAG_CHANGED
-    if control.num_items is not None:
-        flags |= _FLAG_COUNTED
-        tail[at + 1 : at + _FINGERPRINT_AT] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
-    if control.fingerprint:
-        digits = control.fingerprint.to_bytes(_NUM_FINGERPRINT_DIGITS, "big")
-        tail[at + _FINGERPRINT_AT : at + _SLOTS_PER_RANK] = digits
-    tail[at] = flags
-    return [*tail, *used]
 
+    num_ranks: int
+    num_tracked: int = 0
+    has_replicas: bool = False
 
-def decode(tail: Sequence[float], *, num_ranks: int) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
-    """What every rank told, and for each tracked parameter how many ranks used it (256 stands for more)."""
-    ranks = []
-    for rank in range(num_ranks):
-        flags, *digits = (int(x) for x in tail[rank * _SLOTS_PER_RANK : (rank + 1) * _SLOTS_PER_RANK])
-        ranks.append(
-            RankControl(
-                gradients_missing=bool(flags & _FLAG_MISSING),
-                graph_changed=bool(flags & _FLAG_CHANGED),
-                num_items=_number(digits[:_NUM_ITEM_DIGITS]) if flags & _FLAG_COUNTED else None,
-                joined=bool(flags & _FLAG_JOINED),
-                fingerprint=_number(digits[_NUM_ITEM_DIGITS:]),
+    @property
+    def _num_slots(self) -> int:
+        return _REPLICA_AT + (_NUM_REPLICA_DIGITS if self.has_replicas else 0)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tail."""
+        return self.num_ranks * self._num_slots + self.num_tracked
+
+    def encode(self, control: RankControl, *, rank: int, used: Sequence[int] = ()) -> list[int]:
+        """This rank's tail: its own slots filled, zeros elsewhere, then the `used` flags."""
+        tail = [0] * (self.num_ranks * self._num_slots)
+        at = rank * self._num_slots
+        flags = _FLAG_MISSING if control.gradients_missing else 0
+        if control.joined:
+            flags |= _FLAG_JOINED
+        if control.graph_changed:
+            flags |= _FLAG_CHANGED
+        if control.nonfinite:
+            flags |= _FLAG_NONFINITE
+        if control.stop:
+            flags |= _FLAG_STOP
+        if control.num_items is not None:
+            flags |= _FLAG_COUNTED
+            tail[at + 1 : at + _FINGERPRINT_AT] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
+        if control.fingerprint:
+            digits = control.fingerprint.to_bytes(_NUM_FINGERPRINT_DIGITS, "big")
+            tail[at + _FINGERPRINT_AT : at + _REPLICA_AT] = digits
+        if control.replica and self.has_replicas:
+            tail[at + _REPLICA_AT : at + self._num_slots] = control.replica.to_bytes(
+                _NUM_REPLICA_DIGITS, "big"
             )
-        )
-    return tuple(ranks), tuple(int(x) for x in tail[num_ranks * _SLOTS_PER_RANK :])
+        tail[at] = flags
+        return [*tail, *used]
+
+    def decode(self, tail: Sequence[float]) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
+        """What every rank told, and for each tracked parameter how many ranks used it (256 stands for more)."""
+        num_slots = self._num_slots
+        ranks = []
+        for rank in range(self.num_ranks):
+            flags, *digits = (int(x) for x in tail[rank * num_slots : (rank + 1) * num_slots])
+            ranks.append(
+                RankControl(
+                    gradients_missing=bool(flags & _FLAG_MISSING),
+                    graph_changed=bool(flags & _FLAG_CHANGED),
+                    num_items=_number(digits[:_NUM_ITEM_DIGITS]) if flags & _FLAG_COUNTED else None,
+                    joined=bool(flags & _FLAG_JOINED),
+                    nonfinite=bool(flags & _FLAG_NONFINITE),
+                    stop=bool(flags & _FLAG_STOP),
+                    fingerprint=_number(digits[_NUM_ITEM_DIGITS : _REPLICA_AT - 1]),
+                    replica=_number(digits[_REPLICA_AT - 1 :]),
+                )
+            )
+        return tuple(ranks), tuple(int(x) for x in tail[self.num_ranks * num_slots :])
 
 
 def _number(digits: Sequence[int]) -> int:

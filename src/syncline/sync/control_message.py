@@ -18,7 +18,7 @@ class ControlMessage:
 
     Args:
         transport: what it travels by.
-        numel: elements, see `control.tail_numel`.
+        numel: elements, see `ControlForm.numel`.
     """
 
     def __init__(self, transport: Transport, numel: int) -> None:

@@ -28,7 +28,7 @@ from syncline.errors import SynclineError
 from syncline.sync.bucket import Bucket, copy_scaled
 from syncline.sync.caretakers import remember_caretaker
 from syncline.sync.comm_hook import CommHook
-from syncline.sync.control import RankControl, decode, encode
+from syncline.sync.control import RankControl
 from syncline.sync.distributed_autograd import AutogradContexts
 from syncline.sync.guard import StepGuard
 from syncline.sync.layout import BucketLayout
@@ -397,7 +397,7 @@ class GradientSync:
             num_items=self._num_items,
             fingerprint=fingerprint,
         )
-        return encode(control, rank=self.transport.rank, num_ranks=self.transport.size, used=used)
+        return self.layout.form.encode(control, rank=self.transport.rank, used=used)
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -525,10 +525,9 @@ class GradientSync:
         """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
         self._synchronizing = True
         self._start_step()
-        tail = encode(
+        tail = self.layout.form.encode(
             RankControl(joined=True),
             rank=self.transport.rank,
-            num_ranks=self.transport.size,
             used=[0] * len(self.parameters) if self.options.allow_unused else (),
         )
         try:
@@ -580,7 +579,7 @@ class GradientSync:
             tail = last.read_tail()
         if not any(tail) and not self.options.allow_unused:
             return ()
-        ranks, self.num_ranks_using = decode(tail, num_ranks=self.transport.size)
+        ranks, self.num_ranks_using = self.layout.form.decode(tail)
         return ranks
 
     def _check(self, ranks: Sequence[RankControl]) -> None:

@@ -14,7 +14,7 @@ from syncline.plan.buckets import BucketPlan, ParameterSpec, plan_buckets
 from syncline.plan.shards import ALIGNMENT_NUMEL
 from syncline.sync.bucket import Bucket
 from syncline.sync.comm_hook import CommHook
-from syncline.sync.control import tail_numel
+from syncline.sync.control import ControlForm
 from syncline.sync.control_message import ControlMessage
 from syncline.sync.options import GradientOptions
 from syncline.sync.share import Share
@@ -72,6 +72,11 @@ class BucketLayout:
         list stays the same object, for hooks hold on to it."""
         self.control: ControlMessage | None = None
         """What carries control data where no bucket can."""
+        self.form = ControlForm(
+            num_ranks=transport.size,
+            num_tracked=len(named_parameters) if options.allow_unused else 0,
+        )
+        """How control data is laid out."""
         self.order_is_learnt = False
         self._parameters = [parameter for _, parameter in named_parameters]
         self._specs = parameter_specs(named_parameters, options)
@@ -129,8 +134,7 @@ class BucketLayout:
         return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
 
     def _build(self, order: Sequence[int], *, in_place: bool = False) -> None:
-        num_tracked = len(self._parameters) if self._options.allow_unused else 0
-        numel = tail_numel(self._transport.size, num_tracked)
+        numel = self.form.numel
         # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early. And
         # where unused buckets are not sent, the last one may be such. Of a sharded one each rank reads a part only.
         sharded = self._options.sharded
