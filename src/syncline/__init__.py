@@ -45,6 +45,7 @@ from syncline.sharing import share_, write_shared
 from syncline.state.checkpoint import Checkpointer
 from syncline.state.train_state import TrainState
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
+from syncline.sync.replica_watch import ReplicaCheck
 from syncline.transport.backend import register_backend
 from syncline.transport.base import Statistics
 from syncline.verbs import (
@@ -84,6 +85,7 @@ __all__ = [
     "ParameterServer",
     "PeerFailed",
     "PeerLost",
+    "ReplicaCheck",
     "ReplicaDivergence",
     "RoundRecord",
     "Row",

@@ -16,6 +16,7 @@ from syncline.plan.buckets import MIB, BucketCaps
 from syncline.strategy import EveryStep, Strategy
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.one_copy import one_copy_of
+from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import Selection
 from syncline.transport.base import Transport
 
@@ -25,6 +26,7 @@ __all__ = [
     "checked_buffers",
     "checked_caps",
     "checked_device_ids",
+    "checked_replica_check",
     "checked_strategy",
     "group_of_mesh",
 ]
@@ -119,6 +121,28 @@ def checked_strategy(strategy: object) -> Strategy[Any]:
         else ""
     )
     raise TypeError(f"expected a strategy, say sl.LocalSGD(every=8), or None; got {given}{hint}")
+
+
+def checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCheck | None:
+    """How replicas are compared.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it does not go with the rest.
+    """
+    if replica_check is None:
+        return None
+    if not isinstance(replica_check, ReplicaCheck):
+        hint = ": call it, sl.ReplicaCheck()" if replica_check is ReplicaCheck else ""
+        raise TypeError(
+            f"expected replica_check to be sl.ReplicaCheck(...) or None, got {replica_check!r}{hint}"
+        )
+    if sharded and replica_check.on_divergence == "repair":
+        raise ValueError(
+            "sl.ReplicaCheck(on_divergence='repair') does not go with sharded=True, where parameters lie in memory "
+            "that ranks share: give on_divergence='raise' or 'warn'"
+        )
+    return replica_check
 
 
 def check_compression(compression: object, chosen: Selection, *, sharded: bool) -> None:

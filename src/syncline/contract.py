@@ -55,6 +55,8 @@ class Rules:
     """Whether any backward averages gradients, as far as `gradients` leaves that open."""
     acts_alone: bool = False
     """Whether it does something where there is one rank."""
+    meets_equal: bool = False
+    """Whether parameters are equal on all ranks after each meeting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

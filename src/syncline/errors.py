@@ -97,15 +97,31 @@ class ReplicaDivergence(SynclineError):
         tensor: the name of the first one that differs.
         num_differing: how many differ.
         minority_ranks: ranks (of the group) that have something that most ranks have not; empty where nobody can tell.
+        elements: the first and the last element of it that differ, along the flattened tensor; None where they were
+            not looked for.
+        agreed_at_step: the step at which all ranks agreed on it last (0: when it was wrapped); None where that is
+            not known.
+        found_at_step: the step at which it differed; None outside of training steps.
     """
 
     def __init__(
-        self, text: str, *, tensor: str, num_differing: int, minority_ranks: tuple[int, ...]
+        self,
+        text: str,
+        *,
+        tensor: str,
+        num_differing: int,
+        minority_ranks: tuple[int, ...],
+        elements: tuple[int, int] | None = None,
+        agreed_at_step: int | None = None,
+        found_at_step: int | None = None,
     ) -> None:
         super().__init__(text)
         self.tensor = tensor
         self.num_differing = num_differing
         self.minority_ranks = minority_ranks
+        self.elements = elements
+        self.agreed_at_step = agreed_at_step
+        self.found_at_step = found_at_step
 
 
 class CollectiveMismatch(SynclineError):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from syncline.contract import Contract, Row, Rules, format_bytes, format_count, table
 from syncline.events import BackwardRecord, BufferRecord, RoundRecord
 from syncline.plan.buckets import BucketPlan
 
-__all__ = ["Evidence", "Plan", "Sizes", "contract_of", "explain"]
+__all__ = ["Evidence", "Plan", "ReplicaRule", "Sizes", "contract_of", "explain"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,13 @@ class Sizes:
     gradient_bytes: int
     num_buffers: int
     buffer_bytes: int
+
+
+class ReplicaRule(NamedTuple):
+    """How replicas are compared."""
+
+    every: int
+    on_divergence: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +62,8 @@ class Plan:
     """Ranks that average gradients among themselves, where that is not all of them."""
     rules: Rules | None = None
     """What a strategy under which replicas drift promises."""
+    replica_check: ReplicaRule | None = None
+    """Within how many steps replicas are compared, and what happens where they differ."""
     num_copies: int = 0
     """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
 
@@ -71,6 +81,10 @@ class Evidence:
     """After which step the next one is, if that is known."""
     met_at: Mapping[str, int] = field(default_factory=dict)
     """After which step parameters, buffers and optimizers met last."""
+    replicas_agreed_at: int | None = None
+    """The step of the last comparison of replicas that found them equal."""
+    num_repairs: int = 0
+    """How often replicas were made equal because they were not."""
 
 
 _BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, statistics pooled", "none": "-"}
@@ -99,6 +113,7 @@ def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
                 how="weighted mean",
                 drift_allowed="local values differ",
             ),
+            *_replica_rows(plan),
         ),
     )
     if evidence is None or evidence.backward is None:
@@ -230,6 +245,42 @@ def _buffers_row(plan: Plan) -> Row:
     )
 
 
+def _replica_rows(plan: Plan) -> list[Row]:
+    """How it is checked that replicas are equal, where that was asked for."""
+    rule = plan.replica_check
+    if rule is None:
+        return []
+    parts = ["parameters"]
+    if plan.sharded and plan.num_copies == 1:
+        parts = []  # a single copy has nothing to be compared with
+    drifts = plan.rules is not None
+    if not drifts:
+        if plan.sizes.num_buffers and plan.buffer_policy != "none":
+            parts.append("buffers")
+        if plan.optimizers and not plan.sharded:
+            parts.append("optimizer state")
+    when = f"in every synchronized backward a slice, all within {format_count(rule.every, 'step')}"
+    how = f"fingerprints, with the gradients; if they differ: {rule.on_divergence}"
+    if plan.num_ranks == 1:
+        when, how = "never: there is one rank", "-"
+    elif not parts:
+        when, how = (
+            "never: there is one copy of the parameters, and each rank has its share of the optimizer",
+            "-",
+        )
+    elif plan.rules is not None and plan.rules.meets_equal:
+        when = f"after each meeting, all within {format_count(rule.every, 'step')} and a meeting"
+        how = f"fingerprints, in a call of their own; if they differ: {rule.on_divergence}"
+    elif drifts and plan.num_reducing is not None:
+        when = f"in every backward a slice, all within {format_count(rule.every, 'step')}, among the ranks of a worker"
+    elif drifts:
+        when, how = "never: replicas are not equal between or after meetings", "-"
+    size = ", ".join(parts) or "nothing"
+    if plan.sharded and plan.num_copies == 1 and parts:
+        size += " (of the parameters there is one copy)"
+    return [Row(what="replica check", size=size, when=when, how=how, drift_allowed="none")]
+
+
 def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict[str, str]:
     buffers = evidence.buffers
     if backward.synchronized:
@@ -270,7 +321,15 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         "buffers": sent,
         "optimizer": optimizer,
         "loss, metrics": "see sl.mean",
+        "replica check": _last_compared(evidence),
     }
+
+
+def _last_compared(evidence: Evidence) -> str:
+    if evidence.replicas_agreed_at is None:
+        return "not yet"
+    repaired = f", repaired {format_count(evidence.num_repairs, 'time')}" if evidence.num_repairs else ""
+    return f"step {evidence.replicas_agreed_at}: equal{repaired}"
 
 
 # ---------------------------------------------------------------------- the timeline

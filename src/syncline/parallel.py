@@ -24,6 +24,7 @@ from syncline.arguments import (
     checked_buffers,
     checked_caps,
     checked_device_ids,
+    checked_replica_check,
     checked_strategy,
     group_of_mesh,
 )
@@ -44,6 +45,7 @@ from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions
 from syncline.sync.outputs import tensors_in, when_backward_reaches
+from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import select
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
@@ -110,6 +112,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         strategy: when and how parameters meet: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`, `sl.ParameterServer`,
             `sl.Manual`; None is `sl.EveryStep()`. Under the others replicas drift apart between two meetings, and
             buffers meet when parameters do, by default pooled (`buffers="average"`). See `docs/strategies.md`.
+        replica_check: `sl.ReplicaCheck(every=100)` compares replicas while training, a slice in each step. See
+            `docs/replica-check.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
@@ -156,6 +160,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         reduce_dtype: torch.dtype | None = None,
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
+        replica_check: ReplicaCheck | None = None,
     ) -> None:
         nn.Module.__init__(self)  # torch's own __init__ would build its reducer
         Joinable.__init__(self)
@@ -174,6 +179,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
         group = group_of_mesh(process_group, device_mesh, module)
         strategy = checked_strategy(strategy)
+        replica_check = checked_replica_check(replica_check, sharded=sharded)
         if (
             strategy.drifts
             and (buffers, forward_sync_buffers) == (None, None)
@@ -226,6 +232,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             sparse=chosen.sparse,
             delayed=frozenset(name for name, _ in chosen.delayed),
             sharded=sharded and transport.size > 1,
+            compares_replicas=replica_check is not None and transport.size > 1,
         )
         self._replica = Replica(
             module,
@@ -239,6 +246,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             buffer_policy=buffer_policy,
             ignore=ignore,
             compression=compression,
+            replica_check=replica_check,
         )
         if sharded and transport.size == 1:  # so that sl.write_shared is the same alone
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
@@ -267,6 +275,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             )
         elif replica.buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
+            if synchronizes and replica.gradients.watch is not None:
+                replica.before_forward_of_equal_buffers()
         else:
             self._before_hooked_forward(replica.buffer_hook, next_is_due=synchronizes)
         if self.device_ids:
@@ -504,6 +514,14 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             return
         self._replica.rounds.meet()
         self._replica.divergence.met(by_writing=False)
+
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """What is equal on all ranks at this moment by the contract, by name; `sl.check_replicas(state)` compares it.
+
+        Parameters (under a strategy that lets replicas drift: right after a meeting that makes them equal), and buffers
+        that were made equal since the last forward.
+        """
+        return self._replica.replicated()
 
     @property
     def last_round(self) -> RoundRecord | None:

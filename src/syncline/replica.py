@@ -29,6 +29,7 @@ from syncline.sync.inventory import Inventory
 from syncline.sync.one_copy import one_copy_of, written_elsewhere
 from syncline.sync.optimizers import parameters_of
 from syncline.sync.options import GradientOptions
+from syncline.sync.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.sync.selection import Selection, select
 from syncline.transport.base import Transport
 from syncline.world import transport_of
@@ -67,6 +68,7 @@ class Replica:
         buffer_policy: what becomes of buffers before a forward.
         ignore: names or patterns of tensors that are left alone, also of those that come later.
         compression: how gradients are encoded.
+        replica_check: how it is checked that replicas are equal.
 
     Raises:
         ContractMismatch: the ranks differ; the same text on every rank.
@@ -86,6 +88,7 @@ class Replica:
         buffer_policy: BufferPolicy,
         ignore: Sequence[str],
         compression: Compression | None = None,
+        replica_check: ReplicaCheck | None = None,
     ) -> None:
         self.module = module
         self.transport = transport
@@ -104,11 +107,15 @@ class Replica:
             buffer_policy=buffer_policy,
             rules=strategy.rules(spec) if strategy.drifts else None,
             compression=None if compression is None else compression.in_words(),
+            replica_check=replica_check,
         )
         """What is known of it, to be agreed on and printed."""
         self.buffer_hook: BufferHook | None = None
         self._buffer_policy: BufferPolicy = buffer_policy
         self._ignore = tuple(ignore)
+        self._replica_check = replica_check
+        self._meeting_watch: ReplicaWatch | None = None
+        self._compared_at = 0
         agree_on_module(chosen, contract_of(self.plan), options, transport)
         former = one_copy_of(module)
         if former is not None:
@@ -216,6 +223,7 @@ class Replica:
         )
         self.gradients.main_lane = self.transport
         self.gradients.before_first = _weakly(self.agree_before_the_first_step)
+        self.gradients.watch = self._watch(self._gradient_lane)
         self._let_decide()
         self.buffers = BufferSync(
             self.module,
@@ -225,6 +233,8 @@ class Replica:
             ignored=self.ignored,
         )
         if self.rounds is not None:
+            self._meeting_watch = self._watch(self.transport)
+            self.rounds.when_equal = _weakly(self._compare_after_meeting)
             self.buffers.enabled = False
             why = "buffers='none'"
             if self._buffer_policy != "none" and self.plan.rules is not None:
@@ -235,6 +245,53 @@ class Replica:
         """Whether the ranks have compared what was registered."""
         # It must not hold on to what holds on to the wrapper.
         self._hooks_finalizer = weakref.finalize(self, _remove_all, self.gradients.handles)
+
+    def _watch(self, transport: Transport) -> ReplicaWatch | None:
+        """What compares replicas with those of the other ranks of `transport`."""
+        if self._replica_check is None or transport.size == 1:
+            return None
+        return ReplicaWatch(
+            self._replica_check,
+            type(self.module).__name__,
+            [] if self.plan.sharded and self.plan.num_copies == 1 else self.selection.parameters,
+            transport,
+            buffers=_weakly(self._compared_buffers),
+            optimizers=_weakly(self._compared_optimizers),
+        )
+
+    def _compared_buffers(self) -> list[tuple[str, Tensor]]:
+        return [] if self._buffer_policy == "none" else self.buffers.named_present()
+
+    def _compared_optimizers(self) -> list[Optimizer]:
+        """Those that every rank steps alike."""
+        if self.plan.sharded or self.rounds is not None:
+            return []
+        return [attached.optimizer for attached in self.gradients.guard.optimizers]
+
+    def _compare_after_meeting(self, step: int) -> None:
+        """All parameters have been made equal: see whether they are. A collective call."""
+        watch = self._meeting_watch
+        if watch is None:
+            return
+        watch.begin(step, num_slices=max(1, step - self._compared_at))
+        self._compared_at = step
+        told = self.transport.all_gather_bytes(watch.fingerprint().to_bytes(8, "little"))
+        watch.compare([int.from_bytes(row, "little") for row in told], step)
+
+    def before_forward_of_equal_buffers(self) -> None:
+        """Buffers were synchronized for a forward that is about to change them."""
+        watch = self.gradients.watch
+        if watch is not None and self.rounds is None and self.buffers.were_sent:
+            watch.buffers_are_equal(self.gradients.step)
+
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """What the contract says is equal on all ranks now, by name."""
+        named: list[tuple[str, Tensor]] = []
+        if self.rounds is None or self.rounds.equal_at == self.rounds.step:
+            named += self.selection.parameters
+        if self._buffer_policy != "none" and self.buffers.are_equal:
+            named += self.buffers.named_present()
+        return named
 
     def _compress(self, state: HookState) -> None:
         """Let the buckets be encoded."""
@@ -268,6 +325,7 @@ class Replica:
             by_parameter=self.options.allow_unused,
         )
         self.plan = replace(self.plan, num_copies=sharding.num_copies)
+        self.gradients.watch = self._watch(self._gradient_lane)
         return sharding
 
     # ------------------------------------------------------------------ before a step
@@ -475,6 +533,7 @@ class Replica:
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:
         """What was recorded on this rank; and, at the cost of thousands of questions, when parameters meet next."""
+        watch = self._meeting_watch or self.gradients.watch
         return Evidence(
             rank=self.transport.rank,
             backward=self.gradients.ledger.last(),
@@ -482,6 +541,8 @@ class Replica:
             round=None if self.rounds is None else self.rounds.last,
             next_round=self.rounds.next_step() if self.rounds is not None and looks_ahead else None,
             met_at={} if self.rounds is None else dict(self.rounds.met_at),
+            replicas_agreed_at=None if watch is None else watch.last_agreed_at,
+            num_repairs=0 if watch is None else watch.num_repairs,
         )
 
     def _remembering(self) -> dict[str, Any]:
@@ -534,6 +595,9 @@ _KEPT = frozenset(
         "_ignore",
         "_workers",
         "compression",
+        "_replica_check",
+        "_compared_at",
+        "_meeting_watch",
     }
 )
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from syncline.contract import Contract, Rules
-from syncline.explain import Plan, Sizes
+from syncline.explain import Plan, ReplicaRule, Sizes
 from syncline.plan.buckets import HostLoad
 from syncline.strategy import Spec
 from syncline.sync.agreement import agree, describe_tensors, exchange
 from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.options import GradientOptions
+from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import Selection
 from syncline.transport.base import Transport
 from syncline.world import world
@@ -82,6 +83,7 @@ def plan_of(
     buffer_policy: BufferPolicy,
     rules: Rules | None,
     compression: str | None,
+    replica_check: ReplicaCheck | None,
 ) -> Plan:
     """What is known when a module is wrapped."""
     return Plan(
@@ -98,6 +100,9 @@ def plan_of(
         sharded=options.sharded,
         rules=rules,
         compression=compression,
+        replica_check=None
+        if replica_check is None
+        else ReplicaRule(replica_check.every, replica_check.on_divergence),
         reduce_dtype=None
         if options.reduce_dtype is None
         else str(options.reduce_dtype).removeprefix("torch."),

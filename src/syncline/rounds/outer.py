@@ -62,6 +62,11 @@ class OuterLoop:
         """Whether a fragment was sent and not received."""
         return any(fragment.is_under_way for fragment in self._fragments)
 
+    @property
+    def num_fragments(self) -> int:
+        """How many there are."""
+        return len(self._fragments)
+
     def restart(self) -> None:
         """What the ranks have now is where the outer optimizer goes on from."""
         with torch.no_grad():

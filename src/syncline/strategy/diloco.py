@@ -231,6 +231,7 @@ class DiLoCo(Strategy[_State]):
             how += f" {format_count(self.delay, 'step')} later, {kept}"
         drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
         return Rules(
+            meets_equal=self.fragments == 1 and not self.delay and not self._mixing,
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", how, drift),

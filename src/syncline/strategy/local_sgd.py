@@ -101,6 +101,7 @@ class LocalSGD(Strategy[_State]):
         drift = format_count(self.every, "step")
         state_rule = Rule(often, "mean, all_reduce", drift)
         return Rules(
+            meets_equal=True,
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", "mean, all_reduce", drift),

@@ -65,12 +65,14 @@ class BufferSync:
         self._transport = transport
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
-        self._slots = [
-            (owner._buffers, name)
+        slots = [
+            (f"{path}.{name}" if path else name, owner._buffers, name)
             for path, owner in module.named_modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None and (f"{path}.{name}" if path else name) not in ignored
         ]
+        self._slots = [(owner, name) for _, owner, name in slots]
+        self._paths = [path for path, _, _ in slots]
         self._tensors: list[Tensor] = []
         self._agreed_kinds = _kinds(self._current())
         self._broadcaster: TensorBroadcaster | None = None
@@ -183,6 +185,25 @@ class BufferSync:
 
     def _current(self) -> list[Tensor]:
         return [tensor for _, tensor in self._named_current()]
+
+    @property
+    def were_sent(self) -> bool:
+        """Whether the most recent forward synchronized them."""
+        return self._last is not None and self._last[0]
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether they were made equal and no forward has run since."""
+        return self._was_equalized
+
+    def named_present(self) -> list[tuple[str, Tensor]]:
+        """As `present`, with their names in the module."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for path, (owner, name) in zip(self._paths, self._slots, strict=True):
+            buffer = owner.get(name)
+            if buffer is not None:
+                found.setdefault(id(buffer), (path, buffer))
+        return list(found.values())
 
     def last_forward(self) -> BufferRecord | None:
         """What the most recent forward did about buffers; None before the first."""

@@ -8,17 +8,26 @@ for the mixing is one to one; any other difference is missed with a probability 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from syncline.plan.difference import describe_ranks
-from syncline.sync.tensors import as_bytes, is_plain, parts_of
+from syncline.sync.tensors import as_bytes, as_flat, is_dense, is_plain, parts_of
 
-__all__ = ["Difference", "differences", "digest_of", "fingerprint_of_number", "fingerprints"]
+__all__ = [
+    "Difference",
+    "SliceHash",
+    "differences",
+    "digest_of",
+    "fingerprint_of_number",
+    "fingerprints",
+]
 
 _CPU_CHUNK_BYTES = 1 << 18
 """So that what is computed with stays in a core's cache."""
@@ -123,6 +132,84 @@ def digest_of(numbers: Sequence[int]) -> bytes:
     return hashlib.sha256(b"".join(one.to_bytes(8, "little") for one in numbers)).digest()
 
 
+# ---------------------------------------------------------------------- slices
+
+
+class SliceHash:
+    """A number of 64 bits that tells some pieces of tensors apart, read in the order of their memory.
+
+    On the CPU by XXH3, as fast as memory is read; on other devices by the sums above, which wait for nothing until the
+    number is asked for. Ranks can compare theirs if their tensors have the same strides and types of devices.
+
+    Example:
+        >>> one, same, other = SliceHash(), SliceHash(), SliceHash()
+        >>> x = torch.arange(6.0)
+        >>> one.add(0, x, 2, 4), same.add(0, x.clone(), 2, 4), other.add(0, x, 3, 5)
+        (None, None, None)
+        >>> one.value() == same.value(), one.value() == other.value()
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, int | Tensor]] = []
+
+    def add(self, leaf: int, value: Any, start: int, stop: int) -> None:
+        """Elements `start` to `stop` of a tensor, in the order of its memory; or a number; None stands for nothing.
+
+        Args:
+            leaf: which tensor or number it is.
+            value: the tensor or number.
+            start: a multiple of 64.
+            stop: one too, or the end.
+        """
+        if not isinstance(value, Tensor):
+            self._parts.append((leaf, 0 if value is None else fingerprint_of_number(value)))
+        elif stop == start:
+            self._parts.append((leaf, 1))
+        elif value.device.type == "cpu":
+            flat, itemsize = _in_memory_order(value.detach()), value.element_size()
+            address = flat.data_ptr() + start * itemsize
+            memory = (ctypes.c_ubyte * ((stop - start) * itemsize)).from_address(address)
+            self._parts.append((leaf, xxhash.xxh3_64_intdigest(memory)))
+        else:
+            part = _in_memory_order(value.detach())[start:stop]
+            self._parts.append((leaf, _Scratch(value.device, part.nbytes).sum_of(part)))
+
+    def _resolved(self) -> list[tuple[int, int]]:
+        waiting = [(at, part) for at, (_, part) in enumerate(self._parts) if isinstance(part, Tensor)]
+        for device in {part.device for _, part in waiting}:
+            here = [(at, part) for at, part in waiting if part.device == device]
+            for (at, _), number in zip(here, torch.stack([part for _, part in here]).tolist(), strict=True):
+                self._parts[at] = (self._parts[at][0], number % _WORD)
+        return self._parts  # type: ignore[return-value]
+
+    def value(self) -> int:
+        """Of all pieces, in order."""
+        total = 0
+        for leaf, number in self._resolved():
+            total = ((total ^ leaf) * _MIXING + number) % _WORD
+        return total
+
+    def by_leaf(self) -> dict[int, int]:
+        """Of the pieces of each tensor or number."""
+        found: dict[int, int] = {}
+        for leaf, number in self._resolved():
+            found[leaf] = (found.get(leaf, 0) * _MIXING + number) % _WORD
+        return found
+
+
+_MIXING = 0x9E3779B97F4A7C15  # odd, so that nothing is lost by multiplying
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """All elements, (numel,): a view where they fill their memory without gaps, whatever the order of dimensions."""
+    if is_plain(tensor):
+        return as_flat(tensor)
+    if is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 # ---------------------------------------------------------------------- who differs (pure)
 
 
@@ -134,10 +221,14 @@ class Difference(NamedTuple):
     """Ranks with equal values, the largest group first (of several, that with the lowest rank)."""
 
     @property
+    def majority(self) -> tuple[int, ...]:
+        """More than half of the ranks, which have the same; empty where there is none."""
+        return self.groups[0] if 2 * len(self.groups[0]) > sum(map(len, self.groups)) else ()
+
+    @property
     def minority(self) -> tuple[int, ...]:
         """The ranks that are not of the majority; empty where no more than half of them agree."""
-        num_ranks = sum(map(len, self.groups))
-        if 2 * len(self.groups[0]) <= num_ranks:
+        if not self.majority:
             return ()
         return tuple(sorted(rank for group in self.groups[1:] for rank in group))
 

@@ -36,6 +36,7 @@ from syncline.sync.ledger import Ledger
 from syncline.sync.normalize import ItemNormalizer
 from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
+from syncline.sync.replica_watch import ReplicaWatch
 from syncline.sync.sparse import SparseBucket
 from syncline.sync.trouble import Trouble
 from syncline.sync.turns import Entry, Turns
@@ -93,6 +94,8 @@ class GradientSync:
         """Called once, when the first backward that synchronizes begins."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
+        self.watch: ReplicaWatch | None = None
+        """What compares the replicas, where that was asked for."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
         """What the end of the next backward waits for besides (a buffer hook's, say)."""
         self._usage = (
@@ -336,6 +339,8 @@ class GradientSync:
         self.transport.board.phase = "backward"
         for bucket in self.layout.buckets:
             bucket.reset()
+        if self.watch is not None:
+            self.watch.begin(self._step_under_way)
 
     def _mark_absent(self, absent: frozenset[int]) -> None:
         """What this backward will not reach need not be waited for."""
@@ -389,13 +394,15 @@ class GradientSync:
                 used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
         fingerprint = self.guard.fingerprint()
         graph_changed = self._static is not None and self._static.has_changed()
-        if not (used or missing or fingerprint) and self._num_items is None:
+        replica = 0 if self.watch is None else self.watch.fingerprint()
+        if not (used or missing or fingerprint or replica) and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
             graph_changed=graph_changed,
             num_items=self._num_items,
             fingerprint=fingerprint,
+            replica=replica,
         )
         return self.layout.form.encode(control, rank=self.transport.rank, used=used)
 
@@ -595,12 +602,16 @@ class GradientSync:
             changed=[].copy if self._static is None else self._static.changed,
             facts=self.guard.facts,
         )
+        if self.watch is not None and not any(control.joined for control in ranks):
+            self.watch.compare([control.replica for control in ranks], self.step)
 
     # ------------------------------------------------------------------ between backwards
 
     def _forget_backward(self) -> None:
         if self._synchronizing:
             self.guard.reduction_ended()
+            if self.watch is not None:
+                self.watch.forget()
             board = self.transport.board
             board.phase, board.bucket = "after backward", None
         self._turns.forget()

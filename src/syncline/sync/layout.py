@@ -75,6 +75,7 @@ class BucketLayout:
         self.form = ControlForm(
             num_ranks=transport.size,
             num_tracked=len(named_parameters) if options.allow_unused else 0,
+            has_replicas=options.compares_replicas,
         )
         """How control data is laid out."""
         self.order_is_learnt = False

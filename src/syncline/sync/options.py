@@ -33,3 +33,5 @@ class GradientOptions:
     """Names of the parameters whose gradients travel last."""
     sharded: bool = False
     """Each rank reduces its share of every bucket, and steps the optimizer for it."""
+    compares_replicas: bool = False
+    """Fingerprints of replicas travel with the gradients."""

@@ -15,6 +15,7 @@ from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
 from syncline.plan.shards import Piece, bounds_of, gaps_in
 from syncline.sync.stand_in import ShardGradient, StandIn
+from syncline.sync.tensors import is_dense
 from syncline.transport.base import Transport
 
 __all__ = ["Shard", "Share", "view_like"]
@@ -184,18 +185,6 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     Same strides make the optimizer's fused kernels and autograd's accumulation run on plain memory
     (channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
     """
-    if _is_dense(parameter):
+    if is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

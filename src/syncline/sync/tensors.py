@@ -17,6 +17,7 @@ __all__ = [
     "as_bytes",
     "as_flat",
     "distinct_tensors",
+    "is_dense",
     "is_plain",
     "named_tensors",
     "parts_of",
@@ -174,6 +175,18 @@ def _identity(tensor: Tensor) -> object:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory holds the values one after the other: no strides, no pending conjugation or sign."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:

@@ -1,0 +1,573 @@
+"""sl.ReplicaCheck: what differs is found, named, repaired; what may differ is left alone. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import ContractMismatch, ReplicaDivergence
+from syncline.sync.fingerprint import SliceHash
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.two = nn.Linear(40, 3)
+        self.two.bias.requires_grad = False
+
+    def forward(self, x: Tensor) -> Any:
+        return self.two(self.norm(self.one(x)).relu())
+
+
+def wrapped(t: Transport, module: nn.Module | None = None, **kwargs: Any) -> sl.DistributedDataParallel:
+    if module is None:
+        module = copy.deepcopy(NET)
+    return sl.DistributedDataParallel(module, process_group=t, **kwargs)
+
+
+torch.manual_seed(0)
+NET = Net()
+
+
+def train(
+    t: Transport,
+    ddp: sl.DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_steps: int,
+    before: Callable[[int], None] = lambda step: None,
+    seed: int = 0,
+) -> None:
+    """Each rank with batches of its own; `before` is called before each step."""
+    for step in range(1, num_steps + 1):
+        before(step)
+        generator = torch.Generator().manual_seed(1000 * seed + 10 * step + t.rank)
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 6, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    """One bit of one element, as memory does it: no version counter sees it."""
+    words = tensor.detach().view(-1).view(torch.uint8)
+    at = element * tensor.element_size() + bit // 8
+    words[at : at + 1] ^= 1 << (bit % 8)
+
+
+def adam(ddp: sl.DistributedDataParallel) -> torch.optim.Optimizer:
+    return ddp.attach(torch.optim.AdamW(ddp.parameters(), lr=1e-3))
+
+
+# ---------------------------------------------------------------------- what is found
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("size", [2, 3])
+def test_equal_replicas_are_said_to_be_equal(size: int, kwargs: dict[str, Any]) -> None:
+    def program(t: Transport) -> list[str]:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=4), **kwargs)
+        train(t, ddp, adam(ddp), num_steps=12)
+        row = ddp.contract["replica check"]
+        return [row.size, row.when, row.how, row.last_done]
+
+    assert (
+        run_ranks(size, program)
+        == [
+            [
+                "parameters, buffers, optimizer state",
+                "in every synchronized backward a slice, all within 4 steps",
+                "fingerprints, with the gradients; if they differ: raise",
+                "step 12: equal",
+            ]
+        ]
+        * size
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    every=st.integers(1, 9),
+    flipped_at=st.integers(2, 12),
+    rank=st.integers(0, 2),
+    bit=st.integers(0, 31),
+    where=st.sampled_from(["one.weight", "one.bias", "two.weight", "two.bias", "norm.weight"]),
+    data=st.data(),
+)
+def test_any_flipped_bit_of_a_parameter_is_found_in_time(
+    every: int, flipped_at: int, rank: int, bit: int, where: str, data: st.DataObject
+) -> None:
+    parameter = dict(NET.named_parameters())[where]
+    element = data.draw(st.integers(0, parameter.numel() - 1))
+
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=every))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == flipped_at and t.rank == rank:
+                flip(dict(ddp.module.named_parameters())[where], element, bit)
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=flipped_at + every, before=before)
+        return caught.value
+
+    errors = run_ranks(3, program)
+    assert len({str(error) for error in errors}) == 1, "the same text everywhere"
+    error = errors[0]
+    assert error.minority_ranks == (rank,)
+    assert error.found_at_step is not None
+    assert error.agreed_at_step is not None
+    assert error.agreed_at_step < flipped_at <= error.found_at_step < flipped_at + every
+    assert error.found_at_step - error.agreed_at_step <= every
+    if error.found_at_step == flipped_at or where == "two.bias":  # nothing has spread
+        assert (error.tensor, error.elements) == (where, (element, element))
+        assert error.num_differing == 1
+
+
+def test_the_error_says_all_there_is_to_say() -> None:
+    def program(t: Transport) -> str:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=2))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 6 and t.rank == 1:
+                with torch.no_grad():
+                    ddp.module.two.bias[1:] += 1  # frozen, so that nothing but this changes
+                    ddp.module.one.weight[30, 2] += 1
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=9, before=before)
+        return str(caught.value)
+
+    text = run_ranks(3, program)[0]
+    assert re.match(r"Net, step [67], replica check: expected the same bits on all 3 ranks, but ", text)
+    assert "\n  one.weight, element [30, 2] of 240  ranks 0, 2 | rank 1\n" in text
+    assert "\n  two.bias, elements 1 to 2 of 3  ranks 0, 2 | rank 1\n" in text
+    assert re.search(r"All ranks agreed on one.weight last at step [45]\. In the minority: rank 1\.", text)
+    assert "Go back to a checkpoint of step" in text
+
+
+def test_of_two_ranks_it_does_not_guess() -> None:
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=2, on_divergence="repair"))
+        optimizer = adam(ddp)
+        if t.rank == 1:
+            flip(ddp.module.one.bias, 3, 7)
+        with pytest.raises(ReplicaDivergence, match="With two ranks nobody can tell") as caught:
+            train(t, ddp, optimizer, num_steps=2)
+        return caught.value
+
+    error = run_ranks(2, program)[0]
+    assert (error.minority_ranks, error.tensor, error.agreed_at_step) == ((), "one.bias", 0)
+
+
+def test_state_of_an_optimizer_is_compared() -> None:
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 5 and t.rank == 2:
+                flip(optimizer.state[ddp.module.one.weight]["exp_avg"], 17, 30)
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=9, before=before)
+        return caught.value
+
+    error = run_ranks(3, program)[0]
+    assert error.tensor == "optimizer 0 (AdamW), state[0].exp_avg"
+    assert (error.elements, error.found_at_step, error.minority_ranks) == ((17, 17), 5, (2,))
+
+
+def test_state_that_a_rank_lacks_is_named() -> None:
+    def program(t: Transport) -> str:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 5 and t.rank == 1:
+                del optimizer.state[ddp.module.one.weight]["exp_avg_sq"]
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=5, before=before)
+        return str(caught.value)
+
+    text = run_ranks(2, program)[0]
+    assert "expected optimizers with state of the same names and shapes on all ranks" in text
+    assert "optimizer 0 (AdamW), state[0].exp_avg_sq" in text
+
+
+def test_a_rank_that_writes_while_its_backward_runs_is_noticed() -> None:
+    def program(t: Transport) -> str:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        optimizer = adam(ddp)
+        if t.rank == 1:
+            flip(ddp.module.two.bias, 0, 3)
+            ddp.module.one.weight.register_post_accumulate_grad_hook(
+                lambda _: flip(ddp.module.two.bias, 0, 3)
+            )
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=1)
+        return str(caught.value)
+
+    assert "all values are equal now that it has ended" in run_ranks(2, program)[0]
+
+
+# ---------------------------------------------------------------------- what is done about it
+
+
+def test_repair_gives_all_the_majoritys_values() -> None:
+    def program(t: Transport) -> tuple[str, list[Tensor]]:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=3, on_divergence="repair"))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 4 and t.rank == 0:  # not rank 0's are taken because they are rank 0's
+                ddp.module.two.bias.data[0] = 7.0
+                flip(optimizer.state[ddp.module.one.weight]["exp_avg"], 3, 22)
+
+        train(t, ddp, optimizer, num_steps=10, before=before)
+        sl.check_replicas(sl.TrainState(model=ddp, optimizer=optimizer), group=t)
+        return ddp.contract["replica check"].last_done, [ddp.module.two.bias]
+
+    with pytest.warns(RuntimeWarning, match=r"(?s)two.bias.*Repaired: the values of rank 1 were broadcast"):
+        told = run_ranks(3, program)
+    assert {done for done, _ in told} == {"step 10: equal, repaired 1 time"}
+    assert all(torch.equal(bias, NET.two.bias) for _, (bias,) in told), "not the 7"
+
+
+def test_warn_lets_training_go_on_and_says_it_once() -> None:
+    def program(t: Transport) -> int:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1, on_divergence="warn"))
+        optimizer = adam(ddp)
+        if t.rank == 1:
+            flip(ddp.module.two.bias, 1, 5)
+        train(t, ddp, optimizer, num_steps=4)
+        return ddp._replica.gradients.step
+
+    with pytest.warns(RuntimeWarning) as caught:
+        assert run_ranks(2, program) == [4, 4]
+    assert len([one for one in caught if "two.bias, element 1 of 3" in str(one.message)]) == 1
+
+
+def test_after_an_error_nothing_was_stepped_and_training_can_go_on() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=3)
+        before = [p.clone() for p in ddp.parameters()]
+        if t.rank == 0:
+            flip(ddp.module.one.weight, 5, 31)
+        with pytest.raises(ReplicaDivergence):
+            train(t, ddp, optimizer, num_steps=1)
+        if t.rank != 0:
+            assert all(map(torch.equal, before, ddp.parameters()))
+        sl.broadcast_(ddp, src=1, group=t)
+        train(t, ddp, optimizer, num_steps=3)
+        sl.check_replicas(sl.TrainState(model=ddp, optimizer=optimizer), group=t)
+
+    run_ranks(3, program)
+
+
+# ---------------------------------------------------------------------- what may differ
+
+
+def test_buffers_that_are_a_ranks_own_are_left_alone() -> None:
+    def program(t: Transport) -> str:
+        ddp = wrapped(t, buffers="none", replica_check=sl.ReplicaCheck(every=1))
+        train(t, ddp, adam(ddp), num_steps=3)
+        differ = [ddp.module.norm.running_mean.clone()]
+        with pytest.raises(ReplicaDivergence):
+            sl.check_replicas(differ, group=t)
+        return ddp.contract["replica check"].size
+
+    assert run_ranks(2, program) == ["parameters, optimizer state"] * 2
+
+
+def test_buffers_that_a_synchronization_left_different_are_found() -> None:
+    """As memory that flips between the broadcast and forward would: the broadcast is taken out by hand."""
+
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=2)
+        ddp._replica.buffers._synchronize = lambda *args, **kwargs: 0  # type: ignore[method-assign]
+        if t.rank == 2:
+            ddp.module.norm.num_batches_tracked += 1
+        sl.broadcast_([ddp.module.norm.running_mean, ddp.module.norm.running_var], group=t)
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=1)
+        return caught.value
+
+    error = run_ranks(3, program)[0]
+    assert (error.tensor, error.minority_ranks) == ("norm.num_batches_tracked", (2,))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "when"),
+    [
+        (sl.LocalSGD(3), "after each meeting, all within 4 steps and a meeting"),
+        (sl.DiLoCo(3), "after each meeting, all within 4 steps and a meeting"),
+        (sl.DiLoCo(4, fragments=2), "never: replicas are not equal between or after meetings"),
+        (sl.Gossip("ring"), "never: replicas are not equal between or after meetings"),
+        (sl.Manual(), "never: replicas are not equal between or after meetings"),
+    ],
+)
+def test_replicas_that_drift_between_meetings_are_compared_after_them(strategy: Any, when: str) -> None:
+    def program(t: Transport) -> tuple[str, str]:
+        ddp = wrapped(t, strategy=strategy, replica_check=sl.ReplicaCheck(every=4))
+        train(t, ddp, adam(ddp), num_steps=9)
+        row = ddp.contract["replica check"]
+        return row.when, row.last_done
+
+    compared = when.startswith("after")
+    assert run_ranks(2, program) == [(when, "step 9: equal" if compared else "not yet")] * 2
+
+
+@pytest.mark.parametrize("strategy", [sl.LocalSGD(2), sl.DiLoCo(2)])
+def test_what_a_meeting_does_not_mend_is_found_after_it(strategy: Any) -> None:
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp = wrapped(t, strategy=strategy, replica_check=sl.ReplicaCheck(every=2))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 4 and t.rank == 1:
+                flip(ddp.module.two.bias, 2, 11)  # frozen: no meeting writes it
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=9, before=before)
+        return caught.value
+
+    error = run_ranks(3, program)[0]
+    assert (error.tensor, error.elements, error.minority_ranks) == ("two.bias", (2, 2), (1,))
+    assert (error.agreed_at_step, error.found_at_step) == (2, 4)
+
+
+def test_a_single_copy_has_nothing_to_be_compared_with() -> None:
+    def program(t: Transport) -> tuple[str, str]:
+        ddp = wrapped(t, sharded=True, replica_check=sl.ReplicaCheck(every=2))
+        train(t, ddp, adam(ddp), num_steps=5)
+        row = ddp.contract["replica check"]
+        return row.size, row.when
+
+    def without_buffers(t: Transport) -> Any:
+        return wrapped(t, nn.Linear(2, 1), sharded=True, replica_check=sl.ReplicaCheck()).contract[
+            "replica check"
+        ]
+
+    assert run_ranks(2, program)[0][0] == "buffers (of the parameters there is one copy)"
+    row = run_ranks(2, without_buffers)[0]
+    assert row.size == "nothing"
+    assert (
+        row.when == "never: there is one copy of the parameters, and each rank has its share of the optimizer"
+    )
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"compression": sl.compression.Quantize(8)},
+        {"static_graph": True},
+        {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
+        {"reduce_dtype": torch.float64},
+        {"bucket_cap_mb": 1e-4},
+    ],
+)
+def test_it_goes_with_whatever_carries_the_gradients(kwargs: dict[str, Any]) -> None:
+    def program(t: Transport) -> int | None:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=2), **kwargs)
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=4)
+        if t.rank == 1:
+            flip(ddp.module.two.bias, 0, 0)
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=2, seed=1)
+        return caught.value.found_at_step
+
+    found = run_ranks(2, program)
+    assert found[0] == found[1] is not None
+
+
+def test_under_no_sync_nothing_is_compared_and_then_all_is() -> None:
+    def program(t: Transport) -> int | None:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        if t.rank == 1:
+            flip(ddp.module.two.bias, 0, 0)
+        with ddp.no_sync():
+            ddp(torch.ones(5, 6)).sum().backward()
+        with pytest.raises(ReplicaDivergence) as caught:
+            ddp(torch.ones(5, 6)).sum().backward()
+        return caught.value.found_at_step
+
+    assert run_ranks(2, program) == [1, 1]
+
+
+def test_what_diverges_on_purpose_is_not_compared() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1))
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=2)
+        with sl.diverge(ddp):
+            train(t, ddp, optimizer, num_steps=3)
+        sl.average_(ddp, group=t)
+        sl.average_(optimizer, group=t)
+        train(t, ddp, optimizer, num_steps=2)
+
+    run_ranks(2, program)
+
+
+def test_alone_it_does_nothing() -> None:
+    ddp = sl.DistributedDataParallel(copy.deepcopy(NET), replica_check=sl.ReplicaCheck())
+    ddp(torch.ones(5, 6)).sum().backward()
+    assert ddp.contract["replica check"].when == "never: there is one rank"
+    assert ddp.last_step is not None
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: sl.ReplicaCheck(every=0), ValueError, "an integer of at least 1, got 0"),
+        (lambda: sl.ReplicaCheck(every=2.5), TypeError, "an integer of at least 1, got 2.5"),  # type: ignore[arg-type]
+        (
+            lambda: sl.ReplicaCheck(on_divergence="ignore"),
+            ValueError,
+            "'raise', 'repair', 'warn', got 'ignore'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=100),  # type: ignore[arg-type]
+            TypeError,
+            "expected replica_check to be sl.ReplicaCheck",
+        ),
+        (
+            lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=sl.ReplicaCheck),  # type: ignore[arg-type]
+            TypeError,
+            "call it",
+        ),
+        (
+            lambda: sl.DistributedDataParallel(
+                nn.Linear(1, 1), sharded=True, replica_check=sl.ReplicaCheck(on_divergence="repair")
+            ),
+            ValueError,
+            "does not go with sharded=True",
+        ),
+    ],
+)
+def test_nonsense_is_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        make()
+
+
+def test_ranks_have_to_check_alike() -> None:
+    def program(t: Transport) -> None:
+        with pytest.raises(ContractMismatch, match="replica check"):
+            wrapped(t, replica_check=sl.ReplicaCheck(every=1 + t.rank))
+
+    run_ranks(2, program)
+
+
+# ---------------------------------------------------------------------- all at once
+
+
+def test_check_replicas_takes_a_train_state() -> None:
+    met = threading.Barrier(3)
+
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp = wrapped(t)
+        optimizer = adam(ddp)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        state = sl.TrainState(model=ddp, optimizer=optimizer, scheduler=scheduler)
+        train(t, ddp, optimizer, num_steps=3)  # now buffers differ, as the contract lets them
+        sl.check_replicas(state, group=t)
+        met.wait()
+        if t.rank == 1:
+            flip(optimizer.state[ddp.module.two.weight]["exp_avg_sq"], 100, 4)
+        with pytest.raises(ReplicaDivergence) as caught:
+            sl.check_replicas(state, group=t)
+        return caught.value
+
+    error = run_ranks(3, program)[0]
+    assert (error.tensor, error.elements) == ("optimizer.state[4].exp_avg_sq", (100, 100))
+    assert "optimizer.state[4].exp_avg_sq, element [2, 20] of 120  ranks 0, 2 | rank 1" in str(error)
+
+
+def test_of_a_train_state_a_step_and_a_schedule_are_compared() -> None:
+    def program(t: Transport) -> tuple[str, str]:
+        model = copy.deepcopy(NET)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        state = sl.TrainState(model=model, scheduler=scheduler)
+        state.step += t.rank
+        with pytest.raises(ReplicaDivergence) as step:
+            sl.check_replicas(state, group=t)
+        state.step = 0
+        sl.check_replicas(state, group=t)
+        if t.rank == 1:
+            optimizer.step()
+            scheduler.step()
+        with pytest.raises(ReplicaDivergence) as schedule:
+            sl.check_replicas(state, group=t)
+        return step.value.tensor, schedule.value.tensor
+
+    assert run_ranks(2, program) == [("step", "scheduler")] * 2
+
+
+# ---------------------------------------------------------------------- the hash of a slice
+
+
+@given(st.integers(1, 300), st.integers(0, 299), st.integers(0, 15))
+def test_one_flipped_bit_changes_the_hash(numel: int, element: int, bit: int) -> None:
+    for dtype in (torch.bfloat16, torch.int16):
+        x = torch.arange(numel, dtype=dtype)
+        before, after = SliceHash(), SliceHash()
+        before.add(0, x, 0, numel)
+        flip(x, element % numel, bit)
+        after.add(0, x, 0, numel)
+        assert before.value() != after.value()
+
+
+def test_a_hash_reads_memory_whatever_the_strides() -> None:
+    x = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    y = x.clone(memory_format=torch.preserve_format)
+    one, other = SliceHash(), SliceHash()
+    one.add(0, x, 64, 256)
+    other.add(0, y, 64, 256)
+    assert one.value() == other.value()
+    expanded, plain = SliceHash(), SliceHash()
+    expanded.add(0, torch.ones(3, 1).expand(3, 4), 0, 12)
+    plain.add(0, torch.ones(3, 4), 0, 12)
+    assert expanded.value() == plain.value()
+
+
+def test_leaves_are_told_apart_and_so_is_their_order() -> None:
+    def value(*parts: tuple[int, Any]) -> int:
+        found = SliceHash()
+        for leaf, thing in parts:
+            found.add(leaf, thing, 0, thing.numel() if isinstance(thing, Tensor) else 0)
+        return found.value()
+
+    a, b = torch.ones(2), torch.zeros(2)
+    values = [
+        value((0, a), (1, b)),
+        value((0, b), (1, a)),
+        value((0, a), (2, b)),
+        value((0, a)),
+        value((0, 1), (1, b)),
+    ]
+    assert len(set(values)) == len(values)
