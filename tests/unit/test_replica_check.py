@@ -138,6 +138,34 @@ def test_any_flipped_bit_of_a_parameter_is_found_in_time(
         assert error.num_differing == 1
 
 
+def test_a_bit_that_turns_the_mean_into_nan_is_found_before_all_replicas_are_nan() -> None:
+    def program(t: Transport) -> ReplicaDivergence:
+        plain = nn.Sequential(copy.deepcopy(NET.one), nn.ReLU(), copy.deepcopy(NET.two))
+        ddp = wrapped(t, plain, replica_check=sl.ReplicaCheck(every=1000))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 3 and t.rank == 1:
+                flip(ddp.module[2].weight, 77, 30)  # a small number times 2**128
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=3, before=before)
+        assert all(p.isfinite().all() for p in ddp.parameters())
+        return caught.value
+
+    error = run_ranks(3, program)[0]
+    assert (error.tensor, error.elements, error.minority_ranks) == ("2.weight", (77, 77), (1,))
+
+
+def test_a_mean_that_is_nan_on_all_ranks_is_nobodys_divergence() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=3))
+        for _ in range(3):
+            (ddp(torch.ones(5, 6)).sum() * torch.nan).backward()
+
+    run_ranks(2, program)
+
+
 def test_the_error_says_all_there_is_to_say() -> None:
     def program(t: Transport) -> str:
         ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=2))

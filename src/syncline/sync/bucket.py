@@ -251,6 +251,11 @@ class Bucket(Lifecycle):
         tail: list[float] = self._tail.tolist()
         return tail
 
+    def looks_finite(self, num_samples: int = 64) -> bool:
+        """Whether some elements of what was reduced, evenly spread, are all finite."""
+        sample = self._gradients_flat[:: max(1, len(self._gradients_flat) // num_samples)]
+        return bool(sample.isfinite().all())
+
     def divide(self, divisor: float) -> None:
         """Divide the reduced gradients."""
         if self.share is not None:

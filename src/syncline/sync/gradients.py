@@ -604,6 +604,9 @@ class GradientSync:
         )
         if self.watch is not None and not any(control.joined for control in ranks):
             self.watch.compare([control.replica for control in ranks], self.step)
+            if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
+                dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
+                self.watch.mean_is(all(bucket.looks_finite() for bucket in dense), self.step)
 
     # ------------------------------------------------------------------ between backwards
 

@@ -182,6 +182,7 @@ class ReplicaWatch:
         self._buffer_slice: list[int] = []
         self._buffer_hash: SliceHash | None = None
         self._warned: set[str] = set()
+        self._was_finite = True
 
     # ------------------------------------------------------------------ each step
 
@@ -253,13 +254,27 @@ class ReplicaWatch:
         else:
             self._differ(step)
 
+    def mean_is(self, finite: bool, step: int) -> None:
+        """What was reduced in this step is finite, as far as a sample tells; the same on all ranks.
+
+        A bit that flips in an exponent can make gradients infinite, so that the next step would write NaN into all
+        replicas alike, and nothing would be left to find. So when it begins, all is compared at once.
+
+        Raises:
+            ReplicaDivergence: replicas differ, and so it was wanted; on every rank.
+        """
+        was_finite, self._was_finite = self._was_finite, finite
+        if was_finite and not finite:
+            self._differ(step, must=False)
+
     def forget(self) -> None:
         """The step is over."""
         self._hash = self._buffer_hash = None
 
     # ------------------------------------------------------------------ where replicas differ
 
-    def _differ(self, step: int) -> None:
+    def _differ(self, step: int, *, must: bool = True) -> None:
+        """Look for what differs, all over the replica; `must`: something does."""
         assert self._state is not None
         title = f"{self._title}, step {step}, replica check"
         leaves = self._state.leaves
@@ -273,6 +288,8 @@ class ReplicaWatch:
         if not found and self._buffer_hash is not None and self._buffer_state is not None:
             found, num_compared = self._differing_buffers(), len(self._buffer_state.leaves)
             agreed_at = self._buffer_state.all_agreed_at
+        if not found and not must:
+            return
         if not found:
             raise ReplicaDivergence(
                 f"{title}: fingerprints of the ranks differed when backward began, but all values are equal now that "
