@@ -223,7 +223,6 @@ class Replica:
         )
         self.gradients.main_lane = self.transport
         self.gradients.before_first = _weakly(self.agree_before_the_first_step)
-        self.gradients.watch = self._watch(self._gradient_lane)
         self._let_decide()
         self.buffers = BufferSync(
             self.module,
@@ -232,6 +231,7 @@ class Replica:
             policy=self._buffer_policy,
             ignored=self.ignored,
         )
+        self.gradients.watch = self._watch(self._gradient_lane)
         if self.rounds is not None:
             self._meeting_watch = self._watch(self.transport)
             self.rounds.when_equal = _weakly(self._compare_after_meeting)
@@ -255,12 +255,9 @@ class Replica:
             type(self.module).__name__,
             [] if self.plan.sharded and self.plan.num_copies == 1 else self.selection.parameters,
             transport,
-            buffers=_weakly(self._compared_buffers),
+            buffers=[] if self._buffer_policy == "none" else self.buffers.places(),
             optimizers=_weakly(self._compared_optimizers),
         )
-
-    def _compared_buffers(self) -> list[tuple[str, Tensor]]:
-        return [] if self._buffer_policy == "none" else self.buffers.named_present()
 
     def _compared_optimizers(self) -> list[Optimizer]:
         """Those that every rank steps alike."""

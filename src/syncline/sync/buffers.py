@@ -196,10 +196,14 @@ class BufferSync:
         """Whether they were made equal and no forward has run since."""
         return self._was_equalized
 
+    def places(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
+        """Of each buffer its name in the module, and where it is: a module's dictionary, and the key in it."""
+        return [(path, owner, name) for path, (owner, name) in zip(self._paths, self._slots, strict=True)]
+
     def named_present(self) -> list[tuple[str, Tensor]]:
         """As `present`, with their names in the module."""
         found: dict[int, tuple[str, Tensor]] = {}
-        for path, (owner, name) in zip(self._paths, self._slots, strict=True):
+        for path, owner, name in self.places():
             buffer = owner.get(name)
             if buffer is not None:
                 found.setdefault(id(buffer), (path, buffer))

@@ -164,10 +164,12 @@ class SliceHash:
         """
         if not isinstance(value, Tensor):
             self._parts.append((leaf, 0 if value is None else fingerprint_of_number(value)))
-        elif stop == start:
+        elif (stop := min(stop, value.numel())) <= start:
             self._parts.append((leaf, 1))
-        elif value.device.type == "cpu":
-            flat, itemsize = _in_memory_order(value.detach()), value.element_size()
+        elif value.is_cpu:
+            # Making a view costs as much as hashing some kilobytes.
+            flat = value if is_plain(value) else _in_memory_order(value.detach())
+            itemsize = value.element_size()
             address = flat.data_ptr() + start * itemsize
             memory = (ctypes.c_ubyte * ((stop - start) * itemsize)).from_address(address)
             self._parts.append((leaf, xxhash.xxh3_64_intdigest(memory)))

@@ -10,7 +10,7 @@ Buffers change in forward; those that were just synchronized are hashed before i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -72,16 +72,24 @@ class ReplicaCheck:
 
 
 class _Leaf(NamedTuple):
-    """One tensor or number of the replica."""
+    """One tensor or number of the replica, and where it is to be found when its turn comes."""
 
     name: str
-    holder: Any
-    """The tensor itself, or the dictionary that has it."""
-    key: str | None = None
+    tensor: Tensor | None = None
+    """A parameter; None for what may be replaced, which is looked up."""
+    within: Mapping[Any, Any] = {}
+    keys: tuple[Any, ...] = ()
 
     def value(self) -> Any:
         """What it is now; None where it is gone."""
-        return self.holder if self.key is None else self.holder.get(self.key)
+        if self.tensor is not None:
+            return self.tensor
+        found: Any = self.within
+        for key in self.keys:
+            found = found.get(key)
+            if found is None:
+                return None
+        return found
 
 
 class _Coverage:
@@ -101,9 +109,14 @@ class _Coverage:
         self._slices = rotation([form[1:] for form in self._forms], num_slices)
         self._agreed_at = [agreed_at] * num_slices
 
-    def fits(self, leaves: Sequence[_Leaf]) -> bool:
-        """Whether others are cut alike, and may take the place of these."""
-        return _forms(leaves) == self._forms
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the first slice is next."""
+        return not self.turn
+
+    def fits(self) -> bool:
+        """Whether everything has the size that it was dealt out by."""
+        return _forms(self.leaves) == self._forms
 
     def take(self, num_slices: int = 1) -> tuple[list[int], list[Piece]]:
         """The next slices, and what is in them."""
@@ -149,7 +162,7 @@ class ReplicaWatch:
         check: how often, and what to do.
         title: of the module, for messages.
         parameters: that have to be equal; the same on all ranks.
-        buffers: those that take part, as they are now, by name.
+        buffers: names of those that take part, and where they are: a module's dictionary, and the key in it.
         optimizers: those whose state has to be equal, as they are now.
         transport: between the ranks that have to be equal.
     """
@@ -161,22 +174,24 @@ class ReplicaWatch:
         parameters: Sequence[tuple[str, Tensor]],
         transport: Transport,
         *,
-        buffers: Callable[[], Sequence[tuple[str, Tensor]]],
+        buffers: Sequence[tuple[str, Mapping[str, Tensor | None], str]],
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self.check = check
         self.last_agreed_at: int | None = None
         """The step of the last comparison that found nothing."""
+        self.num_compared = 0
+        """Comparisons so far."""
         self.num_repairs = 0
         self._title = title
         self._transport = transport
-        self._parameters = [_Leaf(name, tensor.detach()) for name, tensor in distinct_tensors(parameters)]
+        self._parameters = [_Leaf(name, tensor) for name, tensor in distinct_tensors(parameters)]
         self._own = {id(tensor) for _, tensor in parameters}
-        self._buffers = buffers
+        self._buffer_leaves = [_Leaf(name, within=owner, keys=(key,)) for name, owner, key in buffers]
         self._optimizers = optimizers
-        self._num_states = -1
-        self._state: _Coverage | None = None
-        self._buffer_state: _Coverage | None = None
+        self._states: list[tuple[int, int]] = []
+        self._coverage: _Coverage | None = None
+        self._buffer_coverage: _Coverage | None = None
         self._slice: list[int] = []
         self._hash: SliceHash | None = None
         self._buffer_slice: list[int] = []
@@ -188,30 +203,25 @@ class ReplicaWatch:
 
     def buffers_are_equal(self, step: int) -> None:
         """Buffers have just been synchronized: look at the slice whose turn it is, before forward changes them."""
-        named = self._buffers()
-        leaves = [_Leaf(name, tensor) for name, tensor in named]
-        if self._buffer_state is None or not self._buffer_state.fits(leaves):
-            self._buffer_state = _Coverage(leaves, self.check.every, step)
-        self._buffer_state.leaves = leaves
-        self._buffer_slice, pieces = self._buffer_state.take()
-        self._buffer_hash = _hashed(leaves, pieces)
+        coverage = self._buffer_coverage
+        if coverage is None or (coverage.begins_anew and not coverage.fits()):
+            coverage = self._buffer_coverage = _Coverage(self._buffer_leaves, self.check.every, step)
+        self._buffer_slice, pieces = coverage.take()
+        self._buffer_hash = _hashed(coverage.leaves, pieces)
 
     def begin(self, step: int, num_slices: int = 1) -> None:
         """A backward begins that is going to be reduced: look at the slice whose turn it is."""
+        coverage = self._coverage
         optimizers = self._optimizers()
-        num_states = sum(len(optimizer.state) for optimizer in optimizers)
-        state = self._state
-        if state is None or num_states != self._num_states or not state.turn:
-            # State of an optimizer appears with its first step, and may be replaced by what was loaded.
+        # State of an optimizer appears with its first step, and is replaced by what is loaded.
+        states = [(id(optimizer.state), len(optimizer.state)) for optimizer in optimizers]
+        if coverage is None or states != self._states or (coverage.begins_anew and not coverage.fits()):
+            agreed_at = 0 if coverage is None else coverage.all_agreed_at
             leaves = [*self._parameters, *self._optimizer_leaves(optimizers)]
-            agreed_at = 0 if state is None else state.all_agreed_at
-            if state is not None and state.fits(leaves):
-                state.leaves = leaves
-            else:
-                state = self._state = _Coverage(leaves, self.check.every, agreed_at)
-            self._num_states = num_states
-        self._slice, pieces = state.take(num_slices)
-        self._hash = _hashed(state.leaves, pieces)
+            coverage = self._coverage = _Coverage(leaves, self.check.every, agreed_at)
+            self._states = states
+        self._slice, pieces = coverage.take(num_slices)
+        self._hash = _hashed(coverage.leaves, pieces)
 
     def _optimizer_leaves(self, optimizers: Sequence[Optimizer]) -> list[_Leaf]:
         leaves = []
@@ -220,10 +230,9 @@ class ReplicaWatch:
             for index, parameter in enumerate(parameters_of(optimizer)):
                 # `state` is a defaultdict: asking it for a parameter without state would make one.
                 if id(parameter) in self._own and parameter in optimizer.state:
-                    state = optimizer.state[parameter]
                     leaves += [
-                        _Leaf(f"{prefix}state[{index}].{key}", state, key)
-                        for key, value in state.items()
+                        _Leaf(f"{prefix}state[{index}].{key}", within=optimizer.state, keys=(parameter, key))
+                        for key, value in optimizer.state[parameter].items()
                         if isinstance(value, Tensor | int | float)
                     ]
         return leaves
@@ -245,11 +254,12 @@ class ReplicaWatch:
         Raises:
             ReplicaDivergence: replicas differ, and so it was wanted; on every rank.
         """
+        self.num_compared += 1
         if len(set(told)) == 1:
-            if self._state is not None:
-                self._state.agreed(self._slice, step)
-            if self._buffer_hash is not None and self._buffer_state is not None:
-                self._buffer_state.agreed(self._buffer_slice, step)
+            if self._coverage is not None:
+                self._coverage.agreed(self._slice, step)
+            if self._buffer_hash is not None and self._buffer_coverage is not None:
+                self._buffer_coverage.agreed(self._buffer_slice, step)
             self.last_agreed_at = step
         else:
             self._differ(step)
@@ -275,19 +285,19 @@ class ReplicaWatch:
 
     def _differ(self, step: int, *, must: bool = True) -> None:
         """Look for what differs, all over the replica; `must`: something does."""
-        assert self._state is not None
+        assert self._coverage is not None
         title = f"{self._title}, step {step}, replica check"
-        leaves = self._state.leaves
+        leaves = self._coverage.leaves
         names, values = [leaf.name for leaf in leaves], [leaf.value() for leaf in leaves]
         self._check_structure(title, names, values)
         found = locate(names, values, self._transport)
         agreed_at = None
         if found:
-            agreed_at = self._state.agreed_at(found[0].index)
+            agreed_at = self._coverage.agreed_at(found[0].index)
         num_compared = len(names)
-        if not found and self._buffer_hash is not None and self._buffer_state is not None:
-            found, num_compared = self._differing_buffers(), len(self._buffer_state.leaves)
-            agreed_at = self._buffer_state.all_agreed_at
+        if not found and self._buffer_hash is not None and self._buffer_coverage is not None:
+            found, num_compared = self._differing_buffers(), len(self._buffer_coverage.leaves)
+            agreed_at = self._buffer_coverage.all_agreed_at
         if not found and not must:
             return
         if not found:
@@ -347,16 +357,16 @@ class ReplicaWatch:
     def _differing_buffers(self) -> list[LocatedDifference]:
         """Which of the slice's buffers differed before forward changed them; a collective call."""
         assert self._buffer_hash is not None
-        assert self._buffer_state is not None
+        assert self._buffer_coverage is not None
         hashes = self._buffer_hash.by_leaf()
-        leaves = self._buffer_state.leaves
+        leaves = self._buffer_coverage.leaves
         names = [leaves[index].name for index in hashes]
         return locate(names, [None] * len(names), self._transport, mine=list(hashes.values()))
 
     def _act(
         self, error: ReplicaDivergence, found: Sequence[LocatedDifference], values: Sequence[Any], step: int
     ) -> None:
-        assert self._state is not None
+        assert self._coverage is not None
         policy = self.check.on_divergence
         can_repair = all(
             one.difference.majority and isinstance(values[one.index], Tensor) and one.shape is not None
@@ -368,9 +378,9 @@ class ReplicaWatch:
         if policy == "repair":
             for one in found:
                 src = one.difference.groups[0][0]
-                TensorBroadcaster([values[one.index]], self._transport).start(src).wait()
+                TensorBroadcaster([values[one.index].detach()], self._transport).start(src).wait()
             self.num_repairs += 1
-            self._state.agreed(range(self._state.num_slices), step)
+            self._coverage.agreed(range(self._coverage.num_slices), step)
             sources = sorted({one.difference.groups[0][0] for one in found})
             text += (
                 f"\nRepaired: the values of {describe_ranks(sources)} were broadcast, and training goes on."

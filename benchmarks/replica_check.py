@@ -1,0 +1,149 @@
+"""What sl.ReplicaCheck costs, by size of the model: a step with it, and without.
+
+    syncline run -n 2 benchmarks/replica_check.py [--every 100] [--rounds 20] [--json FILE]
+    syncline run -n 2 benchmarks/replica_check.py --quick      # 2 short rounds: does it run?
+
+Each rank trains two replicas of a model, one of which is compared with the other ranks'; they take turns, in another
+order in each round. The ratio is the median over rounds of the two times of one round, its 95 % interval is
+bootstrapped over rounds. "in the check" is what one rank's own clock says of the three calls that the check consists of
+(hashing a slice, its fingerprint, comparing all ranks'), as a share of the step: more exact than a difference of two
+large numbers. AdamW's state is compared, too. One thread a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import syncline as sl
+from models import CNN, GPT, SIZES, Chain, random_batch, random_images
+from syncline.bench.rounds import ratio, take_turns
+from syncline.bench.tables import table
+
+WITHOUT, WITH = "without", "with"
+GOAL_SHARE = 0.01
+"""Of a step."""
+
+
+def cases(*, quick: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]]:
+    """Models and what they are called with."""
+    rank = sl.world().rank
+    found: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+        "CNN with BatchNorm": (lambda: CNN(), random_images(seed=rank)),
+        "500 small parameters": (lambda: Chain(num_parameters=500), (torch.randn(16, 16),)),
+    }
+    for size in ("0.3M",) if quick else ("0.3M", "5M", "19M"):
+        config = SIZES[size]
+        found[f"GPT {size}"] = (partial(GPT, config), random_batch(config, seed=rank))
+    return found
+
+
+class Timed:
+    """Seconds spent in some methods of an object."""
+
+    def __init__(self, one: Any, *methods: str) -> None:
+        self.seconds = 0.0
+        for method in methods:
+            setattr(one, method, self._timed(getattr(one, method)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+def measure(
+    make: Callable[[], nn.Module], inputs: tuple[Any, ...], *, every: int, num_rounds: int, num_steps: int
+) -> dict[str, Any]:
+    """Seconds a step, by competitor and round; and the share of the check."""
+    torch.manual_seed(0)
+    ddps = {
+        WITHOUT: sl.DistributedDataParallel(make()),
+        WITH: sl.DistributedDataParallel(make(), replica_check=sl.ReplicaCheck(every=every)),
+    }
+    optimizers = {name: ddp.attach(torch.optim.AdamW(ddp.parameters())) for name, ddp in ddps.items()}
+
+    def step_of(name: str) -> Callable[[], None]:
+        def step() -> None:
+            optimizers[name].zero_grad()
+            ddps[name](*inputs).backward()
+            optimizers[name].step()
+
+        return step
+
+    steps = {name: step_of(name) for name in ddps}
+    steps[WITH]()  # so that optimizer state is there
+    watch = ddps[WITH]._replica.gradients.watch
+    assert watch is not None
+    timed = Timed(watch, "begin", "buffers_are_equal", "fingerprint", "compare", "mean_is")
+    before = watch.num_compared
+    seconds = take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=sl.world())
+    num_checked = watch.num_compared - before
+    return {
+        "parameters": sum(p.numel() for p in ddps[WITH].parameters()),
+        "seconds": seconds,
+        "check_seconds": timed.seconds / num_checked,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=0, help="of one turn; 0: about half a second's")
+    parser.add_argument("--quick", action="store_true", help="2 short rounds: figures without meaning")
+    parser.add_argument("--json", type=Path, help="where to write the rounds")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    world = sl.init(device="cpu")
+    if world.size == 1:
+        sys.exit("expected at least 2 ranks: syncline run -n 2 benchmarks/replica_check.py")
+    torch.set_num_threads(1)
+    num_rounds = 2 if arguments.quick else arguments.rounds
+    found = {}
+    rows = [["model", "parameters", "ms a step", "with the check", "in the check", f"goal: {GOAL_SHARE:.0%}"]]
+    for name, (make, inputs) in cases(quick=arguments.quick).items():
+        num_steps = 2 if arguments.quick else arguments.steps or (4 if "19M" in name else 16)
+        one = measure(make, inputs, every=arguments.every, num_rounds=num_rounds, num_steps=num_steps)
+        found[name] = one
+        middle, low, high = ratio(one["seconds"][WITH], one["seconds"][WITHOUT])
+        step_seconds = statistics.median(one["seconds"][WITHOUT])
+        share = one["check_seconds"] / step_seconds
+        rows.append(
+            [
+                name,
+                f"{one['parameters']:,}",
+                f"{step_seconds * 1e3:.2f}",
+                f"{middle:.3f} [{low:.3f}, {high:.3f}]",
+                f"{share:.2%} ({one['check_seconds'] * 1e6:.0f} us)",
+                "met" if share <= GOAL_SHARE else "not met",
+            ]
+        )
+    if world.rank == 0:
+        print(f"every={arguments.every}, {world.size} ranks, {sl.DistributedDataParallel.__name__}")
+        print(table(rows))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found))
+    sl.shutdown()
+
+
+if __name__ == "__main__":
+    main()
