@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import syncline as sl
 from syncline.errors import (
     ContractMismatch,
+    ReplicaDivergence,
     SynclineError,
     UnevenInputs,
     UnreducedGradients,
@@ -478,3 +480,21 @@ def test_buffers_can_be_made_equal_after_the_last_step() -> None:
 
     first, second = each_rank(rank)
     assert torch.equal(first, second)
+
+
+# ---------------------------------------------------------------------- weights that drift apart
+
+
+def test_a_weight_changed_on_one_rank_after_construction_is_noticed() -> None:
+    def fn(t: Transport) -> None:
+        ddp = DDP(copy.deepcopy(NET), process_group=t, replica_check=sl.ReplicaCheck(every=3))
+        loss_of(ddp, batch(t)).backward()
+        if t.rank == 1:
+            with torch.no_grad():
+                next(ddp.module.parameters()).add_(1)
+        for step in range(3):
+            loss_of(ddp, batch(t, step)).backward()
+
+    text = raised_on_each_rank(ReplicaDivergence, fn)
+    assert "rank 0 | rank 1" in text
+    assert "With two ranks nobody can tell which one is right." in text
