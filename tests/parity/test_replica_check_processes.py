@@ -61,3 +61,16 @@ def test_equal_replicas_cost_no_further_call(transport: str) -> None:
     )
     if engine is not None:
         engine.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_inputs_is_not_compared() -> None:
+    torch.manual_seed(0)
+    ddp = sl.DistributedDataParallel(nn.Linear(3, 2), replica_check=sl.ReplicaCheck(every=1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for _ in range(2 + 3 * dist.get_rank()):  # rank 0 stops stepping after 2
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+    sl.check_replicas(ddp)

@@ -113,7 +113,7 @@ def test_any_flipped_bit_of_a_parameter_is_found_in_time(
     parameter = dict(NET.named_parameters())[where]
     element = data.draw(st.integers(0, parameter.numel() - 1))
 
-    def program(t: Transport) -> ReplicaDivergence:
+    def program(t: Transport) -> ReplicaDivergence | None:
         ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=every))
         optimizer = adam(ddp)
 
@@ -121,13 +121,20 @@ def test_any_flipped_bit_of_a_parameter_is_found_in_time(
             if step == flipped_at and t.rank == rank:
                 flip(dict(ddp.module.named_parameters())[where], element, bit)
 
-        with pytest.raises(ReplicaDivergence) as caught:
+        try:
             train(t, ddp, optimizer, num_steps=flipped_at + every, before=before)
-        return caught.value
+        except ReplicaDivergence as error:
+            return error
+        sl.check_replicas(sl.TrainState(model=ddp, optimizer=optimizer), group=t)
+        return None
 
     errors = run_ranks(3, program)
     assert len({str(error) for error in errors}) == 1, "the same text everywhere"
     error = errors[0]
+    if error is None:
+        # The last places of a number may be rounded away by the optimizer's step; what is equal again is not found.
+        assert bit <= 1
+        return
     assert error.minority_ranks == (rank,)
     assert error.found_at_step is not None
     assert error.agreed_at_step is not None
