@@ -577,6 +577,29 @@ def test_one_flipped_bit_changes_the_hash(numel: int, element: int, bit: int) ->
         assert before.value() != after.value()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+def test_what_is_hashed_on_a_device_tells_as_much(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no such device: its way is taken on the CPU."""
+    monkeypatch.setattr("syncline.sync.fingerprint._is_in_host_memory", lambda tensor: False)
+    x = torch.arange(1000).to(dtype).view(10, 100)
+
+    def value(tensor: Tensor, start: int, stop: int) -> int:
+        found = SliceHash()
+        found.add(0, tensor, start, stop)
+        found.add(1, tensor, 0, 64)
+        return found.value()
+
+    assert value(x, 64, 1000) == value(x.clone(), 64, 1000)
+    y = x.clone()
+    flip(y, 999, 0)
+    assert value(x, 64, 1000) != value(y, 64, 1000)
+    assert value(x, 64, 960) == value(y, 64, 960)
+    permuted = x.t()
+    assert value(permuted, 64, 1000) == value(x, 64, 1000), "in the order of memory"
+
+
 def test_a_hash_reads_memory_whatever_the_strides() -> None:
     x = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     y = x.clone(memory_format=torch.preserve_format)

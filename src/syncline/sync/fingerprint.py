@@ -166,7 +166,7 @@ class SliceHash:
             self._parts.append((leaf, 0 if value is None else fingerprint_of_number(value)))
         elif (stop := min(stop, value.numel())) <= start:
             self._parts.append((leaf, 1))
-        elif value.is_cpu:
+        elif _is_in_host_memory(value):
             # Making a view costs as much as hashing some kilobytes.
             flat = value if is_plain(value) else _in_memory_order(value.detach())
             itemsize = value.element_size()
@@ -198,6 +198,10 @@ class SliceHash:
         for leaf, number in self._resolved():
             found[leaf] = (found.get(leaf, 0) * _MIXING + number) % _WORD
         return found
+
+
+def _is_in_host_memory(tensor: Tensor) -> bool:
+    return tensor.is_cpu
 
 
 _MIXING = 0x9E3779B97F4A7C15  # odd, so that nothing is lost by multiplying
