@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from syncline.contract import Contract, Row, Rules, format_bytes, format_count, table
-from syncline.events import BackwardRecord, BufferRecord, RoundRecord
+from syncline.events import BackwardRecord, BufferRecord, NonFiniteRecord, RoundRecord
 from syncline.plan.buckets import BucketPlan
 
 __all__ = ["Evidence", "Plan", "Sizes", "contract_of", "explain"]
@@ -54,6 +54,8 @@ class Plan:
     """Ranks that average gradients among themselves, where that is not all of them."""
     rules: Rules | None = None
     """What a strategy under which replicas drift promises."""
+    on_nonfinite: str = "ignore"
+    """What becomes of gradients that are not finite."""
     num_copies: int = 0
     """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
 
@@ -73,6 +75,11 @@ class Evidence:
     """After which step parameters, buffers and optimizers met last."""
 
 
+_NONFINITE_WORDS = {
+    "raise": "an error on every rank",
+    "skip": "no rank steps",
+    "zero": "counts as zero",
+}
 _BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, statistics pooled", "none": "-"}
 
 
@@ -125,6 +132,8 @@ def _gradients_row(plan: Plan) -> Row:
         when, drift_allowed = rule.when, rule.drift_allowed
         is_plain = plan.comm_hook is None and plan.compression is None
         how = rule.how if is_plain or rule.how == "-" else how
+    if plan.on_nonfinite != "ignore":
+        how = f"{how.removeprefix('-')}; not finite: {_NONFINITE_WORDS[plan.on_nonfinite]}".removeprefix("; ")
     return Row(
         what="gradients",
         size=_size(plan.sizes.num_gradients, plan.sizes.gradient_bytes),
@@ -243,6 +252,8 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         gradients = f"step {backward.step}: local"
     else:
         gradients = f"after step {backward.step}: added up, no_sync"
+    if backward.nonfinite is not None and (backward.nonfinite.found or backward.nonfinite.in_mean):
+        gradients += f"; not finite: {backward.nonfinite.outcome}"
     if buffers is None:
         sent = "no forward yet"
     elif buffers.sent:
@@ -412,9 +423,21 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
         entries.append(
             ("backward", f"after it, by sl.sync_gradients_: .grad now holds the {_mean(backward)}")
         )
+    if backward.nonfinite is not None:
+        entries += _nonfinite_recorded(plan, backward.nonfinite)
     if backward.unused:
         entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
     return entries
+
+
+def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, str]]:
+    where = [f"on rank {rank}: {_names(names)}" for rank, names in record.found.items()]
+    if record.in_mean:
+        where.append(f"in the mean of finite gradients: {_names(record.in_mean)}")
+    steps = f"{format_count(record.num_steps, 'step')} so far"
+    if where:
+        return [("backward", f"not finite {'; '.join(where)} -> {record.outcome} ({steps})")]
+    return [("backward", f"not finite: nothing ({plan.on_nonfinite}: {steps})")] if record.num_steps else []
 
 
 def _sent_by(plan: Plan) -> str:
@@ -427,15 +450,18 @@ def _sent_by(plan: Plan) -> str:
 def _end_of_backward(plan: Plan) -> str:
     kind = "views of the buckets" if plan.as_bucket_view else "tensors of their own"
     rule = "counts as zero" if plan.allow_unused else "is an error on every rank"
+    nonfinite = ""
+    if plan.on_nonfinite != "ignore":
+        nonfinite = f"; one that is not finite: {_NONFINITE_WORDS[plan.on_nonfinite]}"
     if plan.sharded:
         return (
             f"at its end all buckets are waited for and each rank holds its share of the mean over {plan.num_ranks} "
-            f"ranks (.grad of a parameter cannot be read); a missing gradient {rule}"
+            f"ranks (.grad of a parameter cannot be read); a missing gradient {rule}{nonfinite}"
         )
     num_ranks = plan.num_reducing or plan.num_ranks
     return (
         f"at its end all buckets are waited for and .grad holds the mean over {num_ranks} ranks ({kind}); "
-        f"a missing gradient {rule}"
+        f"a missing gradient {rule}{nonfinite}"
     )
 
 

@@ -24,6 +24,7 @@ from syncline.arguments import (
     checked_buffers,
     checked_caps,
     checked_device_ids,
+    checked_on_nonfinite,
     checked_strategy,
     group_of_mesh,
 )
@@ -42,7 +43,7 @@ from syncline.sync.items import checked_num_items
 from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
-from syncline.sync.options import GradientOptions
+from syncline.sync.options import GradientOptions, OnNonFinite
 from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.selection import select
 from syncline.torch_names import TorchNames
@@ -110,6 +111,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         strategy: when and how parameters meet: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`, `sl.ParameterServer`,
             `sl.Manual`; None is `sl.EveryStep()`. Under the others replicas drift apart between two meetings, and
             buffers meet when parameters do, by default pooled (`buffers="average"`). See `docs/strategies.md`.
+        on_nonfinite: what all ranks do where a gradient of one of them is NaN or infinite. "ignore": nothing, and the
+            mean is not finite either. "raise": `NonFiniteGradient` at the end of this backward. "skip": the step of
+            every attached optimizer is left undone (`attach` is needed). "zero": such elements count as zero. Rank and
+            parameter are named. A `torch.amp.GradScaler` that is in use looks after it by itself, so that these
+            policies stand back. See `docs/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
@@ -156,6 +162,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         reduce_dtype: torch.dtype | None = None,
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
+        on_nonfinite: OnNonFinite = "ignore",
     ) -> None:
         nn.Module.__init__(self)  # torch's own __init__ would build its reducer
         Joinable.__init__(self)
@@ -174,6 +181,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
         group = group_of_mesh(process_group, device_mesh, module)
         strategy = checked_strategy(strategy)
+        on_nonfinite = checked_on_nonfinite(on_nonfinite, strategy)
         if (
             strategy.drifts
             and (buffers, forward_sync_buffers) == (None, None)
@@ -226,6 +234,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             sparse=chosen.sparse,
             delayed=frozenset(name for name, _ in chosen.delayed),
             sharded=sharded and transport.size > 1,
+            on_nonfinite=on_nonfinite,
         )
         self._replica = Replica(
             module,
@@ -307,6 +316,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         With each synchronized backward the ranks compare learning rates and other numbers of `param_groups`, and how
         often `step` was called: a difference is an error on all ranks, before anyone steps. A step whose gradients
         were not reduced (the last backward ran under `no_sync`) is an error too. Attach on all ranks.
+
+        Under `on_nonfinite="skip"` an attached optimizer leaves a step undone whose gradients are not finite.
 
         With `sharded=True` every optimizer has to be attached: it gets this rank's shards for parameters, and state it
         has is cut to them. Its `state_dict()` becomes a collective call.
