@@ -31,6 +31,7 @@ from syncline.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     ContractMismatch,
+    NonFiniteGradient,
     PeerFailed,
     PeerLost,
     ReplicaDivergence,
@@ -38,7 +39,14 @@ from syncline.errors import (
     UnevenInputs,
     UnreducedGradients,
 )
-from syncline.events import BackwardRecord, BucketRecord, BufferRecord, EvolutionRecord, RoundRecord
+from syncline.events import (
+    BackwardRecord,
+    BucketRecord,
+    BufferRecord,
+    EvolutionRecord,
+    NonFiniteRecord,
+    RoundRecord,
+)
 from syncline.evolution.strategy import EvolutionStrategy
 from syncline.parallel import DistributedDataParallel
 from syncline.sharing import share_, write_shared
@@ -82,6 +90,8 @@ __all__ = [
     "Gossip",
     "LocalSGD",
     "Manual",
+    "NonFiniteGradient",
+    "NonFiniteRecord",
     "ParameterServer",
     "PeerFailed",
     "PeerLost",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from syncline.plan.buckets import MIB, BucketCaps
 from syncline.strategy import EveryStep, Strategy
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.one_copy import one_copy_of
+from syncline.sync.options import OnNonFinite
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import Selection
 from syncline.transport.base import Transport
@@ -26,6 +27,7 @@ __all__ = [
     "checked_buffers",
     "checked_caps",
     "checked_device_ids",
+    "checked_on_nonfinite",
     "checked_replica_check",
     "checked_strategy",
     "group_of_mesh",
@@ -143,6 +145,24 @@ def checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaChe
             "that ranks share: give on_divergence='raise' or 'warn'"
         )
     return replica_check
+
+
+def checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNonFinite:
+    """What becomes of gradients that are not finite.
+
+    Raises:
+        ValueError: there is no such policy; or under this strategy the ranks agree on nothing in a backward.
+    """
+    known: tuple[str, ...] = get_args(OnNonFinite)
+    if policy not in known:
+        raise ValueError(f"expected on_nonfinite= to be one of {', '.join(map(repr, known))}, got {policy!r}")
+    if policy != "ignore" and strategy.drifts:
+        raise ValueError(
+            f"on_nonfinite={policy!r} does not go with strategy={strategy}, under which ranks step by themselves and "
+            "agree on nothing in a backward: leave it out, and look at the gradients of each rank before its step "
+            "(ddp.clip_grad_norm_(max_norm, error_if_nonfinite=True)); or use EveryStep()"
+        )
+    return policy
 
 
 def check_compression(compression: object, chosen: Selection, *, sharded: bool) -> None:

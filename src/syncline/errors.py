@@ -4,6 +4,7 @@
     +-- ContractMismatch       ranks were given different modules, arguments or trees
     +-- UnreducedGradients     a parameter received no gradient in this backward
     +-- UnevenInputs           a rank ran fewer steps than its peers, or skipped a batch
+    +-- NonFiniteGradient      gradients hold NaN or infinity
     +-- ReplicaDivergence      replicas that have to be equal are not
     +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
     +-- CollectiveTimeout      a rank did not arrive before the deadline
@@ -25,6 +26,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "ContractMismatch",
+    "NonFiniteGradient",
     "PeerFailed",
     "PeerLost",
     "ReplicaDivergence",
@@ -88,6 +90,31 @@ class CheckpointCorrupt(SynclineError):
 
     The text names the file and, where one is, the tensor.
     """
+
+
+class NonFiniteGradient(SynclineError):
+    """Gradients hold NaN or infinity, under `on_nonfinite="raise"`.
+
+    Raised at the end of that backward, on every rank with the same text, before anyone steps.
+
+    Attributes:
+        step: the synchronized backward; the first is step 1.
+        found: for each rank (of the module's group) whose own gradients were not finite, the parameter names.
+        in_mean: names of parameters whose mean is not finite though each rank's own gradients were.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        step: int,
+        found: Mapping[int, Sequence[str]],
+        in_mean: Sequence[str] = (),
+    ) -> None:
+        super().__init__(text)
+        self.step = step
+        self.found = {rank: tuple(names) for rank, names in found.items()}
+        self.in_mean = tuple(in_mean)
 
 
 class ReplicaDivergence(SynclineError):

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["BackwardRecord", "BucketRecord", "BufferRecord", "EvolutionRecord", "RoundRecord"]
+__all__ = [
+    "BackwardRecord",
+    "BucketRecord",
+    "BufferRecord",
+    "EvolutionRecord",
+    "NonFiniteRecord",
+    "RoundRecord",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +32,20 @@ class BucketRecord:
     """From the first gradient of this backward to the launch."""
     waited_seconds: float
     """Time blocked at the end of backward until this bucket was reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFiniteRecord:
+    """Gradients of one backward that are not finite, and what became of them; the same on every rank."""
+
+    found: Mapping[int, tuple[str, ...]]
+    """For each rank whose own gradients held NaN or infinity, the parameters. Empty where all were finite."""
+    in_mean: tuple[str, ...]
+    """Parameters whose mean is not finite though each rank's own gradients were."""
+    outcome: str
+    """"finite", "raised", "discarded", "zeroed" or "left to the GradScaler"; "not reduced" under `no_sync`."""
+    num_steps: int
+    """Steps so far, this one included, to which the policy was applied: discarded ones under `on_nonfinite="skip"`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +71,8 @@ class BackwardRecord:
     buckets: tuple[BucketRecord, ...]
     duration_seconds: float
     """From the first gradient to the last reduced one."""
+    nonfinite: NonFiniteRecord | None = None
+    """What was found by `on_nonfinite`; None where nobody looks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

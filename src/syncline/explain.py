@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from syncline.contract import Contract, Row, Rules, format_bytes, format_count, table
-from syncline.events import BackwardRecord, BufferRecord, RoundRecord
+from syncline.events import BackwardRecord, BufferRecord, NonFiniteRecord, RoundRecord
 from syncline.plan.buckets import BucketPlan
 
 __all__ = ["Evidence", "Plan", "ReplicaRule", "Sizes", "contract_of", "explain"]
@@ -64,6 +64,8 @@ class Plan:
     """What a strategy under which replicas drift promises."""
     replica_check: ReplicaRule | None = None
     """Within how many steps replicas are compared, and what happens where they differ."""
+    on_nonfinite: str = "ignore"
+    """What becomes of gradients that are not finite."""
     num_copies: int = 0
     """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
 
@@ -87,6 +89,11 @@ class Evidence:
     """How often replicas were made equal because they were not."""
 
 
+_NONFINITE_WORDS = {
+    "raise": "an error on every rank",
+    "skip": "no rank steps",
+    "zero": "counts as zero",
+}
 _BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, statistics pooled", "none": "-"}
 
 
@@ -140,6 +147,8 @@ def _gradients_row(plan: Plan) -> Row:
         when, drift_allowed = rule.when, rule.drift_allowed
         is_plain = plan.comm_hook is None and plan.compression is None
         how = rule.how if is_plain or rule.how == "-" else how
+    if plan.on_nonfinite != "ignore":
+        how = f"{how.removeprefix('-')}; not finite: {_NONFINITE_WORDS[plan.on_nonfinite]}".removeprefix("; ")
     return Row(
         what="gradients",
         size=_size(plan.sizes.num_gradients, plan.sizes.gradient_bytes),
@@ -294,6 +303,8 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         gradients = f"step {backward.step}: local"
     else:
         gradients = f"after step {backward.step}: added up, no_sync"
+    if backward.nonfinite is not None and (backward.nonfinite.found or backward.nonfinite.in_mean):
+        gradients += f"; not finite: {backward.nonfinite.outcome}"
     if buffers is None:
         sent = "no forward yet"
     elif buffers.sent:
@@ -471,9 +482,21 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
         entries.append(
             ("backward", f"after it, by sl.sync_gradients_: .grad now holds the {_mean(backward)}")
         )
+    if backward.nonfinite is not None:
+        entries += _nonfinite_recorded(plan, backward.nonfinite)
     if backward.unused:
         entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
     return entries
+
+
+def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, str]]:
+    where = [f"on rank {rank}: {_names(names)}" for rank, names in record.found.items()]
+    if record.in_mean:
+        where.append(f"in the mean of finite gradients: {_names(record.in_mean)}")
+    steps = f"{format_count(record.num_steps, 'step')} so far"
+    if where:
+        return [("backward", f"not finite {'; '.join(where)} -> {record.outcome} ({steps})")]
+    return [("backward", f"not finite: nothing ({plan.on_nonfinite}: {steps})")] if record.num_steps else []
 
 
 def _sent_by(plan: Plan) -> str:
@@ -486,15 +509,18 @@ def _sent_by(plan: Plan) -> str:
 def _end_of_backward(plan: Plan) -> str:
     kind = "views of the buckets" if plan.as_bucket_view else "tensors of their own"
     rule = "counts as zero" if plan.allow_unused else "is an error on every rank"
+    nonfinite = ""
+    if plan.on_nonfinite != "ignore":
+        nonfinite = f"; one that is not finite: {_NONFINITE_WORDS[plan.on_nonfinite]}"
     if plan.sharded:
         return (
             f"at its end all buckets are waited for and each rank holds its share of the mean over {plan.num_ranks} "
-            f"ranks (.grad of a parameter cannot be read); a missing gradient {rule}"
+            f"ranks (.grad of a parameter cannot be read); a missing gradient {rule}{nonfinite}"
         )
     num_ranks = plan.num_reducing or plan.num_ranks
     return (
         f"at its end all buckets are waited for and .grad holds the mean over {num_ranks} ranks ({kind}); "
-        f"a missing gradient {rule}"
+        f"a missing gradient {rule}{nonfinite}"
     )
 
 

@@ -24,6 +24,7 @@ from syncline.arguments import (
     checked_buffers,
     checked_caps,
     checked_device_ids,
+    checked_on_nonfinite,
     checked_replica_check,
     checked_strategy,
     group_of_mesh,
@@ -43,7 +44,7 @@ from syncline.sync.items import checked_num_items
 from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
-from syncline.sync.options import GradientOptions
+from syncline.sync.options import GradientOptions, OnNonFinite
 from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import select
@@ -114,6 +115,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             buffers meet when parameters do, by default pooled (`buffers="average"`). See `docs/strategies.md`.
         replica_check: `sl.ReplicaCheck(every=100)` compares replicas while training, a slice in each step. See
             `docs/replica-check.md`.
+        on_nonfinite: what all ranks do where a gradient of one of them is NaN or infinite. "ignore": nothing, and the
+            mean is not finite either. "raise": `NonFiniteGradient` at the end of this backward. "skip": the step of
+            every attached optimizer is left undone (`attach` is needed). "zero": such elements count as zero. Rank and
+            parameter are named. A `torch.amp.GradScaler` that is in use looks after it by itself, so that these
+            policies stand back. See `docs/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
@@ -161,6 +167,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         sharded: bool = False,
         strategy: Strategy[Any] | None = None,
         replica_check: ReplicaCheck | None = None,
+        on_nonfinite: OnNonFinite = "ignore",
     ) -> None:
         nn.Module.__init__(self)  # torch's own __init__ would build its reducer
         Joinable.__init__(self)
@@ -180,6 +187,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         group = group_of_mesh(process_group, device_mesh, module)
         strategy = checked_strategy(strategy)
         replica_check = checked_replica_check(replica_check, sharded=sharded)
+        on_nonfinite = checked_on_nonfinite(on_nonfinite, strategy)
         if (
             strategy.drifts
             and (buffers, forward_sync_buffers) == (None, None)
@@ -233,6 +241,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             delayed=frozenset(name for name, _ in chosen.delayed),
             sharded=sharded and transport.size > 1,
             compares_replicas=replica_check is not None and transport.size > 1,
+            on_nonfinite=on_nonfinite,
         )
         self._replica = Replica(
             module,
@@ -317,6 +326,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         With each synchronized backward the ranks compare learning rates and other numbers of `param_groups`, and how
         often `step` was called: a difference is an error on all ranks, before anyone steps. A step whose gradients
         were not reduced (the last backward ran under `no_sync`) is an error too. Attach on all ranks.
+
+        Under `on_nonfinite="skip"` an attached optimizer leaves a step undone whose gradients are not finite.
 
         With `sharded=True` every optimizer has to be attached: it gets this rank's shards for parameters, and state it
         has is cut to them. Its `state_dict()` becomes a collective call.

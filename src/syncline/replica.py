@@ -377,6 +377,7 @@ class Replica:
         step = optimizers_in_backward(self.gradients.parameters)
         hook = self.gradients.comm_hook
         self._check_attached()
+        self._check_that_steps_can_be_discarded(inside_backward=step is not None)
         agree(
             self.transport,
             f"DistributedDataParallel({type(self.module).__name__}), before its first step",
@@ -405,6 +406,24 @@ class Replica:
                 f"strategy={self.strategy} acts at the optimizer's step, but no optimizer is attached to "
                 f"{type(self.module).__name__}, so it would never act, and the replicas would drift apart: write "
                 "optimizer = ddp.attach(optimizer), on every rank, before the first step"
+            )
+        exchange(self.transport, f"the first step of {type(self.module).__name__}", [], fault=fault)
+
+    def _check_that_steps_can_be_discarded(self, *, inside_backward: bool) -> None:
+        """Under `on_nonfinite="skip"`. A collective call."""
+        if self.options.on_nonfinite != "skip":
+            return
+        fault: Exception | None = None
+        if inside_backward:
+            fault = ValueError(
+                'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward: use "zero" or '
+                '"raise", or an optimizer that steps after backward'
+            )
+        elif not self.gradients.guard.optimizers:
+            fault = SynclineError(
+                'on_nonfinite="skip" leaves the optimizer\'s step undone, but no optimizer is attached to '
+                f"{type(self.module).__name__}, so it would step all the same: write optimizer = "
+                "ddp.attach(optimizer), on every rank, before the first step"
             )
         exchange(self.transport, f"the first step of {type(self.module).__name__}", [], fault=fault)
 
@@ -465,7 +484,10 @@ class Replica:
             has_begun = bool(self.gradients.step)
             name = self.sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
         attached = AttachedOptimizer(
-            optimizer, _weakly(self._before_optimizer_step), _weakly(self._after_optimizer_step)
+            optimizer,
+            _weakly(self._before_optimizer_step),
+            _weakly(self._after_optimizer_step),
+            _weakly(self._discards_step) if self.options.on_nonfinite == "skip" else None,
         )
         guard.optimizers.append(attached)
         if self.rounds is not None:
@@ -478,6 +500,9 @@ class Replica:
         if self.divergence.is_open:
             return False
         return self.rounds is None or self.rounds.reduces() is not None
+
+    def _discards_step(self) -> bool:
+        return self.gradients.nonfinite is not None and self.gradients.nonfinite.discards
 
     def _after_optimizer_step(self, attached: AttachedOptimizer) -> None:
         if self.rounds is not None:

@@ -98,6 +98,7 @@ def plan_of(
         as_bucket_view=options.as_bucket_view,
         allow_unused=options.allow_unused,
         sharded=options.sharded,
+        on_nonfinite=options.on_nonfinite,
         rules=rules,
         compression=compression,
         replica_check=None

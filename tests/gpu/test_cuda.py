@@ -7,6 +7,7 @@ CUDA while the transport is the deterministic one. The c10d test runs alone over
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -161,3 +162,31 @@ def test_verbs_on_the_device() -> None:
         sl.check_replicas([p.grad for p in module.parameters()], group=t)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.filterwarnings("ignore:step 2, backward:RuntimeWarning")
+@pytest.mark.parametrize("cap_mb", [None, 1e-4])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
+def test_gradients_that_are_not_finite_are_found_on_the_device(
+    policy: Any, value: float, cap_mb: float | None
+) -> None:
+    def rank(t: Transport) -> Any:
+        ddp = DDP(model(), process_group=t, bucket_cap_mb=cap_mb, on_nonfinite=policy)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.01))
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            weight = torch.ones(8, 5, device="cuda")
+            weight[0, 3] = value if (t.rank, step) == (1, 1) else 1.0
+            handle = ddp.module[3].bias.register_hook(lambda g, w=weight: g * w[0])
+            with suppress(sl.NonFiniteGradient):
+                ddp(torch.randn(8, 256, device="cuda")).square().sum().backward()
+                optimizer.step()
+            found.append((dict(ddp.last_step.nonfinite.found), ddp.last_step.nonfinite.outcome))
+            handle.remove()
+        assert all(bool(p.isfinite().all()) for p in ddp.parameters())
+        return found
+
+    outcome = {"raise": "raised", "skip": "discarded", "zero": "zeroed"}[policy]
+    assert run_ranks(2, rank) == [[({}, "finite"), ({1: ("3.bias",)}, outcome), ({}, "finite")]] * 2

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import (
     ContractMismatch,
+    NonFiniteGradient,
     ReplicaDivergence,
     SynclineError,
     UnevenInputs,
@@ -394,6 +395,40 @@ def test_a_step_with_unreduced_gradients_is_refused() -> None:
         optimizer.step()
 
     each_rank(fn)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_named_before_anyone_steps() -> None:
+    def fn(t: Transport) -> None:
+        net = copy.deepcopy(NET)
+        ddp = DDP(net, process_group=t, on_nonfinite="raise")
+        for step in range(3):
+            loss = loss_of(ddp, batch(t, step))
+            (loss * float("nan") if (t.rank, step) == (1, 2) else loss).backward()
+            ddp.zero_grad()
+
+    text = raised_on_each_rank(NonFiniteGradient, fn)
+    assert text.startswith("step 3, backward")
+    assert "rank 1: 0.weight (NaN in 12 of 12 elements), 0.bias" in text
+    assert "rank 0" not in text
+
+
+@pytest.mark.parametrize("policy", ["skip", "zero"])
+@pytest.mark.filterwarnings("ignore:step 3, backward:RuntimeWarning")
+def test_a_gradient_that_is_not_finite_on_one_rank_does_not_spoil_the_weights(policy: Any) -> None:
+    def rank(t: Transport) -> list[Tensor]:
+        net = copy.deepcopy(NET)
+        ddp = DDP(net, process_group=t, on_nonfinite=policy)
+        optimizer = ddp.attach(torch.optim.AdamW(net.parameters(), lr=0.1))
+        for step in range(4):
+            loss = loss_of(ddp, batch(t, step))
+            (loss * float("nan") if (t.rank, step) == (1, 2) else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in net.parameters()]
+
+    one, other = each_rank(rank)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert all(bool(p.isfinite().all()) for p in one)
 
 
 def test_a_batch_skipped_on_one_rank_is_an_error_on_all() -> None:

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from syncline.errors import SynclineError
 
 __all__ = ["AttachedOptimizer", "settings_of"]
 
@@ -25,6 +28,8 @@ class AttachedOptimizer:
         optimizer: which.
         before_step: called with this object before each step; what it raises, the step raises.
         after_step: called with it after each step.
+        discards: asked, once the gradients of a step are there, whether it is to be left undone; such a step counts as
+            none. A closure, which makes the gradients inside of the step, is run before. None: no step is.
 
     Example:
         >>> import torch
@@ -40,6 +45,7 @@ class AttachedOptimizer:
         optimizer: Optimizer,
         before_step: Callable[[AttachedOptimizer], None],
         after_step: Callable[[AttachedOptimizer], None] | None = None,
+        discards: Callable[[], bool] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
@@ -54,6 +60,11 @@ class AttachedOptimizer:
             if not self.counts:
                 return inner(*args, **kwargs)
             before_step(self)
+            if discards is not None:
+                evaluated, args, kwargs = _evaluated(discards, args, kwargs)
+                if discards():
+                    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would complain
+                    return None if evaluated is None else evaluated.loss
             result = inner(*args, **kwargs)
             self.num_steps += 1
             if after_step is not None:
@@ -79,6 +90,43 @@ class AttachedOptimizer:
             for index, group in enumerate(settings_of(self.optimizer))
             for key, value in group
         ]
+
+
+class _Evaluated:
+    """A closure that was called once: it gives that result first, and afterwards what further calls give."""
+
+    def __init__(self, closure: Callable[[], Any], discards: Callable[[], bool]) -> None:
+        self._closure = closure
+        self._discards = discards
+        with torch.enable_grad():
+            self.loss = closure()
+        self._is_told = False
+
+    def __call__(self) -> Any:
+        if not self._is_told:
+            self._is_told = True
+            return self.loss
+        loss = self._closure()
+        if self._discards():
+            raise SynclineError(
+                "the closure of optimizer.step() has made gradients that are not finite, in a later call than the "
+                "first, where the step can no longer be left undone. Attach an optimizer that calls its closure once, "
+                'or use on_nonfinite="raise"'
+            )
+        return loss
+
+
+def _evaluated(
+    discards: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Evaluated | None, tuple[Any, ...], dict[str, Any]]:
+    """The closure among the arguments of a step, called once; and the arguments with it in its place."""
+    if args and callable(args[0]):
+        evaluated = _Evaluated(args[0], discards)
+        return evaluated, (evaluated, *args[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        evaluated = _Evaluated(kwargs["closure"], discards)
+        return evaluated, args, {**kwargs, "closure": evaluated}
+    return None, args, kwargs
 
 
 def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:

@@ -138,10 +138,8 @@ class Bucket(Lifecycle):
         """Where the gradient of member `position` is copied as soon as it is ready; None for a small one."""
         return self.views[position] if position < self.num_large else None
 
-    def launch(
-        self, scale: float, missing: frozenset[int], *, tail: Sequence[int] | None, trigger: int | None
-    ) -> None:
-        """Fill what is not filled yet and send the flat tensor, `tail` behind the gradients."""
+    def fill(self, scale: float, missing: frozenset[int]) -> None:
+        """Fill what is not filled yet. Now the flat tensor holds this rank's gradients, and may be looked at."""
         if self._predecessor is not None:
             self._predecessor.wait()
         self._fill_small(scale, any_missing=bool(missing))
@@ -149,7 +147,36 @@ class Bucket(Lifecycle):
             self._fill_missing_large(missing, scale)
         if self.share is not None:
             self.share.take_over()
-        self._send(tail, trigger)
+
+    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
+        """Hand the flat tensor to the transport, `tail` behind the gradients.
+
+        Args:
+            tail: control data; None where this bucket carries none.
+            trigger: the parameter whose gradient completed the bucket; None where the end of backward did.
+        """
+        self.trigger = trigger
+        if tail is not None:
+            if any(tail):
+                self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
+            else:  # nothing to report, as in almost every step
+                self._tail.zero_()
+        self._transition(BucketState.IN_FLIGHT)
+        self.launched_at = time.perf_counter()
+        if self.share is not None:
+            self._work = self._transport.reduce_spans(self.flat, self.share.bounds, "sum")
+            return
+        if self._comm_hook is None:
+            self._work = self._transport.all_reduce(self.flat, "sum")
+            return
+        bucket = GradBucket(
+            index=self.plan.index,
+            buffer=self.flat,
+            parameters=self.members,
+            gradients=self.views,
+            is_last=self._is_last,
+        )
+        self._future = self._comm_hook(bucket)
 
     def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
         """Send zeros: a rank that has no inputs left. `.grad` stays as it is."""
@@ -158,7 +185,7 @@ class Bucket(Lifecycle):
                 if parameter.grad is view:
                     parameter.grad = view.clone()
         self.flat.zero_()
-        self._send(tail, None)
+        self.send(tail=tail, trigger=None)
 
     def _fill_small(self, scale: float, *, any_missing: bool) -> None:
         """Copy the small gradients into place, times `scale`; a missing one counts as zero."""
@@ -192,30 +219,6 @@ class Bucket(Lifecycle):
                 continue
             copy_scaled(view, parameter.grad, scale)
 
-    def _send(self, tail: Sequence[int] | None, trigger: int | None) -> None:
-        self.trigger = trigger
-        if tail is not None:
-            if any(tail):
-                self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
-            else:  # nothing to report, as in almost every step
-                self._tail.zero_()
-        self._transition(BucketState.IN_FLIGHT)
-        self.launched_at = time.perf_counter()
-        if self.share is not None:
-            self._work = self._transport.reduce_spans(self.flat, self.share.bounds, "sum")
-            return
-        if self._comm_hook is None:
-            self._work = self._transport.all_reduce(self.flat, "sum")
-            return
-        bucket = GradBucket(
-            index=self.plan.index,
-            buffer=self.flat,
-            parameters=self.members,
-            gradients=self.views,
-            is_last=self._is_last,
-        )
-        self._future = self._comm_hook(bucket)
-
     def wait(self) -> None:
         """Block until the flat tensor holds what was asked for: the sum, or the hook's result."""
         if self.state is BucketState.REDUCED:  # waited for, because its memory was needed
@@ -245,6 +248,24 @@ class Bucket(Lifecycle):
             )
         if result is not self.flat:
             self.flat.copy_(result.view(-1))
+
+    def own(self) -> Tensor:
+        """Between `fill` and `send`, this rank's gradients."""
+        return self._gradients_flat
+
+    def own_parts(self) -> list[tuple[int, Tensor]]:
+        """The same memory by parameter index."""
+        return list(zip(self.plan.parameters, self.views, strict=True))
+
+    def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """After `hand_out`, what was reduced, all in one; and what `.grad` is now, by parameter index.
+
+        The former may be of a wider type than the latter. Of a shared bucket both are this rank's span.
+        """
+        if self.share is not None:
+            return self.share.gradient, self.share.parts()
+        gradients = zip(self.plan.parameters, self.members, strict=True)
+        return self._gradients_flat, [(i, p.grad) for i, p in gradients if p.grad is not None]
 
     def read_tail(self) -> list[float]:
         """The control data of all ranks, summed."""

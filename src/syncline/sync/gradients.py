@@ -33,6 +33,7 @@ from syncline.sync.distributed_autograd import AutogradContexts
 from syncline.sync.guard import StepGuard
 from syncline.sync.layout import BucketLayout
 from syncline.sync.ledger import Ledger
+from syncline.sync.nonfinite import NonFiniteWatch
 from syncline.sync.normalize import ItemNormalizer
 from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
@@ -81,6 +82,10 @@ class GradientSync:
         self.ledger = Ledger(self.names)
         self.layout = BucketLayout(named_parameters, transport, options)
         self.guard = StepGuard()
+        self.nonfinite: NonFiniteWatch | None = None
+        """Who looks for gradients that are not finite; None where nobody does."""
+        if options.on_nonfinite != "ignore":
+            self.nonfinite = NonFiniteWatch(options.on_nonfinite, self.names, transport)
         self.step = 0
         self.comm_hook: CommHook | None = None
         self._has_own_connection = has_own_connection
@@ -137,6 +142,8 @@ class GradientSync:
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
         self.decide = former.decide
         self.trouble.text = former.trouble.text
+        if self.nonfinite is not None and former.nonfinite is not None:
+            self.nonfinite.continues(former.nonfinite)
         if former.comm_hook is not None:
             self.comm_hook = former.comm_hook
             self.layout.build(former.comm_hook)
@@ -167,7 +174,13 @@ class GradientSync:
         if not self._used_since_reduction:
             self.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
         divisor = self.transport.size if num_items is None else num_items
-        self.ledger.note_reduction(divisor=divisor, counted_items=num_items is not None)
+        found = None
+        if self.nonfinite is not None:
+            self.nonfinite.conclude_outside([(i, self.parameters[i].grad) for i in indices], step=self.step)
+            found = self.nonfinite.last
+        self.ledger.note_reduction(divisor=divisor, counted_items=num_items is not None, nonfinite=found)
+        if self.nonfinite is not None:
+            self.nonfinite.act()
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -306,6 +319,8 @@ class GradientSync:
             before_first, self.before_first = self.before_first, None
             before_first()
         self._began_at = time.perf_counter()
+        if self.nonfinite is not None:
+            self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
         self.normalizer.count.backward_begins()
         self._synchronizing = self.enabled and self._sends and (self.decide is None or self.decide())
         if self.enabled:
@@ -373,12 +388,15 @@ class GradientSync:
     def _launch_next(self, *, trigger: int | None, missing: frozenset[int]) -> None:
         at = self._next_to_launch
         bucket = self.layout.buckets[at]
-        tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
         self._next_to_launch = at + 1
         try:
             if self._shared is not None and self._shared.is_unused_by_all(bucket.plan.parameters):
                 return
-            bucket.launch(self._scale, missing, tail=tail, trigger=trigger)
+            bucket.fill(self._scale, missing)
+            if self.nonfinite is not None:
+                self.nonfinite.look_at(bucket)
+            tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
+            bucket.send(tail=tail, trigger=trigger)
         except Exception as error:
             self.trouble.add_place(error, self._step_under_way, bucket.plan)
             raise
@@ -394,13 +412,15 @@ class GradientSync:
                 used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
         fingerprint = self.guard.fingerprint()
         graph_changed = self._static is not None and self._static.has_changed()
+        nonfinite = self.nonfinite is not None and self.nonfinite.has_found()
         replica = 0 if self.watch is None else self.watch.fingerprint()
-        if not (used or missing or fingerprint or replica) and self._num_items is None:
+        if not (used or missing or fingerprint or nonfinite or replica) and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
             graph_changed=graph_changed,
             num_items=self._num_items,
+            nonfinite=nonfinite,
             fingerprint=fingerprint,
             replica=replica,
         )
@@ -424,6 +444,8 @@ class GradientSync:
                 self._used_since_reduction.update(self._ready)
                 self._record(divisor=1)
             self.normalizer.backward_is_done()
+            if self.nonfinite is not None:
+                self.nonfinite.act()
         finally:
             self._forget_backward()
         for future in self.pending_futures:
@@ -450,6 +472,10 @@ class GradientSync:
             torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self._static is not None:
             self._static.learn()
+        if self.nonfinite is not None and self.transport.size == 1:
+            self.nonfinite.conclude_alone(
+                [(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step
+            )
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
 
@@ -486,7 +512,8 @@ class GradientSync:
                     bucket.divide(left)
                 bucket.hand_out(_NONE, any_missing=False)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
-            self._check(self._decode())
+            ranks = self._decode()
+            self._check(ranks)
         else:
             for bucket in self._sent:
                 self._wait(bucket)
@@ -505,6 +532,8 @@ class GradientSync:
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self._sent:
                 bucket.hand_out(skip, any_missing=bool(missing))
+        if self.nonfinite is not None:
+            self._conclude(self.nonfinite, ranks, self._sent)
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
         if not self.layout.order_is_learnt:
@@ -532,6 +561,8 @@ class GradientSync:
         """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
         self._synchronizing = True
         self._start_step()
+        if self.nonfinite is not None:
+            self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
         tail = self.layout.form.encode(
             RankControl(joined=True),
             rank=self.transport.rank,
@@ -550,9 +581,14 @@ class GradientSync:
             for bucket in self._sent:
                 self._wait(bucket)
             self._launch_control(lambda: tail, are_reduced=True)
-            self._check(self._decode())
+            ranks = self._decode()
+            self._check(ranks)
+            if self.nonfinite is not None:
+                self._conclude(self.nonfinite, ranks, ())
             if not self.layout.order_is_learnt:
                 self.layout.learn_order(())
+            if self.nonfinite is not None:
+                self.nonfinite.act()
         finally:
             self._forget_backward()
 
@@ -606,7 +642,19 @@ class GradientSync:
             self.watch.compare([control.replica for control in ranks], self.step)
             if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
                 dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
-                self.watch.mean_is(all(bucket.looks_finite() for bucket in dense), self.step)
+                is_finite = not any(control.nonfinite for control in ranks)
+                self.watch.mean_is(is_finite and all(bucket.looks_finite() for bucket in dense), self.step)
+
+    def _conclude(
+        self,
+        nonfinite: NonFiniteWatch,
+        ranks: Sequence[RankControl],
+        buckets: Sequence[Bucket | SparseBucket],
+    ) -> None:
+        """Decide, on every rank alike, what becomes of gradients that are not finite."""
+        # A mean of 1/N each overflows only where nobody's own does; a sum, or what a hook makes of it, may.
+        can_overflow = self.comm_hook is not None or any(control.num_items is not None for control in ranks)
+        nonfinite.conclude(ranks, buckets, step=self.step, can_overflow=can_overflow)
 
     # ------------------------------------------------------------------ between backwards
 
@@ -633,4 +681,5 @@ class GradientSync:
             divisor=divisor,
             counted_items=self._num_items is not None,
             buckets=self._sent if self._synchronizing else (),
+            nonfinite=None if self.nonfinite is None else self.nonfinite.last,
         )

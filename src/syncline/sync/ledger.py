@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from syncline.events import BackwardRecord, BucketRecord
+from syncline.events import BackwardRecord, BucketRecord, NonFiniteRecord
 from syncline.sync.bucket import Lifecycle
 
 __all__ = ["Ledger"]
@@ -30,6 +30,7 @@ class Ledger:
         self._counted_items = False
         self._buckets: Sequence[Lifecycle] = ()
         self._reduced_afterwards = False
+        self._nonfinite: NonFiniteRecord | None = None
 
     def note(
         self,
@@ -40,6 +41,7 @@ class Ledger:
         divisor: int,
         counted_items: bool,
         buckets: Sequence[Lifecycle],
+        nonfinite: NonFiniteRecord | None = None,
     ) -> None:
         """A backward has ended.
 
@@ -50,16 +52,21 @@ class Ledger:
             divisor: what the sums were divided by.
             counted_items: whether the divisor is a number of items.
             buckets: those that were reduced; none where nothing was sent.
+            nonfinite: what was found that is not finite; None where nobody looked.
         """
         self._step, self._ready = step, ready
         self._began_at, self._ended_at = began_at, time.perf_counter()
         self._divisor, self._counted_items = divisor, counted_items
         self._buckets = buckets
         self._reduced_afterwards = False
+        self._nonfinite = nonfinite
 
-    def note_reduction(self, *, divisor: int, counted_items: bool) -> None:
+    def note_reduction(
+        self, *, divisor: int, counted_items: bool, nonfinite: NonFiniteRecord | None = None
+    ) -> None:
         """What the backward left in `.grad` was reduced after it; arguments as above."""
         self._divisor, self._counted_items, self._reduced_afterwards = divisor, counted_items, True
+        self._nonfinite = nonfinite
 
     def last(self) -> BackwardRecord | None:
         """The most recent backward, or None before the first."""
@@ -77,6 +84,7 @@ class Ledger:
             num_reduced=sum(bucket.plan.num_gradient_elements for bucket in self._buckets),
             buckets=tuple(self._bucket(bucket, position) for bucket in self._buckets),
             duration_seconds=self._ended_at - self._began_at,
+            nonfinite=self._nonfinite,
         )
 
     def _bucket(self, bucket: Lifecycle, position: dict[int, int]) -> BucketRecord:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from syncline.plan.buckets import BucketCaps
 
-__all__ = ["GradientOptions"]
+__all__ = ["GradientOptions", "OnNonFinite"]
+
+OnNonFinite = Literal["ignore", "raise", "skip", "zero"]
+"""What becomes of gradients that are not finite, see `nonfinite.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,3 +39,5 @@ class GradientOptions:
     """Each rank reduces its share of every bucket, and steps the optimizer for it."""
     compares_replicas: bool = False
     """Fingerprints of replicas travel with the gradients."""
+    on_nonfinite: OnNonFinite = "ignore"
+    """What all ranks do where a gradient of one of them is not finite."""

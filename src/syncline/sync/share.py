@@ -150,6 +150,17 @@ class Share:
         for shard in self.shards:
             shard.parameter.grad = None if shard.piece.parameter in skip else shard.guarded
 
+    def parts(self) -> list[tuple[int, Tensor]]:
+        """The reduced gradients of this span, cut by parameter index."""
+        cuts = []
+        for index, offset, numel in zip(
+            self.plan.parameters, self.plan.offsets, self.plan.numels, strict=True
+        ):
+            start, stop = max(offset, self.start), min(offset + numel, self.stop)
+            if start < stop:
+                cuts.append((index, self.gradient[start - self.start : stop - self.start]))
+        return cuts
+
     @property
     def has_gradients(self) -> bool:
         """Whether what was reduced last still counts: nobody has cleared the gradients of all parameters since."""

@@ -57,23 +57,20 @@ class SparseBucket(Lifecycle):
     def view_of(self, position: int) -> None:
         """Nothing is copied before the launch."""
 
-    def launch(
-        self, scale: float, missing: frozenset[int], *, tail: Sequence[int] | None, trigger: int | None
-    ) -> None:
-        """Tell the others how many rows there are. A gradient that is missing has none, unless it is left over."""
-        assert tail is None
+    def fill(self, scale: float, missing: frozenset[int]) -> None:
+        """Take the rows there are. A gradient that is missing has none, unless it is left over."""
         gradient = self._parameter.grad
         self._mine = None if gradient is None else _as_sparse(gradient)
         self._scale = scale
-        self._send(trigger)
 
     def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
         """Contribute no rows: a rank that has no inputs left."""
-        assert tail is None
         self._mine = None
-        self._send(None)
+        self.send(tail=tail, trigger=None)
 
-    def _send(self, trigger: int | None) -> None:
+    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
+        """Tell the others how many rows there are."""
+        assert tail is None
         self.trigger = trigger
         self._transition(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
@@ -142,6 +139,22 @@ class SparseBucket(Lifecycle):
             all_indices[kept][None], all_values[kept], parameter.shape, check_invariants=False
         )
         return summed.coalesce()
+
+    def own(self) -> Tensor:
+        """As of a dense bucket: the rows that this rank contributes."""
+        return self._parameter.new_zeros(0) if self._mine is None else self._mine._values()
+
+    def own_parts(self) -> list[tuple[int, Tensor]]:
+        """The same, with the parameter's index."""
+        return [(self.plan.parameters[0], self.own())]
+
+    def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """As of a dense bucket: the rows of the sum."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return self._parameter.new_zeros(0), []
+        values = gradient._values() if gradient.is_sparse else gradient
+        return values, [(self.plan.parameters[0], values)]
 
     def divide(self, divisor: float) -> None:
         """Divide the summed rows."""

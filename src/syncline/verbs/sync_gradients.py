@@ -295,7 +295,8 @@ def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> N
         numels=(parameter.numel(),),
     )
     bucket = SparseBucket(plan, [parameter], transport)
-    bucket.launch(1.0, frozenset(), tail=None, trigger=None)
+    bucket.fill(1.0, frozenset())
+    bucket.send(tail=None, trigger=None)
     bucket.wait()
     bucket.divide(divisor)
     bucket.hand_out(frozenset(), any_missing=False)
