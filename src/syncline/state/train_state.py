@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
 
-__all__ = ["TrainState", "copies"]
+__all__ = ["TrainState", "copies", "rng_state", "set_rng_state"]
 
 _RESERVED = ("step", "rng")
 
@@ -102,7 +102,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied."""
         states = {name: _state_of(one) for name, one in self.named.items()}
-        return {"step": self.step, **states, "rng": _rng_state()}
+        return {"step": self.step, **states, "rng": rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse. Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
@@ -126,12 +126,12 @@ class TrainState:
         self.step = state["step"]
         if "rng" in state:
             rng = state["rng"]
-            _set_rng_state(rng)
+            set_rng_state(rng)
             # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
             # chance is where it was when the sampler deals the first index of the epoch that goes on.
             sampler = self.named.get("sampler")
             if isinstance(sampler, DistributedSampler):
-                sampler.when_resumed = lambda: _set_rng_state(rng)
+                sampler.when_resumed = lambda: set_rng_state(rng)
 
 
 def copies(one: Any) -> bool:
@@ -165,7 +165,8 @@ def _load_into(one: Any, state: Any) -> None:
 # ---------------------------------------------------------------------- chance
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """Where this process's random number generators are: Python's, NumPy's where it is imported, and torch's."""
     version, numbers, gauss = random.getstate()
     # As a tensor, for 625 numbers a rank would hide all else that there is to read in a manifest.
     python = (version, torch.tensor(numbers), gauss)
@@ -185,7 +186,8 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `rng_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(state["torch"])
