@@ -27,7 +27,10 @@ _NEVER_WRITTEN = (
     "memory that was never written: filled with NaN, it shows in the output. What torch.empty, empty_like or new_empty "
     "give has to be written before it is read"
 )
-_NOT_DETERMINISTIC = "a kernel that is not deterministic: under torch.use_deterministic_algorithms(True) runs agree. {operations}"
+_NOT_DETERMINISTIC = (
+    "a kernel that is not deterministic: with torch.use_deterministic_algorithms(True) two runs agree, bit for bit. "
+    "{operations}"
+)
 _ATOMICS = (
     "on CUDA these add in the order in which threads happen to come: index_add_, scatter_add_, index_put_ with "
     "accumulate, bincount and cumsum, and in backward those of embeddings, gather, interpolate, pooling and padding"

@@ -85,6 +85,8 @@ class _Told:
     """Fingerprints of the tensors that the first module was given."""
     drew: list[str]
     """Modules that drew random numbers."""
+    generators: list[str]
+    """From which."""
     state: list[int]
     gradients: list[int]
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -204,6 +206,7 @@ class _Examination:
             chance=chance,
             batch=_bits_of_batch(first),
             drew=list(dict.fromkeys(call.module or call.kind for call in first.calls if call.drew)),
+            generators=sorted({name for call in first.calls for name in call.drew}),
             state=[value.bits for value in first.state],
             gradients=[value.bits for value in first.gradients if value.name in reduced],
             findings=[asdict(finding) for finding in findings],
@@ -354,7 +357,8 @@ class _Examination:
             names = ", ".join(drew[:_MAX_NAMED]) + (
                 f" and {len(drew) - _MAX_NAMED} more" if drew[_MAX_NAMED:] else ""
             )
-            same = len({tuple(sorted(one.chance.items())) for one in told}) == 1
+            generators = {name for one in told for name in one.generators}
+            same = all(len({one.chance.get(name) for one in told}) == 1 for name in generators)
             self._notes.append(
                 f"random numbers are drawn by {names}. "
                 + (
