@@ -18,7 +18,7 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
                                 without a backward pass
     parallel                    DistributedDataParallel
     launch/, bench/, debug/     ranks as processes; competitors that take turns; is a step the same, and if not, why
-    cli/, testing/              `syncline run`, `syncline bench`; ranks for tests
+    cli/, testing/              `syncline run`, `bench`, `doctor`; ranks for tests
 """
 
 from __future__ import annotations

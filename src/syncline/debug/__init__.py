@@ -12,6 +12,8 @@ diagnosis.py    pure: why, in words
 wrappers.py     what DistributedDataParallel says has to be equal
 aligning.py     rank 0's inputs and random numbers, for a while
 facts.py        what a rank computes with
+watch.py        `syncline doctor SCRIPT`, inside of each rank
+host.py         what training in parallel needs of a host
 """
 
 from __future__ import annotations

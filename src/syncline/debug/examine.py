@@ -25,6 +25,7 @@ from syncline.debug.subject import Subject
 from syncline.debug.values import Kept, Value, how_they_differ, values_of_named
 from syncline.debug.wrappers import Synchronization
 from syncline.plan.difference import describe_ranks
+from syncline.plan.trees import map_leaves
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.broadcasting import broadcast_tensors
 from syncline.sync.fingerprint import digest_of, fingerprint_of_number
@@ -148,7 +149,7 @@ class _Examination:
                 prepare()
             recorder = Recorder(self._modules, self._state(), **options)
             with self._subject.guarded(), _as_written(), recorder:
-                result, gradients = self._step.run(inputs)
+                result, gradients = self._step.run(_copied(inputs))
             recorder.finish(result, gradients)
         except Exception as error:
             fault = error
@@ -392,6 +393,15 @@ def _distinct(named: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     for name, tensor in named:
         seen.setdefault(id(tensor), (name, tensor))
     return list(seen.values())
+
+
+def _copied(inputs: Any) -> Any:
+    """So that a step may write to them."""
+    return map_leaves(inputs, lambda _, leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _bits_of_batch(recording: Recording) -> list[int]:

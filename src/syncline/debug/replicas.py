@@ -54,6 +54,7 @@ def assert_replicas_agree(
         module: what it computes with: a module, wrapped or not, or a `TrainState`, whose optimizer and so on are then
             put back, too. None: found by a run of its own.
         inputs: its arguments: nested dicts, lists and tuples of tensors and plain values; the same kinds on all ranks.
+            It gets copies of the tensors.
         repeats: runs on each rank that have to be the same, from 2.
         same_inputs: whether the ranks have the same data by themselves: then other data are a disagreement. None: no.
         align_rng: whether ranks are compared with rank 0's random numbers. With False, a module that draws others is a

@@ -30,6 +30,7 @@ class Subject:
         modules: whose state it is; wrapped or not.
         optimizers: whose state it is, too. Others may not step.
         others: anything else with `state_dict` and `load_state_dict`.
+        with_gradients: whether `.grad` may be changed, and is put back.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -46,6 +47,8 @@ class Subject:
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer] = (),
         others: Sequence[Any] = (),
+        *,
+        with_gradients: bool = True,
     ) -> None:
         self._rng = rng_state()
         everyone = dict.fromkeys(inner for module in modules for inner in module.modules())
@@ -60,7 +63,7 @@ class Subject:
             id(tensor): tensor for _, saved in self._tables for tensor in saved.values() if tensor is not None
         }
         self._parameters = [tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)]
-        self._gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+        self._gradients = [(parameter, parameter.grad) for parameter in self._parameters * with_gradients]
         self._trained = [(parameter, parameter.requires_grad) for parameter in self._parameters]
         held = [gradient for _, gradient in self._gradients if gradient is not None]
         self._optimizers = {optimizer: _Optimizer(optimizer) for optimizer in optimizers}

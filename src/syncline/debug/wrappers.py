@@ -30,11 +30,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def synchronization_of(roots: Mapping[str, nn.Module]) -> Synchronization:
+def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool = True) -> Synchronization:
     """What is known of these modules, wrapped or not, or with wrapped ones inside.
 
     Args:
         roots: by the name that comes before those of their parts, as wrapped as they are.
+        with_gradients: whether gradients are reduced in what is compared.
 
     Raises:
         ValueError: one is sharded, so that no rank has all gradients.
@@ -57,11 +58,14 @@ def synchronization_of(roots: Mapping[str, nn.Module]) -> Synchronization:
             )
             if isinstance(module, SynclineDDP):
                 replica = module._replica
-                replica.refuse_sharded("no rank has all gradients, so they cannot be compared")
+                if with_gradients:
+                    replica.refuse_sharded("no rank has all gradients, so they cannot be compared")
                 if replica.divergence.has_diverged:
                     why_apart = "replicas drift apart on purpose (sl.diverge)"
                 elif replica.rounds is not None:
                     why_apart = f"between two meetings replicas may differ (strategy={replica.strategy})"
     return Synchronization(
-        reduced=frozenset(() if why_apart else reduced), exempt=frozenset(exempt), why_apart=why_apart
+        reduced=frozenset(reduced if with_gradients and not why_apart else ()),
+        exempt=frozenset(exempt),
+        why_apart=why_apart,
     )
