@@ -98,6 +98,20 @@ class TakesTurns(nn.Module):
         return part(x)  # type: ignore[no-any-return]
 
 
+class Skips(nn.Module):
+    """Calls its last part or does not: what comes next is the end of its own forward."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.ReLU(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if next(self.numbers) % 2 else x
+
+
 def net_with(part: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -158,6 +172,7 @@ def step_of(net: nn.Module) -> Callable[[], Tensor]:
             "global",
         ),
         (TakesTurns, "3.1", "other modules are called, in the forward of 3.1 (TakesTurns)", "global"),
+        (Skips, "3.1", "other modules are called, in the forward of 3.1 (Skips)", "global"),
     ],
 )
 @pytest.mark.parametrize("is_handed_over", [True, False])

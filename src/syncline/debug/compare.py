@@ -23,7 +23,7 @@ class Found(NamedTuple):
 
     stage: Stage
     call: int = -1
-    """Index of the call; -1 where there is none."""
+    """Index of the call, of "calls" that inside of which others are made; -1 where there is none."""
     event: int = -1
     place: int = 0
     """Which of the event's values differs."""
@@ -84,7 +84,9 @@ def _in_forward(recordings: Sequence[Recording]) -> Found | None:
             for event, recording in zip(events, recordings, strict=True)
         ]
         if len(set(steps)) > 1:
-            return Found("calls", events[0].call, index, groups=groups_of(steps))
+            first = events[0]
+            around = recordings[0].calls[first.call].parent if first.kind == "input" else first.call
+            return Found("calls", around, index, groups=groups_of(steps))
         found = _in_values(events[0].kind, [event.values for event in events])
         assert found is not None
         return found._replace(call=events[0].call, event=index)

@@ -92,7 +92,7 @@ def _around(found: Found, calls: Sequence[Call]) -> Call | None:
     """The call in whose own code it went wrong; None means the function that was handed over."""
     if found.call < 0:
         return None
-    if found.stage in ("input", "calls"):
+    if found.stage == "input":
         parent = calls[found.call].parent
         return calls[parent] if parent >= 0 else None
     return calls[found.call]

@@ -303,7 +303,7 @@ class _Examination:
 
     def _comes_from_outside(self, found: Found, recording: Recording) -> bool:
         """Whether it is the function itself that gives modules something else, or calls others."""
-        return found.call < 0 or recording.calls[found.call].parent < 0
+        return found.call < 0 or (found.stage == "input" and recording.calls[found.call].parent < 0)
 
     def _how_ranks_differ(self, found: Found, recordings: list[Recording], kept: Kept) -> str:
         """How far the first rank of the minority is from one of the majority."""
