@@ -17,13 +17,13 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
     verbs, sharing, evolution/  synchronization without a wrapper; one copy of parameters for all ranks; training
                                 without a backward pass
     parallel                    DistributedDataParallel
-    launch/, bench/             ranks as processes; competitors that take turns
-    cli/, testing/              `syncline run`, `syncline bench`; ranks for tests
+    launch/, bench/, debug/     ranks as processes; competitors that take turns; is a step the same, and if not, why
+    cli/, testing/              `syncline run`, `bench`, `doctor`; ranks for tests
 """
 
 from __future__ import annotations
 
-from syncline import compression, nn
+from syncline import compression, debug, nn
 from syncline.contract import Contract, Row
 from syncline.data.sampler import DistributedSampler
 from syncline.errors import (
@@ -111,6 +111,7 @@ __all__ = [
     "broadcast_",
     "check_replicas",
     "compression",
+    "debug",
     "diverge",
     "init",
     "keep_best_",

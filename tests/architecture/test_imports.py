@@ -33,7 +33,7 @@ LEVELS = (
     ("replica",),
     ("torch_names",),
     ("parallel",),
-    ("launch", "bench"),
+    ("launch", "bench", "debug"),
     ("cli", "testing"),
 )
 """Modules and packages of syncline, low to high. One imports only what is below it, never its neighbour."""

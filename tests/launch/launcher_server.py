@@ -79,6 +79,7 @@ class Server:
         *arguments: str,
         ignored: Sequence[signal.Signals] = (),
         terminal: str | None = None,
+        command: str = "run",
     ) -> Launcher:
         """Run `syncline run ARGUMENTS` in `cwd`.
 
@@ -87,6 +88,7 @@ class Server:
             arguments: the command line.
             ignored: signals that it finds ignored, as under nohup.
             terminal: a device that is its stdout and stderr, in place of files.
+            command: another one than `run`.
         """
         folder = Path(tempfile.mkdtemp(prefix="launcher-", dir=cwd))
         request = {
@@ -95,6 +97,7 @@ class Server:
             "cwd": str(cwd),
             "ignored": list(ignored),
             "terminal": terminal,
+            "command": command,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -127,7 +130,7 @@ def serve() -> None:
             code = 70
             try:
                 become(folder, request["cwd"], request["ignored"], request["terminal"])
-                code = main(["run", *request["arguments"]])
+                code = main([request["command"], *request["arguments"]])
             finally:
                 sys.stdout.flush()
                 os._exit(code)

@@ -2,6 +2,7 @@
 
 run.py       syncline run: start a program on several processes
 bench.py     syncline bench: measure the engines on this machine
+doctor.py    syncline doctor: is a step the same, twice and on every rank?
 options.py   what `syncline run` understands, and its help
 """
 
@@ -13,13 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from syncline.cli import bench, run
+from syncline.cli import bench, doctor, run
 
 __all__ = ["main"]
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (run.main, "start a program on several processes, as torchrun does"),
     "bench": (bench.main, "measure it on this machine, against Gloo and MPI"),
+    "doctor": (doctor.main, "find what is not the same, run twice or on every rank"),
 }
 
 _HELP = """\

@@ -25,7 +25,7 @@ from syncline.cli import options
 from syncline.cli.options import UsageError
 from syncline.launch.supervise import Job, say, supervise, worker_command
 
-__all__ = ["main"]
+__all__ = ["check_program", "main"]
 
 _GRACE_SECONDS = 5.0
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """
     try:
         args = options.parse(argv)
-        _check_program(args)
+        check_program(args.training_script, is_module=args.module, is_python=not args.no_python)
         num_processes = _num_processes(args.nproc_per_node)
         _choose_meeting_point(args)
     except UsageError as error:
@@ -67,14 +67,18 @@ def main(argv: Sequence[str]) -> int:
 # ---------------------------------------------------------------------- the program
 
 
-def _check_program(args: argparse.Namespace) -> None:
-    program = args.training_script
-    if args.module and args.no_python:
+def check_program(program: str, *, is_module: bool, is_python: bool) -> None:
+    """See that there is such a script, module or command.
+
+    Raises:
+        UsageError: there is none; says what may be meant.
+    """
+    if is_module and not is_python:
         raise UsageError("-m and --no-python exclude each other: a module needs python")
-    if args.no_python:
+    if not is_python:
         if shutil.which(program) is None:
             raise UsageError(f"no command {program!r} on PATH, or it is not executable")
-    elif args.module:
+    elif is_module:
         _check_module(program)
     else:
         _check_script(Path(program))

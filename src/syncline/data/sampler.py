@@ -84,21 +84,22 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             self.num_samples = len(range(rank, self.total_size, num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        # A generator, so that the epoch is taken with the first index: a DataLoader with workers and
-        # batch_size=None makes two iterators and uses one.
+        return _Dealing(self)
+
+    def _begin(self) -> tuple[tuple[int, int], Iterator[int]]:
+        """Take the next epoch: where it begins, and this rank's indices."""
         self.epoch = self._next_epoch
         self._next_epoch += 1
         resumed, self._resumed = self._resumed, None
         self._begun = resumed if resumed and resumed[0] == self.epoch else (self.epoch, 0)
         self._used = 0
         _, already = self._begun
-        if already:
-            then, self.when_resumed = self.when_resumed, None
-            if then is not None:
-                then()
-            yield from self._after(already)
-        else:
-            yield from super().__iter__()
+        if not already:
+            return self._begun, super().__iter__()
+        then, self.when_resumed = self.when_resumed, None
+        if then is not None:
+            then()
+        return self._begun, iter(self._after(already))
 
     def _after(self, already: int) -> list[int]:
         """This rank's indices of the epoch, but for the first `already` of all ranks."""
@@ -155,7 +156,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         epoch, already = self._resumed or self._begun
         if not self._resumed:
             already += self._used * self.num_replicas
-        return {"epoch": epoch, "used": already, **self._order()}
+        return self._place(epoch, already)
+
+    def _place(self, epoch: int, used: int) -> dict[str, Any]:
+        return {"epoch": epoch, "used": used, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a place that was saved, by this number of ranks or another.
@@ -184,6 +188,40 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     def _order(self) -> dict[str, Any]:
         """By which the order of samples is determined."""
         return {"num_samples": self._num_samples, "shuffle": self.shuffle, "seed": self.seed}
+
+
+class _Dealing(Iterator[int]):
+    """One iteration. The epoch is taken with the first index: a DataLoader may make an iterator that it does not use.
+
+    Its own state is the place behind the index that it dealt last. That is what torchdata's StatefulDataLoader saves,
+    which knows how many of them its workers have only fetched ahead; `advance` has no part in it.
+    """
+
+    def __init__(self, sampler: DistributedSampler) -> None:
+        self._sampler = sampler
+        self._indices: Iterator[int] | None = None
+        self._begun = (0, 0)
+        self._num_dealt = 0
+
+    def __next__(self) -> int:
+        if self._indices is None:
+            self._begun, self._indices = self._sampler._begin()
+        index = next(self._indices)
+        self._num_dealt += 1
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._indices is None:
+            return self._sampler.state_dict()
+        epoch, already = self._begun
+        used = already + self._num_dealt * self._sampler.num_replicas
+        if used >= self._sampler._end(already):
+            epoch, used = epoch + 1, 0
+        return self._sampler._place(epoch, used)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._indices, self._num_dealt = None, 0
 
 
 def _check(dataset: Sized, num_replicas: int, rank: int, *, drop_last: bool, pad: bool) -> None:

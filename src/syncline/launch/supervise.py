@@ -60,10 +60,24 @@ def say(text: str) -> None:
         print(f"syncline run: {text}", file=sys.stderr, flush=True)
 
 
-def worker_command(program: Sequence[str], *, is_module: bool = False, is_python: bool = True) -> list[str]:
-    """The arguments with which Python runs `program` as a worker of this process."""
+def worker_command(
+    program: Sequence[str],
+    *,
+    is_module: bool = False,
+    is_python: bool = True,
+    before: tuple[str, str] | None = None,
+) -> list[str]:
+    """The arguments with which Python runs `program` as a worker of this process.
+
+    Args:
+        program: a script, a module or a command, and its arguments.
+        is_module: it is a module, as in python -m.
+        is_python: it is not a command.
+        before: a module whose `main` is called first, in the same process, and its argument.
+    """
     kind = ["-m"] if is_module else [] if is_python else ["--exec"]
-    return [str(WORKER), str(os.getpid()), *kind, *program]
+    first = ["--before", *before] if before is not None else []
+    return [str(WORKER), str(os.getpid()), *first, *kind, *program]
 
 
 def supervise(job: Job) -> int:

@@ -14,12 +14,16 @@ import. The program runs in a fresh `__main__` module that stays in place until 
 `sys.argv` and `sys.path[0]` as `python PROGRAM` sets them, so pickling, `multiprocessing` and `-m` behave as
 without us, and tracebacks do not show this file. A command that is not Python is replaced for this process
 by exec (`--exec`): the parent-death signal survives that.
+
+`--before MODULE ARGUMENT` lets `MODULE.main(ARGUMENT)` do something first, in the same process: `syncline doctor`
+watches a program that way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import importlib.machinery
 import importlib.util
 import io
@@ -45,10 +49,13 @@ def _sibling(name: str) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run the program that `argv` names: LAUNCHER_PID [-m | --exec] PROGRAM ARGUMENTS..."""
+    """Run the program that `argv` names: LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM ..."""
     process = _sibling("process")
     process.end_with_parent(int(argv[0]))
     kind, program = "script", argv[1:]
+    before: list[str] = []
+    if program[0] == "--before":
+        before, program = program[1:3], program[3:]
     if program[0] in ("-m", "--exec"):
         kind, program = program[0], program[1:]
     if kind == "--exec":
@@ -65,6 +72,8 @@ def main(argv: list[str]) -> None:
         code, module = _as_module(program[0]) if kind == "-m" else _as_script(program[0])
         sys.argv[:] = [module.__file__ or program[0] if kind == "-m" else program[0], *program[1:]]
         sys.modules["__main__"] = module
+        if before:
+            importlib.import_module(before[0]).main(before[1])
         exec(code, module.__dict__)
     except BaseException as error:
         shown = _without_this_file(error.__traceback__)

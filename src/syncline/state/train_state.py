@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
 
-__all__ = ["TrainState", "copies"]
+__all__ = ["TrainState", "copies", "rng_state", "set_rng_state"]
 
 _RESERVED = ("step", "rng")
 
@@ -30,11 +30,13 @@ class TrainState:
         optimizer: a torch optimizer; attached ones, too.
         scheduler: of the learning rate.
         scaler: a `torch.amp.GradScaler`.
-        sampler: what deals out the samples.
+        sampler: what deals out the samples: a `DistributedSampler`, or a loader that has the place in the data itself,
+            as torchdata's StatefulDataLoader.
         named: anything else with `state_dict()` and `load_state_dict(state)`, by a name of yours.
 
     Raises:
         TypeError: something without these two methods; `step` and `rng` as names.
+        ValueError: a sampler and the loader that has it inside: each would have the place in the data.
 
     Example:
         >>> import torch, syncline as sl
@@ -67,6 +69,7 @@ class TrainState:
         """What was named, by name."""
         self.step = 0
         """How many steps were made."""
+        _check_one_place(self.named)
         for name, one in self.named.items():
             if name in _RESERVED:
                 raise TypeError(f"{name} is saved anyway: give {type(one).__name__} another name")
@@ -102,7 +105,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied."""
         states = {name: _state_of(one) for name, one in self.named.items()}
-        return {"step": self.step, **states, "rng": _rng_state()}
+        return {"step": self.step, **states, "rng": rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse. Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
@@ -126,17 +129,42 @@ class TrainState:
         self.step = state["step"]
         if "rng" in state:
             rng = state["rng"]
-            _set_rng_state(rng)
+            set_rng_state(rng)
             # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
             # chance is where it was when the sampler deals the first index of the epoch that goes on.
-            sampler = self.named.get("sampler")
-            if isinstance(sampler, DistributedSampler):
-                sampler.when_resumed = lambda: _set_rng_state(rng)
+            sampler = _dealer(self.named.get("sampler"))
+            if sampler is not None:
+                sampler.when_resumed = lambda: set_rng_state(rng)
 
 
 def copies(one: Any) -> bool:
     """Whether loading into it copies tensors, so that it keeps none of those that it is given."""
     return isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict")
+
+
+def _dealer(one: Any) -> DistributedSampler | None:
+    """The sampler that deals out the samples, for a loader that has it inside, too."""
+    for sampler in (
+        one,
+        getattr(one, "sampler", None),
+        getattr(getattr(one, "batch_sampler", None), "sampler", None),
+    ):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
+def _check_one_place(named: Mapping[str, Any]) -> None:
+    owners: dict[DistributedSampler, str] = {}
+    for name, one in named.items():
+        sampler = _dealer(one)
+        if sampler is not None and sampler in owners:
+            raise ValueError(
+                f"{owners[sampler]} and {name} have one DistributedSampler, and would each put it at a place of their "
+                "own. Name the sampler, with commit(num_samples); or the loader that it is in, with commit()"
+            )
+        if sampler is not None:
+            owners[sampler] = name
 
 
 def _what(one: Any) -> str:
@@ -165,7 +193,8 @@ def _load_into(one: Any, state: Any) -> None:
 # ---------------------------------------------------------------------- chance
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """Where this process's random number generators are: Python's, NumPy's where it is imported, and torch's."""
     version, numbers, gauss = random.getstate()
     # As a tensor, for 625 numbers a rank would hide all else that there is to read in a manifest.
     python = (version, torch.tensor(numbers), gauss)
@@ -185,7 +214,8 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `rng_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(state["torch"])

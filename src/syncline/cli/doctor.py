@@ -1,0 +1,180 @@
+"""`syncline doctor`: is this host fit, and does a script compute the same, twice and on every rank?"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import tempfile
+import textwrap
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.launcher.api import LaunchConfig
+
+from syncline import environment
+from syncline.cli.options import UsageError
+from syncline.cli.run import check_program
+from syncline.debug.host import findings
+from syncline.debug.watch import Orders
+from syncline.launch.supervise import Job, supervise, worker_command
+
+__all__ = ["main"]
+
+_HELP = """\
+usage: syncline doctor
+       syncline doctor [-n RANKS] [--step K] [--continue] SCRIPT [arguments]
+       syncline doctor [-n RANKS] [--step K] [--continue] -m MODULE [arguments]
+
+Without a script: is this host fit for training in parallel?
+
+With one: run it on several processes, unchanged, up to its first training step
+with a DistributedDataParallel (torch's or Syncline's). That step is computed
+twice on each rank, and once on all with rank 0's batch and random numbers: it
+has to be the same, bit for bit. If it is not, the first module that makes
+something else is named, with the causes that were seen.
+
+  syncline doctor -n 2 train.py --epochs 1    what follows the script is its own
+  syncline doctor -n 2 --step 100 train.py    a later step: have replicas drifted?
+
+  -n RANKS        processes, from 1 (default: 2)
+  --step K        examine the K-th training forward of a wrapped module (default: 1)
+  --continue      let the script go on afterwards, and examine each wrapped module
+  -m, --module    SCRIPT is a module, as in python -m
+  -h, --help      show this text
+
+Exit code: 0, all agrees; 1, something does not, or this host is not fit; 2, wrong
+usage, or there was no such step; else that of the script, where it failed.
+"""
+
+_WIDTH = 100
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see syncline doctor --help")
+
+    def format_help(self) -> str:
+        return _HELP
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `syncline doctor` with these arguments.
+
+    Returns:
+        0 when all agrees; 1 when something does not, or the host is not fit; 2 for wrong usage, or where there was
+        nothing to examine; else the exit code of the script's rank that failed first.
+    """
+    try:
+        args = _parse(argv)
+    except UsageError as error:
+        print(f"syncline doctor: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as asked_for_help:
+        return int(asked_for_help.code or 0)
+    with tempfile.TemporaryDirectory(prefix="syncline_", ignore_cleanup_errors=True) as scratch:
+        return _examine(args, Path(scratch)) if args.script else _look_at_the_host(Path(scratch))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="syncline doctor", allow_abbrev=False)
+    parser.add_argument("-n", type=int, default=2)
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument("-m", "--module", action="store_true")
+    parser.add_argument("script", nargs="?")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see syncline doctor --help"
+        raise UsageError(f"unknown option {unknown[0]}: {remedy} (options of the program follow its name)")
+    if args.n < 1:
+        raise UsageError(f"-n {args.n}: expected at least 1 process")
+    if args.step < 1:
+        raise UsageError(f"--step {args.step}: expected at least 1, the first training forward")
+    if args.module and not args.script:
+        raise UsageError("-m: expected the name of a module")
+    if args.script:
+        check_program(args.script, is_module=args.module, is_python=True)
+    if args.arguments[:1] == ["--"]:
+        del args.arguments[0]
+    return args
+
+
+# ---------------------------------------------------------------------- a script
+
+
+def _examine(args: argparse.Namespace, scratch: Path) -> int:
+    report = scratch / "reports.jsonl"
+    orders = Orders(step=args.step, goes_on=args.goes_on, report=str(report))
+    command = worker_command(
+        [args.script, *args.arguments],
+        is_module=args.module,
+        before=("syncline.debug.watch", orders.dumped()),
+    )
+    code = _launch(args.n, command, scratch)
+    found = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    for one in found:
+        print(one["text"])
+    if code:
+        return code
+    if not found:
+        print(
+            f"syncline doctor: {args.script} ended, and there was no training forward {args.step} of a module in a "
+            "DistributedDataParallel in these processes (in training mode, with gradients). Without a wrapper, or in "
+            "processes that the script starts by itself, call sl.debug.assert_replicas_agree in it",
+            file=sys.stderr,
+        )
+        return 2
+    return 0 if all(one["agrees"] for one in found) else 1
+
+
+def _launch(num_ranks: int, command: Sequence[str], scratch: Path) -> int:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    before = environment.export({"OMP_NUM_THREADS": str(max(1, cores // num_ranks))})
+    folder = scratch / "launcher"
+    folder.mkdir()
+    try:
+        return supervise(Job(config=config, command=sys.executable, arguments=command, scratch=folder))
+    finally:
+        environment.restore(before)
+
+
+# ---------------------------------------------------------------------- this host
+
+
+def _look_at_the_host(scratch: Path) -> int:
+    found = findings()
+    for finding in found:
+        _show(finding.name, finding.text, finding.kind)
+    if any(finding.kind == "problem" for finding in found):
+        return 1
+    name = scratch / "transport"
+    code = _launch(2, worker_command(["syncline.debug.host", str(name)], is_module=True), scratch)
+    if code:
+        _show("two ranks", "could not meet on this host, see above", "problem")
+        return 1
+    _show("two ranks", f"met, and added up over {name.read_text()}", "fine")
+    return 0
+
+
+def _show(name: str, text: str, kind: str) -> None:
+    mark = {"fine": "   ", "note": " ! ", "problem": "!! "}[kind]
+    first = f"{mark}{name:<19}"
+    print(textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first)), flush=True)

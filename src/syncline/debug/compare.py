@@ -1,0 +1,170 @@
+"""The first place at which recordings of one computation part. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from syncline.debug.recording import Call, Recording
+from syncline.debug.values import Value
+
+__all__ = ["Found", "first_difference", "first_nan", "groups_of"]
+
+Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "result"]
+
+
+class Found(NamedTuple):
+    """Where recordings part.
+
+    Stages: "state" before the run; "calls": another module is called; "input": a module is given something else, though
+    all before was equal; "output": a module makes something else of equal inputs; "backward": it does so in backward;
+    "gradients" and "result": only what the run gave differs.
+    """
+
+    stage: Stage
+    call: int = -1
+    """Index of the call, of "calls" that inside of which others are made; -1 where there is none."""
+    event: int = -1
+    place: int = 0
+    """Which of the event's values differs."""
+    name: str = ""
+    """Name of the tensor or of the place."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Which recordings are equal there, the largest group first."""
+
+
+def groups_of(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Indices with equal keys, the largest group first (of several, that with the lowest index).
+
+    Example:
+        >>> groups_of(["a", "b", "b"])
+        ((1, 2), (0,))
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return tuple(map(tuple, sorted(groups.values(), key=lambda group: (-len(group), group))))
+
+
+def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = False) -> Found | None:
+    """Where these recordings of one computation part first, in the order in which things happen; None if nowhere.
+
+    Args:
+        recordings: at least two.
+        is_reduced: gradients of parameters are means over ranks, so they tell nothing about the module at hand.
+    """
+    return (
+        _in_values("state", [recording.state for recording in recordings])
+        or _in_forward(recordings)
+        or _in_backward(recordings, is_reduced=is_reduced)
+        or _in_values("result", [recording.result for recording in recordings])
+        or _in_values("gradients", [recording.gradients for recording in recordings])
+    )
+
+
+def _in_values(stage: Stage, rows: Sequence[tuple[Value, ...]]) -> Found | None:
+    names = [[value.name for value in row] for row in rows]
+    if any(other != names[0] for other in names):
+        return Found(stage, groups=groups_of(list(map(tuple, names))))
+    for place, values in enumerate(zip(*rows, strict=True)):
+        groups = groups_of(values)
+        if len(groups) > 1:
+            return Found(stage, place=place, name=values[0].name, groups=groups)
+    return None
+
+
+def _in_forward(recordings: Sequence[Recording]) -> Found | None:
+    num_events = [len(recording.events) for recording in recordings]
+    for index in range(min(num_events)):
+        events = [recording.events[index] for recording in recordings]
+        if len(set(events)) == 1 and _same_call(recordings, events[0].call):
+            continue
+        steps = [
+            (event.kind, _identity(recording.calls[event.call]))
+            for event, recording in zip(events, recordings, strict=True)
+        ]
+        if len(set(steps)) > 1:
+            first = events[0]
+            around = recordings[0].calls[first.call].parent if first.kind == "input" else first.call
+            return Found("calls", around, index, groups=groups_of(steps))
+        found = _in_values(events[0].kind, [event.values for event in events])
+        assert found is not None
+        return found._replace(call=events[0].call, event=index)
+    if len(set(num_events)) > 1:
+        return Found("calls", event=min(num_events), groups=groups_of(num_events))
+    return None
+
+
+def _same_call(recordings: Sequence[Recording], call: int) -> bool:
+    return len({_identity(recording.calls[call]) for recording in recordings}) == 1
+
+
+def _identity(call: Call) -> tuple[str, str, int, int]:
+    return call.module, call.kind, call.nth, call.parent
+
+
+def _in_backward(recordings: Sequence[Recording], *, is_reduced: bool) -> Found | None:
+    """The first call in backward whose outputs' gradients are equal, and whose inputs' or parameters' are not.
+
+    Backward comes to calls in the reverse of the order in which they began, and to a call within before the one around.
+    """
+    tuples = [recording.calls for recording in recordings]
+    came_equal = [_equal(call.output_grads for call in calls) for calls in zip(*tuples, strict=True)]
+    own = {} if is_reduced else _groups_of_own_gradients(recordings)
+    calls_of: dict[str, list[int]] = {}
+    for index, call in enumerate(recordings[0].calls):
+        calls_of.setdefault(call.module, []).append(index)
+    for index in reversed(range(len(came_equal))):
+        call = recordings[0].calls[index]
+        if not came_equal[index] or not call.output_grads:
+            continue
+        found = _in_values("backward", [tuple(calls[index].input_grads) for calls in tuples])
+        if found is not None:
+            return found._replace(call=index, name=f"input {found.name}".rstrip())
+        if call.module in own and all(came_equal[other] for other in calls_of[call.module]):
+            name, groups = own[call.module]
+            return Found("backward", index, name=f"parameter {name}", groups=groups)
+    return None
+
+
+def _equal(values: Iterable[list[Value]]) -> bool:
+    first, *others = values
+    return all(other == first for other in others)
+
+
+def _groups_of_own_gradients(
+    recordings: Sequence[Recording],
+) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+    """For each module whose own parameters' gradients differ, the first of these."""
+    found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
+    for values in _aligned([recording.gradients for recording in recordings]):
+        groups = groups_of(values)
+        if len(groups) > 1:
+            found.setdefault(values[0].name.rpartition(".")[0], (values[0].name, groups))
+    return found
+
+
+def _aligned(rows: Sequence[tuple[Value, ...]]) -> Iterator[tuple[Value, ...]]:
+    """The values of the same name of all rows."""
+    others = [{value.name: value for value in row} for row in rows[1:]]
+    for value in rows[0]:
+        if all(value.name in other for other in others):
+            yield (value, *(other[value.name] for other in others))
+
+
+def first_nan(filled: Recording, ordinary: Recording) -> int | None:
+    """The call whose outputs are the first with NaN in a run with filled memory, where an ordinary one has none.
+
+    Args:
+        filled: the run in which memory that was never written held NaN.
+        ordinary: the other one.
+    """
+    for index, event in enumerate(filled.events):
+        if index >= len(ordinary.events) or len(event.values) != len(ordinary.events[index].values):
+            return None
+        pairs = zip(event.values, ordinary.events[index].values, strict=True)
+        if any(now.has_nan and not then.has_nan for now, then in pairs):
+            if event.kind == "output":
+                return event.call
+            return filled.calls[event.call].parent  # what is around it has made its inputs
+    return None

@@ -1,0 +1,300 @@
+"""Why computations part, as far as was seen, in words that are the same whichever rank finds them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from syncline.debug.compare import Found
+from syncline.debug.recording import Call, Recording
+from syncline.debug.report import Finding, by_value
+from syncline.plan.difference import describe_ranks
+
+__all__ = ["Evidence", "between_ranks", "never_written", "of_gradients", "within_a_rank"]
+
+# ---------------------------------------------------------------------- causes, and what to do
+
+_STATE_OUTSIDE = (
+    "state outside of parameters and buffers: its attribute {changed}; what is neither a parameter nor a buffer is not "
+    "put back before the second run, and is in no checkpoint: make it a buffer (register_buffer), or compute it from "
+    "the inputs"
+)
+_OWN_GENERATOR = (
+    "a generator of its own: its attribute {name} is {kind}, which is not put back. Draw from torch's global one, or "
+    "save and load its state with the module's"
+)
+_NEVER_WRITTEN = (
+    "memory that was never written: filled with NaN, it shows in the output. What torch.empty, empty_like or new_empty "
+    "give has to be written before it is read"
+)
+_NOT_DETERMINISTIC = (
+    "a kernel that is not deterministic: with torch.use_deterministic_algorithms(True) two runs agree, bit for bit. "
+    "{operations}"
+)
+_ATOMICS = (
+    "on CUDA these add in the order in which threads happen to come: index_add_, scatter_add_, index_put_ with "
+    "accumulate, bincount and cumsum, and in backward those of embeddings, gather, interpolate, pooling and padding"
+)
+_REDUCED = (
+    "it is a mean over ranks, in which another rank's share differs (see there); if no rank's does, the transport adds "
+    "up in an order that changes"
+)
+_CHANGED_BESIDE = "it could not be put back: it is changed by something beside the function, a thread perhaps"
+_OTHER_DATA_EACH_TIME = (
+    "the function takes other data each time: an iterator deals each batch once, and a generator of its own is not put "
+    "back. Take the batch outside, and hand it over as inputs=(...)"
+)
+_STATE_THAT_NOTHING_PUTS_BACK = (
+    "state that nothing puts back: a global counter or cache, a generator of its own, a clock, a file, the order of a "
+    "set"
+)
+_REPLICAS_APART = (
+    "the replicas are not equal: sl.broadcast_(module) makes them so, sl.check_replicas(module) names all that differ. "
+    "Made with other seeds and never synchronized, stepped on some ranks only, or damaged"
+)
+_OTHER_DATA = "different data: the ranks were to be given the same batch"
+_ALL_ELSE_EQUAL = (
+    "all that was compared of the ranks is equal (versions, threads, settings, attributes): what is left is state "
+    "outside of the module, data that it reads by itself, the order of a set (PYTHONHASHSEED), or the hardware"
+)
+_SEEDS = (
+    "{who} random numbers (dropout does), from the generator{s} {generators}, at another place on each rank. Seed all "
+    "ranks alike, with torch.manual_seed(seed), where they are to draw the same"
+)
+_NOT_REDUCED = "they were not reduced: the backward ran under no_sync(), or it did not go through the wrapper"
+_CHANGED_AFTERWARDS = "or they were changed afterwards, on some ranks: clipped, scaled or set by hand"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was seen on one rank, beside two runs that differ."""
+
+    nan_call: int | None = None
+    """The call whose outputs are NaN when memory that was never written is."""
+    agrees_when_deterministic: bool | None = None
+    """Whether two runs agree with deterministic algorithms; None where that was not asked."""
+    without_determinism: tuple[str, ...] = ()
+    """Operations that have no deterministic implementation, by torch's warnings."""
+    is_reduced: bool = False
+    """Gradients are means over ranks."""
+
+
+def _named(call: Call) -> str:
+    times = f", call {call.nth}" if call.nth > 1 else ""
+    return f"{call.module} ({call.kind}{times})" if call.module else f"{call.kind}{times}"
+
+
+def _place(found: Found, what: str) -> str:
+    return f"{what} {found.name}" if found.name else what
+
+
+def _around(found: Found, calls: Sequence[Call]) -> Call | None:
+    """The call in whose own code it went wrong; None means the function that was handed over."""
+    if found.call < 0:
+        return None
+    if found.stage == "input":
+        parent = calls[found.call].parent
+        return calls[parent] if parent >= 0 else None
+    return calls[found.call]
+
+
+# ---------------------------------------------------------------------- within a rank
+
+
+def within_a_rank(
+    rank: int, found: Found, first: Recording, other: Recording, difference: str, evidence: Evidence
+) -> Finding:
+    """Two runs of one rank from the same state are not the same.
+
+    Args:
+        rank: which.
+        found: where they part.
+        first: the one run.
+        other: the other.
+        difference: how far they are apart there, in words; "" where that is not known.
+        evidence: what else was seen.
+    """
+    calls = first.calls
+    blamed = _around(found, calls)
+    what = f"rank {rank}, two runs from the same state: {_what(found, calls, _given(found, calls))}"
+    if difference:
+        what += f": {difference}"
+    causes = _causes_within(found, blamed, first, evidence)
+    return _finding((rank,), blamed, what, causes)
+
+
+def _given(found: Found, calls: Sequence[Call]) -> str:
+    """Where the code is in which runs part, for what a module is given and which is called."""
+    parent = _around(found, calls)
+    return "the function itself" if parent is None else f"the forward of {_named(parent)}"
+
+
+def _what(found: Found, calls: Sequence[Call], where: str) -> str:
+    if found.stage == "state":
+        return f"{found.name or 'the state'} differs before the run"
+    if found.stage == "calls":
+        return f"other modules are called, in {where}"
+    if found.stage == "result":
+        return (
+            f"{_place(found, 'the result')} of the function differs, though all modules and gradients agree"
+        )
+    if found.stage == "gradients":
+        return f"the gradient of {found.name} differs, though every module's forward agrees"
+    named = _named(calls[found.call])
+    if found.stage == "input":
+        return f"{_place(found, 'input')} of {named} differs, though all before it was equal: made in {where}"
+    if found.stage == "output":
+        return f"{named} makes another {_place(found, 'output')} of equal inputs"
+    return f"{named} makes another gradient of its {found.name or 'inputs'}, in backward, of equal ones"
+
+
+def _causes_within(found: Found, blamed: Call | None, first: Recording, evidence: Evidence) -> list[str]:
+    causes = []
+    if blamed is not None:
+        changed = first.changed.get(blamed.module, [])
+        if changed:
+            causes.append(_STATE_OUTSIDE.format(changed=", ".join(changed)))
+        for name, text in first.settings.get(blamed.module, {}).items():
+            if _is_generator(text):
+                causes.append(_OWN_GENERATOR.format(name=name, kind=text.partition(" (")[0]))
+    if evidence.nan_call is not None and evidence.nan_call == found.call:
+        causes.append(_NEVER_WRITTEN)
+    elif evidence.agrees_when_deterministic:
+        causes.append(_NOT_DETERMINISTIC.format(operations=_operations(evidence)))
+    elif evidence.without_determinism:
+        causes.append(_operations(evidence))
+    return causes or _usual_causes(found, blamed, first, evidence)
+
+
+def _usual_causes(found: Found, blamed: Call | None, first: Recording, evidence: Evidence) -> list[str]:
+    """Where nothing was seen that explains it."""
+    if found.stage == "gradients" and evidence.is_reduced:
+        return [_REDUCED]
+    if found.stage == "state":
+        return [_CHANGED_BESIDE]
+    if blamed is None and found.stage in ("input", "calls"):
+        return [_OTHER_DATA_EACH_TIME]
+    elsewhere = "; ".join(
+        f"{name or 'the outermost'}: {', '.join(texts)}" for name, texts in first.changed.items()
+    )
+    seen = f"; attributes that the run has changed: {elsewhere}" if elsewhere else ""
+    return [_STATE_THAT_NOTHING_PUTS_BACK + seen, f"or a kernel that is not deterministic: {_ATOMICS}"]
+
+
+def _operations(evidence: Evidence) -> str:
+    if evidence.without_determinism:
+        return f"Without a deterministic implementation: {', '.join(evidence.without_determinism)}"
+    return _ATOMICS[0].upper() + _ATOMICS[1:]
+
+
+def _is_generator(text: str) -> bool:
+    return text.startswith(("a torch.Generator", "a random.Random", "a numpy.random."))
+
+
+def never_written(rank: int, call: Call | None) -> Finding:
+    """Memory that was never written reaches an output, whether or not two runs happened to differ."""
+    named = _named(call) if call is not None else "the function itself"
+    what = f"rank {rank}: an output of {named} depends on memory that was never written"
+    return _finding((rank,), call, what, [_NEVER_WRITTEN])
+
+
+def _finding(ranks: tuple[int, ...], blamed: Call | None, what: str, causes: Sequence[str]) -> Finding:
+    module, kind = (blamed.module, blamed.kind) if blamed is not None else ("", "")
+    return Finding(ranks=ranks, module=module, kind=kind, what=what, causes=tuple(causes))
+
+
+# ---------------------------------------------------------------------- between ranks
+
+
+def between_ranks(
+    found: Found,
+    recordings: Sequence[Recording],
+    difference: str,
+    *,
+    facts: Sequence[Mapping[str, str]],
+    chance: Sequence[Mapping[str, str]] | None,
+) -> Finding:
+    """Ranks have computed something else, though they should not.
+
+    Args:
+        found: where they part; its groups are ranks.
+        recordings: of all ranks.
+        difference: how far they are apart there, in words; "" where that is not known.
+        facts: what each rank computes with.
+        chance: where each rank's generators were; None where they were put to where rank 0's are.
+    """
+    calls = recordings[0].calls
+    blamed = _around(found, calls)
+    ranks = " | ".join(map(describe_ranks, found.groups))
+    what = f"between ranks ({ranks}): {_what(found, calls, _given(found, calls))}"
+    if difference:
+        what += f": {difference}"
+    causes = _causes_between(found, blamed, recordings, facts, chance)
+    minority = tuple(sorted(rank for group in found.groups[1:] for rank in group))
+    if found.stage == "state":
+        module = found.name.rpartition(".")[0]
+        kind = next((call.kind for call in calls if call.module == module), "")
+        return Finding(ranks=minority, module=module, kind=kind, what=what, causes=tuple(causes))
+    return _finding(minority, blamed, what, causes)
+
+
+def _causes_between(
+    found: Found,
+    blamed: Call | None,
+    recordings: Sequence[Recording],
+    facts: Sequence[Mapping[str, str]],
+    chance: Sequence[Mapping[str, str]] | None,
+) -> list[str]:
+    if found.stage == "state":
+        return [_REPLICAS_APART]
+    causes = []
+    if blamed is not None:
+        index = next(i for i, call in enumerate(recordings[0].calls) if call is blamed)
+        same = [recording.calls[index] for recording in recordings]
+        modes = by_value(["training" if call.is_training else "evaluation" for call in same])
+        if "(rank" in modes:
+            causes.append(f"its mode: {modes}. Call train() or eval() on all ranks")
+        held = [recording.settings.get(blamed.module, {}) for recording in recordings]
+        for name in held[0]:
+            values = by_value([one.get(name, "nothing") for one in held])
+            if "(rank" in values:
+                causes.append(f"its attribute {name}: {values}")
+        drew = sorted({generator for call in same for generator in call.drew})
+        causes += _chance(drew, chance, "it draws")
+    elif found.stage in ("input", "calls"):
+        causes.append(_OTHER_DATA)
+        causes += _chance(sorted(chance[0]) if chance else [], chance, "the function may draw")
+    for name in facts[0]:
+        values = by_value([row.get(name, "none") for row in facts])
+        if name != "host" and "(rank" in values:
+            causes.append(f"{name}: {values}")
+    return causes or [_ALL_ELSE_EQUAL]
+
+
+def _chance(generators: Sequence[str], chance: Sequence[Mapping[str, str]] | None, who: str) -> list[str]:
+    """What is to be said of random numbers that were drawn from generators that are not at the same place."""
+    apart = [name for name in generators if len({row.get(name) for row in chance or ()}) > 1]
+    if not apart:
+        return []
+    return [_SEEDS.format(who=who, s="s" if len(apart) > 1 else "", generators=" and ".join(apart))]
+
+
+def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
+    """Reduced gradients are not the same on all ranks.
+
+    Args:
+        names: of the parameters whose gradients differ, in the module's order.
+        groups: of ranks with equal gradients of the first.
+        num_gradients: of all.
+    """
+    ranks = " | ".join(map(describe_ranks, groups))
+    return Finding(
+        ranks=tuple(sorted(rank for group in groups[1:] for rank in group)),
+        module=names[0].rpartition(".")[0],
+        kind="",
+        what=(
+            f"between ranks ({ranks}): after backward {len(names)} of {num_gradients} gradients differ that should be "
+            f"the same mean on all ranks, the first of them that of {names[0]}"
+        ),
+        causes=(_NOT_REDUCED, _CHANGED_AFTERWARDS),
+    )

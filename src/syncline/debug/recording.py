@@ -1,0 +1,355 @@
+"""What one run did, module by module: recorded by hooks, compared as plain data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from syncline.debug.chance import positions
+from syncline.debug.values import Kept, Value, how_they_differ, named_leaves, values_of, values_of_named
+from syncline.sync.fingerprint import fingerprint_of_number
+
+__all__ = ["Call", "Event", "Recorder", "Recording", "named_modules", "named_roots", "watching_for_roots"]
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One forward of one module."""
+
+    module: str
+    """Its qualified name."""
+    kind: str
+    """Its class."""
+    nth: int
+    """Which of this module's calls in the run it is, from 1."""
+    parent: int
+    """The call inside of which it ran; -1 where it ran by itself."""
+    is_training: bool
+    drew: tuple[str, ...] = ()
+    """Random number generators that moved on inside of it, but not inside of a call within."""
+    output_grads: list[Value] = field(default_factory=list)
+    """Gradients that came to its outputs in backward, in their order."""
+    input_grads: list[Value] = field(default_factory=list)
+    """Gradients that came to its inputs."""
+
+
+class Event(NamedTuple):
+    """A call began, with its inputs, or ended, with its outputs."""
+
+    kind: Literal["input", "output"]
+    call: int
+    values: tuple[Value, ...]
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """One run. Calls are in the order in which they began, events in the order in which they happened."""
+
+    state: tuple[Value, ...] = ()
+    """Parameters and buffers before it."""
+    calls: list[Call] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    result: tuple[Value, ...] = ()
+    """What it returned."""
+    gradients: tuple[Value, ...] = ()
+    """The parameters' gradients after it."""
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Plain attributes of each module before it, by qualified name."""
+    changed: dict[str, list[str]] = field(default_factory=dict)
+    """Those that it has changed, in words."""
+
+    def compared(self) -> list[Any]:
+        """What two runs have to have in common, as plain data."""
+        calls = [
+            (call.module, call.kind, call.nth, call.parent, call.output_grads, call.input_grads)
+            for call in self.calls
+        ]
+        return [self.state, calls, self.events, self.result, self.gradients]
+
+    def dumped(self) -> bytes:
+        """To be sent to another rank."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def loaded(dumped: bytes) -> Recording:
+        """The inverse of `dumped`."""
+        found = json.loads(dumped)
+        return Recording(
+            state=_values(found["state"]),
+            calls=[
+                Call(
+                    **{
+                        **call,
+                        "drew": tuple(call["drew"]),
+                        "output_grads": list(_values(call["output_grads"])),
+                        "input_grads": list(_values(call["input_grads"])),
+                    }
+                )
+                for call in found["calls"]
+            ],
+            events=[Event(kind, call, _values(values)) for kind, call, values in found["events"]],
+            result=_values(found["result"]),
+            gradients=_values(found["gradients"]),
+            settings=found["settings"],
+            changed=found["changed"],
+        )
+
+
+def _values(rows: Sequence[Sequence[Any]]) -> tuple[Value, ...]:
+    return tuple(Value(*row) for row in rows)
+
+
+# ---------------------------------------------------------------------- which modules
+
+
+def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+    """All modules below the roots with their qualified names, each once.
+
+    Args:
+        roots: by the name that comes before those of their parts; "" where there is one root alone.
+    """
+    named: dict[nn.Module, str] = {}
+    for prefix, root in roots.items():
+        for name, module in root.named_modules():
+            named.setdefault(module, ".".join(filter(None, (prefix, name))))
+    return named
+
+
+def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Modules by what comes before the names of their parts: nothing before those of a single one.
+
+    Example:
+        >>> [*named_roots([nn.ReLU()])], [*named_roots([nn.ReLU(), nn.GELU(), nn.ReLU()])]
+        ([''], ['ReLU#1', 'GELU', 'ReLU#2'])
+    """
+    if len(modules) == 1:
+        return {"": modules[0]}
+    kinds = Counter(type(module).__name__ for module in modules)
+    nth: Counter[str] = Counter()
+    named = {}
+    for module in modules:
+        kind = type(module).__name__
+        nth[kind] += 1
+        named[f"{kind}#{nth[kind]}" if kinds[kind] > 1 else kind] = module
+    return named
+
+
+@contextlib.contextmanager
+def watching_for_roots(met: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Let `met` be called with each module that is called inside, but not by another one: once, before its forward."""
+    open_calls: list[nn.Module] = []
+    known: set[nn.Module] = set()
+
+    def before(module: nn.Module, args: Any) -> None:
+        if not open_calls and module not in known:
+            known.add(module)
+            met(module)
+        open_calls.append(module)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        while open_calls and open_calls.pop() is not module:
+            pass
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(before),
+        nn.modules.module.register_module_forward_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ---------------------------------------------------------------------- recording
+
+
+class Recorder:
+    """Records a run: `with recorder: ...`, then `recorder.finish(result, gradients)`.
+
+    Args:
+        modules: which, with their qualified names.
+        state: parameters and buffers before the run.
+        kept: where outputs are kept, for another recorder's `against`.
+        against: a run of this rank before, and the outputs that were kept of it: says how much the first output that
+            differs does so.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with Recorder(named_modules({"": net})) as recorder:
+        ...     y = net(torch.ones(1, 2))
+        >>> [(event.kind, recorder.recording.calls[event.call].module) for event in recorder.recording.events[1:]]
+        [('input', '0'), ('output', '0'), ('input', '1'), ('output', '1'), ('output', '')]
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[nn.Module, str],
+        state: tuple[Value, ...] = (),
+        *,
+        kept: Kept | None = None,
+        against: tuple[Recording, Kept] | None = None,
+    ) -> None:
+        self.recording = Recording(state=state)
+        self.difference = ""
+        """How the first output that is not that of `against` differs, in words."""
+        self._modules = modules
+        self._kept = kept
+        self._against = against
+        self._is_equal_so_far = True
+        self._nth: Counter[str] = Counter()
+        self._open: list[tuple[nn.Module, int, dict[str, str], set[str]]] = []
+        """Calls under way: module, index, where chance was, which generators calls within have moved."""
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        self._settings_before = {name: _settings(module) for module, name in self._modules.items()}
+        for module in self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        recording = self.recording
+        recording.settings = {name: found for name, found in self._settings_before.items() if found}
+        for module, name in self._modules.items():
+            before, after = self._settings_before[name], _settings(module)
+            changed = [
+                f"{key} went from {before.get(key, 'nothing')} to {after.get(key, 'nothing')}"
+                for key in {**before, **after}
+                if before.get(key) != after.get(key)
+            ]
+            if changed:
+                recording.changed[name] = changed
+
+    def finish(self, result: Any, gradients: Mapping[str, Tensor | None]) -> Recording:
+        """What was recorded, with what the run gave."""
+        self.recording.result = values_of(result)
+        self.recording.gradients = values_of_named(list(gradients.items()))
+        return self.recording
+
+    # ------------------------------------------------------------------ hooks
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recording, index = self.recording, len(self.recording.calls)
+        name = self._modules[module]
+        self._nth[name] += 1
+        call = Call(
+            module=name,
+            kind=type(module).__name__,
+            nth=self._nth[name],
+            parent=self._open[-1][1] if self._open else -1,
+            is_training=module.training,
+        )
+        inputs = (args, kwargs) if kwargs else args
+        recording.calls.append(call)
+        recording.events.append(Event("input", index, values_of(inputs)))
+        self._compare(inputs)
+        self._watch(inputs, call.input_grads)
+        self._open.append((module, index, positions(), set()))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A forward that ended by an exception (as those do that a checkpoint runs again) has left its call open.
+        while self._open and self._open[-1][0] is not module:
+            self._open.pop()
+        if not self._open:
+            return
+        _, index, before, inside = self._open.pop()
+        call = self.recording.calls[index]
+        moved = {name for name, position in positions().items() if before.get(name) != position}
+        call.drew = tuple(sorted(moved - inside))
+        if self._open:
+            self._open[-1][3].update(moved)
+        self.recording.events.append(Event("output", index, values_of(output)))
+        self._compare(output)
+        self._watch(output, call.output_grads)
+
+    def _watch(self, tree: Any, found: list[Value]) -> None:
+        """Note the gradients that come to the tensors of a tree."""
+        if not torch.is_grad_enabled():
+            return
+        for name, leaf in named_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._handles.append(leaf.register_hook(_noting(name, found)))
+
+    def _compare(self, tree: Any) -> None:
+        """Keep what the event that was recorded last is made of, or say how it differs from what was kept."""
+        events = self.recording.events
+        event = len(events) - 1
+        if self._kept is not None:
+            self._kept.keep(event, tree)
+        if self._against is None or not self._is_equal_so_far:
+            return
+        earlier, kept = self._against
+        if event < len(earlier.events) and earlier.events[event] == events[event]:
+            return
+        self._is_equal_so_far = False
+        if event >= len(earlier.events) or len(earlier.events[event].values) != len(events[event].values):
+            return
+        rows = zip(earlier.events[event].values, events[event].values, named_leaves(tree), strict=True)
+        for place, (expected, got, (_, leaf)) in enumerate(rows):
+            copy = kept.get(event, place)
+            if expected != got and copy is not None and isinstance(leaf, Tensor):
+                self.difference = how_they_differ(copy, leaf.detach().cpu())
+                return
+
+
+def _noting(name: str, found: list[Value]) -> Callable[[Tensor], None]:
+    def note(gradient: Tensor) -> None:
+        (value,) = values_of(gradient)
+        found.append(value._replace(name=name))
+
+    return note
+
+
+# ---------------------------------------------------------------------- what a module holds beside its state
+
+_ATTRIBUTES_OF_A_MODULE = frozenset(vars(nn.Module()))
+_MAX_TEXT = 80
+
+
+def _settings(module: nn.Module) -> dict[str, str]:
+    """Attributes that are numbers, texts, tensors that are not registered, and generators of its own."""
+    found: dict[str, str] = {}
+    for name, value in vars(module).items():
+        if name in _ATTRIBUTES_OF_A_MODULE:
+            continue
+        text = _text_of(value)
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, bool | int | float | str | torch.dtype | None):
+        return repr(value)[:_MAX_TEXT]
+    if isinstance(value, Tensor):
+        (found,) = values_of(value)
+        return f"a tensor {found.about} ({found.bits:016x})"
+    if isinstance(value, torch.Generator):
+        return f"a torch.Generator ({values_of(value.get_state())[0].bits:016x})"
+    if isinstance(value, random.Random):
+        return f"a random.Random ({fingerprint_of_number(value.getstate()):016x})"
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        state = (
+            value.bit_generator.state
+            if isinstance(value, numpy.random.Generator)
+            else value.get_state(legacy=False)
+        )
+        return f"a numpy.random.{type(value).__name__} ({fingerprint_of_number(state):016x})"
+    if isinstance(value, list | tuple) and all(isinstance(one, bool | int | float | str) for one in value):
+        return repr(value)[:_MAX_TEXT]
+    return None

@@ -1,0 +1,158 @@
+"""What a module is given and what it returns, as fingerprints; and how two tensors differ, in words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.plan.trees import leaves
+from syncline.sync.fingerprint import fingerprint_of_number, fingerprints
+from syncline.sync.outputs import tensors_in
+
+__all__ = ["Kept", "Value", "how_they_differ", "named_leaves", "values_of", "values_of_named"]
+
+KEPT_BYTES = 1 << 28
+"""What is kept of one run's outputs, so that it can be said how much another one's differ."""
+
+
+class Value(NamedTuple):
+    """One tensor or number as it was at one moment."""
+
+    name: str
+    """Its place in the tree that it was a part of; "" where it is all of it."""
+    about: str
+    """Shape and dtype, or what else it is."""
+    bits: int
+    """Its fingerprint."""
+    has_nan: bool = False
+
+
+def values_of(tree: Any) -> tuple[Value, ...]:
+    """The tensors and numbers of a tree; objects of other kinds are not looked at.
+
+    Example:
+        >>> x, n = values_of((torch.zeros(2), {"n": 3}))
+        >>> x.name, x.about, n.name, n.about
+        ('[0]', '(2,) torch.float32', '[1].n', 'int')
+    """
+    return values_of_named(named_leaves(tree))
+
+
+def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
+    """The same of tensors and plain values with names, in their order."""
+    tensors = [leaf for _, leaf in named if isinstance(leaf, Tensor)]
+    with torch.no_grad():
+        bits = iter(_bits_of(tensors))
+        return tuple(
+            Value(name, _about(leaf), next(bits), _has_nan(leaf))
+            if isinstance(leaf, Tensor)
+            else Value(name, type(leaf).__name__, fingerprint_of_number(leaf))
+            for name, leaf in named
+        )
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The tensors and plain values of a tree, with their places; a batch object of a mapping's kind is looked into."""
+    found: list[tuple[str, Any]] = []
+    for name, leaf in leaves(tree):
+        if isinstance(leaf, Tensor | int | float | complex | str | bytes | bool | None):
+            found.append((name, leaf))
+        else:
+            found += [(f"{name}#{index}", tensor) for index, tensor in enumerate(tensors_in(leaf))]
+    return found
+
+
+def _bits_of(tensors: list[Tensor]) -> list[int]:
+    if all(_is_ordinary(tensor) for tensor in tensors):
+        return fingerprints(tensors)
+    return [_bits_of_special(tensor) for tensor in tensors]
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided and type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+    )
+
+
+def _bits_of_special(tensor: Tensor) -> int:
+    """Of a tensor that is sparse, wraps others, or has no values: 0 where they cannot be read."""
+    with contextlib.suppress(Exception):  # subclasses refuse in ways of their own
+        dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+        return fingerprints([dense])[0]
+    return 0
+
+
+def _about(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    if not _is_ordinary(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return bool(torch.isnan(tensor.detach()).any())
+
+
+# ---------------------------------------------------------------------- how much
+
+
+class Kept:
+    """Copies of one run's outputs, up to a limit: by event and place in the event."""
+
+    def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
+        self._left_bytes = limit_bytes
+        self._tensors: dict[tuple[int, int], Tensor] = {}
+
+    def keep(self, event: int, tree: Any) -> None:
+        """Copy the tensors of an event, as long as there is room."""
+        for place, (_, leaf) in enumerate(named_leaves(tree)):
+            if isinstance(leaf, Tensor) and _is_ordinary(leaf) and leaf.nbytes <= self._left_bytes:
+                self._left_bytes -= leaf.nbytes
+                self._tensors[event, place] = leaf.detach().to("cpu", copy=True)
+
+    def get(self, event: int, place: int) -> Tensor | None:
+        """The copy of one; None where there was no room."""
+        return self._tensors.get((event, place))
+
+
+def how_they_differ(expected: Tensor, got: Tensor) -> str:
+    """How many elements differ, and by how much.
+
+    Args:
+        expected: on the CPU.
+        got: on the CPU, of the same shape and dtype.
+
+    Example:
+        >>> how_they_differ(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]))
+        '2 of 3 elements differ, by up to 1; the first at [1]: 2 and 2.5'
+    """
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return f"{_about(expected)} and {_about(got)}"
+    flat, other = expected.reshape(-1), got.reshape(-1)
+    is_number = expected.is_floating_point() or expected.is_complex()
+    differs = (flat != other) & ~(flat.isnan() & other.isnan()) if is_number else flat != other
+    num_differing = int(differs.sum())
+    if not num_differing:
+        return "only in the sign of a zero or the payload of a NaN"
+    first = int(differs.nonzero()[0, 0])
+    place = [int(index) for index in torch.unravel_index(torch.tensor(first), expected.shape)]
+    text = f"{num_differing} of {flat.numel()} element{'s' if flat.numel() != 1 else ''} differ"
+    text += "s" if num_differing == 1 else ""
+    largest = _largest_difference(flat[differs], other[differs])
+    text += f", by up to {largest:.3g}" if largest is not None else ""
+    return f"{text}; the first at {place}: {_shown(flat[first])} and {_shown(other[first])}"
+
+
+def _shown(element: Tensor) -> str:
+    value = element.item()
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float | None:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - other.to(wide)).abs()
+    apart = apart[~apart.isnan()]
+    return float(apart.max()) if apart.numel() else None

@@ -1,0 +1,188 @@
+"""`syncline doctor` with real ranks: scripts that know nothing of it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launcher_server import Server
+
+from syncline.cli import main
+from syncline.debug.host import findings
+
+Doctor = Callable[..., subprocess.CompletedProcess[str]]
+
+TRAINS = """
+import itertools, sys
+import torch, torch.distributed as dist
+from torch import nn
+import syncline as sl
+
+class Part(nn.Module):
+    numbers = itertools.count()
+    def forward(self, x):
+        return x {noise}
+
+{start}
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), Part(), nn.Dropout(), nn.Linear(8, 2))
+ddp = {wrapper}(net)
+torch.manual_seed({seed})
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1 * (1 + {rank_counts} * rank))
+net.eval()
+with torch.no_grad():
+    ddp(torch.zeros(1, 3))
+net.train()
+for step in range(3):
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + {batch}))
+    optimizer.zero_grad()
+    loss = ddp(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    print("step", step, loss.item())
+{end}
+dist.destroy_process_group()
+"""
+
+
+def program(**changes: str) -> str:
+    values = {
+        "noise": "",
+        "start": "dist.init_process_group('gloo')",
+        "wrapper": "torch.nn.parallel.DistributedDataParallel",
+        "seed": "rank",
+        "batch": "rank",
+        "rank_counts": "0",
+        "end": "",
+    } | changes
+    return TRAINS.format(**values)
+
+
+OURS = {
+    "wrapper": "sl.DistributedDataParallel",
+    "start": "sl.init(device='cpu')",
+    "end": "sl.shutdown(); sys.exit()",
+}
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, server: Server) -> Doctor:
+    """Writes a program and examines it on two processes."""
+
+    def examine(code: str, *options: str, run: str = "doctor") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "program.py").write_text(code)
+        return server.start(tmp_path, "-n", "2", *options, "program.py", command=run).wait()
+
+    return examine
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_script_that_is_fine(doctor: Doctor) -> None:
+    done = doctor(program(**OURS))
+    assert done.returncode == 0, done.stderr
+    text = words(done.stdout)
+    assert "syncline doctor: forward 1 of DistributedDataParallel(Sequential): 2 ranks, all agrees" in text
+    assert "with rank 0's buffers, random numbers, inputs: parameters, calls, outputs and gradients" in text
+    assert "random numbers are drawn by 3. Each rank draws its own" in text
+    assert "Contract: DistributedDataParallel" in text
+    assert "step 0" not in text  # it ended before its first step
+
+
+def test_a_module_that_is_not_deterministic_on_one_rank(doctor: Doctor) -> None:
+    done = doctor(program(noise="+ rank * next(self.numbers)"))
+    assert done.returncode == 1, done.stderr
+    assert "1. rank 1, two runs from the same state: 2 (Part) makes another output of equal inputs" in words(
+        done.stdout
+    )
+    assert "global counter" in done.stdout
+
+
+def test_the_same_batch_and_the_same_seed_are_said(doctor: Doctor) -> None:
+    done = doctor(program(batch="0", seed="0"))
+    assert done.returncode == 0, done.stderr
+    text = words(done.stdout)
+    assert "all ranks were given the same batch" in text
+    assert "is the sampler distributed" in text
+    assert "All ranks draw the same ones (the same dropout masks)" in text
+
+
+def test_replicas_that_have_drifted_by_a_later_step(doctor: Doctor) -> None:
+    done = doctor(program(rank_counts="1"), "--step", "2")
+    assert done.returncode == 1, done.stderr
+    text = words(done.stdout)
+    assert "forward 2 of DistributedDataParallel(Sequential): 2 ranks, 1 disagreement" in text
+    assert "between ranks (rank 0 | rank 1): 0.weight differs before the run" in text
+    assert "step 0" in text
+    assert "step 1" not in text
+
+
+def test_a_script_goes_on_as_if_nothing_had_been(doctor: Doctor) -> None:
+    code = program(**(OURS | {"end": "sys.exit(9)"}))
+    done = doctor(code, "--continue", "--step", "2")
+    plain = doctor(code, run="run")
+    assert (done.returncode, plain.returncode) == (9, 9), done.stderr
+    losses = sorted(line for line in done.stdout.splitlines() if "] step " in line)
+    assert len(losses) == 6
+    assert losses == sorted(plain.stdout.splitlines())
+    assert "forward 2 of" in done.stdout
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [("raise SystemExit(7)", 7), ("", 2)])
+def test_a_script_without_a_wrapped_module(doctor: Doctor, code: str, exit_code: int) -> None:
+    done = doctor(code, "-n", "1")
+    assert done.returncode == exit_code
+    assert ("sl.debug.assert_replicas_agree" in words(done.stderr)) == (exit_code == 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "0", "program.py"], "-n 0: expected at least 1 process"),
+        (["--step", "0", "program.py"], "--step 0: expected at least 1"),
+        (["--stop", "3", "program.py"], "unknown option --stop: did you mean --step?"),
+        (["progam.py"], "did you mean program.py?"),
+        (["-m", "no_such_module"], "no module 'no_such_module'"),
+        (["-m"], "-m: expected the name of a module"),
+        (["-n", "two"], "invalid int value: 'two'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "program.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    assert "syncline doctor -n 2 train.py" in capsys.readouterr().out
+
+
+def test_this_host_is_looked_at(tmp_path: Path, server: Server) -> None:
+    done = server.start(tmp_path, command="doctor").wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "two ranks          met, and added up over shared memory" in done.stdout
+    assert [line[3:].split()[0] for line in done.stdout.splitlines()][:2] == ["versions", "processor"]
+
+
+def test_a_host_with_a_problem_is_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("syncline.debug.host.dist.is_gloo_available", lambda: False)
+    assert [finding.name for finding in findings() if finding.kind == "problem"] == ["torch.distributed"]
+    assert main(["doctor"]) == 1
+    assert "!! torch.distributed  without Gloo" in capsys.readouterr().out
