@@ -20,13 +20,14 @@ from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.plan.difference import describe_ranks
-from syncline.state.encoding import decode, encode
+from syncline.state.encoding import decode, encode, tensors_in
 from syncline.state.files import Files, LocalFiles
 from syncline.state.shelf import Save, Shelf
 from syncline.state.snapshot import Manifest, read_manifest, write_manifest
 from syncline.state.tensor_file import StoredFile, checksum, memory_of, read_tensors, write_tensors
 from syncline.state.train_state import TrainState, copies
 from syncline.sync.agreement import exchange
+from syncline.sync.part import join_parts
 from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]
@@ -44,9 +45,9 @@ class Checkpointer:
     """Saves a `TrainState` into a directory and loads it: what was saved is there, all of it, or is said not to be.
 
     What is the same on all ranks is written once, by rank 0; what is not (random numbers, residuals, replicas that have
-    drifted apart) by each rank. A save counts once it bears its name, after all of it was synced to the disk; loading
-    checks every byte, and takes the newest save that is sound. Nothing is pickled: tensors are in safetensors files,
-    the rest is JSON.
+    drifted apart, the shares of a sharded optimizer) by each rank. A save counts once it bears its name, after all of
+    it was synced to the disk; loading checks every byte, and takes the newest save that is sound. Nothing is pickled:
+    tensors are in safetensors files, the rest is JSON.
 
     A collective call: each rank makes one, and makes the same calls. Ranks of several hosts need a directory that all
     see, which is tried here.
@@ -213,6 +214,7 @@ class Checkpointer:
             shared={name: tree for name, tree in parts.trees.items() if _entry(name) in shared},
             ranks=[one["trees"] for one in told],
             files={name: StoredFile(**file) for one in told for name, file in one["files"].items()},
+            sharded=parts.sharded,
             about={
                 "torch": torch.__version__,
                 "host": socket.gethostname(),
@@ -247,7 +249,7 @@ class Checkpointer:
         damaged: list[str] = []
         for save in saves:
             try:
-                read = self._read(save)
+                found = self._read(save)
             except _Refused as refused:
                 self._damaged.add(save)
                 damaged.append(f"{save.name}: {refused}")
@@ -259,7 +261,7 @@ class Checkpointer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._apply(state, *read)
+            self._apply(state, found)
             return save.step
         if damaged:
             raise CheckpointCorrupt(
@@ -268,40 +270,28 @@ class Checkpointer:
             )
         return None
 
-    def _read(self, save: Save) -> tuple[Manifest, dict[str, Tensor]]:
+    def _read(self, save: Save) -> _Found:
         """What this rank needs of a save, checked on all ranks.
 
         Raises:
             _Refused: it is damaged, on any rank.
         """
         path = self._shelf.path_of(save)
-        found: list[tuple[Manifest, dict[str, Tensor]]] = []
+        found: list[_Found] = []
 
         def read() -> None:
             manifest = read_manifest(self._files, path)
-            tensors: dict[str, Tensor] = {}
-            for name in (_SHARED, _own(self._place(manifest))):
-                if name in manifest.files:
-                    tensors |= read_tensors(self._files, path, name, manifest.files[name])
-            found.append((manifest, tensors))
+            place = self._transport.rank if self._transport.rank < manifest.num_ranks else 0
+            found.append(_Found(self._files, path, manifest, place))
 
         self._everywhere(read)
         return found[0]
 
-    def _place(self, manifest: Manifest) -> int:
-        """Whose own things this rank gets: those of the rank that it was, or of rank 0 if there was none."""
-        return self._transport.rank if self._transport.rank < manifest.num_ranks else 0
-
-    def _apply(self, state: TrainState, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, state: TrainState, found: _Found) -> None:
         fault = None
         try:
-            trees = manifest.shared | manifest.ranks[self._place(manifest)]
-            kept = _Kept(tensors)
-            decoded = {
-                name: decode(tree, tensors if copies(state.named.get(name)) else kept)
-                for name, tree in trees.items()
-            }
-            if self._transport.rank >= manifest.num_ranks:
+            decoded = {name: found.decoded(name, state.named.get(name)) for name in found.names}
+            if self._transport.rank >= found.manifest.num_ranks:
                 del decoded["rng"]  # nobody else's numbers
             state.load_state_dict(decoded)
         except Exception as error:
@@ -414,9 +404,11 @@ class _Parts:
     def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
         self.trees: dict[str, Any] = {}
         """What is not a tensor, by what it was named."""
+        self.sharded = state.sharded
+        """The names of what is sharded."""
         self.tensors: dict[str, Tensor] = {}
         """Those of all, on the CPU."""
-        for name, one in state.state_dict().items():
+        for name, one in state.share_state_dict().items():
             self.trees[name], tensors = encode(one, name)
             for key, tensor in tensors.items():
                 self.tensors[key] = (
@@ -452,6 +444,56 @@ def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
     if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
         copy = copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
     return copy.copy_(tensor)
+
+
+class _Found:
+    """What one rank needs of a save: checked, and read where it is used.
+
+    Args:
+        files: where.
+        path: of the save.
+        manifest: its.
+        place: whose own things this rank gets.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        OSError: it could not be read.
+    """
+
+    def __init__(self, files: Files, path: str, manifest: Manifest, place: int) -> None:
+        self.manifest = manifest
+        self._place = place
+        self._trees = [manifest.shared | own for own in manifest.ranks]
+        shared: dict[str, Tensor] = {}
+        if _SHARED in manifest.files:
+            shared = read_tensors(files, path, _SHARED, manifest.files[_SHARED])
+        self._tensors = []
+        for rank, trees in enumerate(self._trees):
+            wanted = None
+            if rank != place:
+                wanted = {tensor for name in manifest.sharded for tensor in tensors_in(trees[name])}
+            tensors = dict(shared)
+            if _own(rank) in manifest.files and (wanted is None or wanted - shared.keys()):
+                tensors |= read_tensors(files, path, _own(rank), manifest.files[_own(rank)], wanted)
+            self._tensors.append(tensors)
+
+    @property
+    def names(self) -> list[str]:
+        """Of what there is."""
+        return list(self._trees[self._place])
+
+    def decoded(self, name: str, one: Any) -> Any:
+        """The state of something named, for `one` to load; of what was sharded, all shares joined."""
+        if name not in self.manifest.sharded:
+            tensors = self._tensors[self._place]
+            return decode(self._trees[self._place][name], tensors if copies(one) else _Kept(tensors))
+        # Nobody keeps a part: who cannot take parts gets the whole, in new memory.
+        return join_parts(
+            [
+                decode(trees[name], tensors if copies(one) else _Kept(tensors), parts=tensors)
+                for trees, tensors in zip(self._trees, self._tensors, strict=True)
+            ]
+        )
 
 
 class _Kept(Mapping[str, Tensor]):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
+from syncline.sync.part import whole_of
 
-__all__ = ["TrainState", "copies"]
+__all__ = ["TrainState", "copies", "is_sharded"]
 
 _RESERVED = ("step", "rng")
 
@@ -100,12 +101,27 @@ class TrainState:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, on this rank; tensors are not copied."""
+        """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
         states = {name: _state_of(one) for name, one in self.named.items()}
         return {"step": self.step, **states, "rng": _rng_state()}
 
+    def share_state_dict(self) -> dict[str, Any]:
+        """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
+        states = {
+            name: one.share_state_dict() if is_sharded(one) else _state_of(one)
+            for name, one in self.named.items()
+        }
+        return {"step": self.step, **states, "rng": _rng_state()}
+
+    @property
+    def sharded(self) -> list[str]:
+        """The names of what is sharded: of which each rank has its share."""
+        return [name for name, one in self.named.items() if is_sharded(one)]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse. Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
+        """The inverse of `state_dict`, and that of `share_state_dict` where all ranks' are joined (`join_parts`).
+
+        Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
 
         Raises:
             ValueError: names are missing, or there are others; nothing was changed.
@@ -122,7 +138,7 @@ class TrainState:
                 + ". Name the same things as when it was saved"
             )
         for name, one in self.named.items():
-            _load_into(one, state[name])
+            _load_into(one, state[name] if is_sharded(one) else whole_of(state[name]))
         self.step = state["step"]
         if "rng" in state:
             rng = state["rng"]
@@ -136,7 +152,15 @@ class TrainState:
 
 def copies(one: Any) -> bool:
     """Whether loading into it copies tensors, so that it keeps none of those that it is given."""
-    return isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict")
+    return is_sharded(one) or (isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict"))
+
+
+def is_sharded(one: Any) -> bool:
+    """Whether each rank has a share of its state, and can tell it without the others.
+
+    Such objects have `share_state_dict()`, and their `load_state_dict` takes tensors in parts (`PartedTensor`).
+    """
+    return callable(getattr(one, "share_state_dict", None))
 
 
 def _what(one: Any) -> str:

@@ -17,7 +17,7 @@ from syncline.plan.shards import Piece, bounds_of, gaps_in
 from syncline.sync.stand_in import ShardGradient, StandIn
 from syncline.transport.base import Transport
 
-__all__ = ["Shard", "Share", "view_like"]
+__all__ = ["Shard", "Share", "order_of", "view_like"]
 
 
 class Shard:
@@ -187,6 +187,21 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     if _is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def order_of(parameter: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which `view_like` lays out elements, slowest first.
+
+    Example:
+        >>> weight = torch.zeros(2, 3, 4, 5)
+        >>> order_of(weight), order_of(weight.contiguous(memory_format=torch.channels_last))
+        ((0, 1, 2, 3), (0, 2, 3, 1))
+    """
+    dims = range(parameter.dim())
+    if not _is_dense(parameter):
+        return tuple(dims)
+    strides: tuple[int, ...] = parameter.stride()
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))
 
 
 def _is_dense(parameter: Tensor) -> bool:
