@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_files import FaultyFiles
+from faulty_files import FaultyFiles, WrittenBefore
 from torch import nn
 
 import syncline as sl
@@ -396,7 +396,7 @@ def test_what_version_1_has_written_is_read() -> None:
     # Written by two ranks, see fixtures/README.md. It has to be readable for ever.
     written = Path(__file__).with_name("fixtures") / "version-1"
     states = [TrainState(model=nn.Linear(2, 1), mine=Mine(None)) for _ in range(2)]
-    files = ReadOnlyFiles(written)
+    files = WrittenBefore(written)
 
     def program(t: Transport) -> int | None:
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
@@ -413,13 +413,3 @@ def test_what_version_1_has_written_is_read() -> None:
             "table": torch.arange(3) + rank,
         }
         assert same(state.named["mine"].value, expected)
-
-
-class ReadOnlyFiles(FaultyFiles):
-    """In memory, beside what lies in a folder as the only save."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.make_directory("/runs/one/save-000001-step-12")
-        for path in sorted(folder.iterdir()):
-            self.write(f"/runs/one/save-000001-step-12/{path.name}", [path.read_bytes()])

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_files import FaultyFiles
+from faulty_files import FaultyFiles, WrittenBefore
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
+from write_fixture import VERSION_2, network, ordinary_state
 
 import syncline as sl
 from syncline.errors import CheckpointCorrupt
 from syncline.optim.attached import AttachedShards
 from syncline.state.checkpoint import Checkpointer
-from syncline.state.snapshot import read_manifest
+from syncline.state.snapshot import VERSION, read_manifest
 from syncline.state.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
@@ -202,7 +203,7 @@ def test_each_rank_writes_its_share_and_together_they_are_one_state(tmp_path: Pa
 
     told = run_ranks(3, program)
     (saved,) = tmp_path.iterdir()
-    manifest = json.loads((saved / "manifest.json").read_text().rstrip("\n").rpartition("\n")[0])
+    manifest = _manifest_of(saved)
     assert manifest["sharded"] == ["optimizer"]
     numels = []
     for rank in range(3):
@@ -318,3 +319,36 @@ def test_before_the_first_step_there_is_nothing_to_share() -> None:
         assert run.optimizer.state_dict()["state"] == {}
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_version_2_has_written_is_read(size: int, *, sharded: bool) -> None:
+    files = WrittenBefore(VERSION_2)
+
+    def load(t: Transport) -> None:
+        module = network()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        ddp = sl.DistributedDataParallel(module, process_group=t, sharded=sharded)
+        optimizer = ddp.attach(SGD(ddp.parameters(), lr=0.1, momentum=0.1))
+        state = TrainState(model=ddp, optimizer=optimizer)
+        assert Checkpointer("/runs/one", group=t, files=files).load(state) == 12
+        expected = list(network().parameters()), ordinary_state(network())
+        assert_same(([p.detach() for p in module.parameters()], optimizer.state_dict()), expected)
+
+    run_ranks(size, load)
+
+
+def test_there_is_something_written_by_the_present_version() -> None:
+    assert VERSION_2.name == f"version-{VERSION}", (
+        "a new version: write_fixture.py, and a test that it is read"
+    )
+    assert _manifest_of(VERSION_2)["version"] == VERSION
+
+
+def _manifest_of(saved: Path) -> dict[str, Any]:
+    text = (saved / "manifest.json").read_text().rstrip("\n").rpartition("\n")[0]
+    manifest: dict[str, Any] = json.loads(text)
+    return manifest
