@@ -24,9 +24,11 @@ from syncline.state.tensor_file import StoredFile, checksum
 
 __all__ = [
     "FORMAT",
+    "SHARED_FILE",
     "VERSION",
     "Manifest",
     "directory_name",
+    "own_file",
     "parse_name",
     "read_manifest",
     "write_manifest",
@@ -38,6 +40,9 @@ VERSION = 2
 
 1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded".
 """
+
+SHARED_FILE = "shared.safetensors"
+"""Of the tensors that are the same on all ranks."""
 
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
@@ -64,6 +69,11 @@ class Manifest:
     files: Mapping[str, StoredFile]
     sharded: Sequence[str] = ()
     about: Mapping[str, str] = field(default_factory=dict)
+
+
+def own_file(rank: int) -> str:
+    """The name of the file of the tensors that a rank has of its own."""
+    return f"rank-{rank}.safetensors"
 
 
 def directory_name(save: int, step: int) -> str:

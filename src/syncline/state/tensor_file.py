@@ -17,9 +17,17 @@ import xxhash
 from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt
-from syncline.state.files import Files
+from syncline.state.files import Files, LocalFiles
 
-__all__ = ["STORABLE", "StoredFile", "checksum", "memory_of", "read_tensors", "write_tensors"]
+__all__ = [
+    "STORABLE",
+    "StoredFile",
+    "checksum",
+    "checksum_of_file",
+    "memory_of",
+    "read_tensors",
+    "write_tensors",
+]
 
 STORABLE = {
     torch.float64: "F64",
@@ -136,6 +144,15 @@ def memory_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def checksum_of_file(path: str) -> str:
+    """Of all of a file of this host.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    return checksum(LocalFiles().map(path))
 
 
 def checksum(memory: bytes | memoryview) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
-from syncline.sync.part import whole_of
+from syncline.state.adoption import Key, adopt
+from syncline.sync.part import gives_share, whole_of
+from syncline.world import transport_of
 
-__all__ = ["TrainState", "copies", "is_sharded"]
+__all__ = ["TrainState", "copies"]
 
 _RESERVED = ("step", "rng")
 
@@ -108,7 +111,7 @@ class TrainState:
     def share_state_dict(self) -> dict[str, Any]:
         """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
         states = {
-            name: one.share_state_dict() if is_sharded(one) else _state_of(one)
+            name: one.share_state_dict() if gives_share(one) else _state_of(one)
             for name, one in self.named.items()
         }
         return {"step": self.step, **states, "rng": _rng_state()}
@@ -116,7 +119,7 @@ class TrainState:
     @property
     def sharded(self) -> list[str]:
         """The names of what is sharded: of which each rank has its share."""
-        return [name for name, one in self.named.items() if is_sharded(one)]
+        return [name for name, one in self.named.items() if gives_share(one)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`, and that of `share_state_dict` where all ranks' are joined (`join_parts`).
@@ -138,7 +141,7 @@ class TrainState:
                 + ". Name the same things as when it was saved"
             )
         for name, one in self.named.items():
-            _load_into(one, state[name] if is_sharded(one) else whole_of(state[name]))
+            _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
         self.step = state["step"]
         if "rng" in state:
             rng = state["rng"]
@@ -149,18 +152,59 @@ class TrainState:
             if isinstance(sampler, DistributedSampler):
                 sampler.when_resumed = lambda: _set_rng_state(rng)
 
+    def load_torch(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        names: Mapping[str, Key | None] | None = None,
+        besides: Collection[str] = (),
+        strict: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Take over a checkpoint of plain torch: `torch.save({"model": model.state_dict(), ...}, path)`.
+
+        A collective call: all ranks read the same file. It is read with `weights_only=True`, so nothing that it says is
+        run. Names are looked up in it, and `step`; a file of nothing but `module.state_dict()` is the one module's that
+        is named. The prefixes of DistributedDataParallel and torch.compile ("module.", "_orig_mod.") may be there or
+        not.
+
+        Args:
+            path: of the file.
+            names: by name of what is named here, the key under which the file has it, if that is another; several, one
+                inside of the other, as a tuple; None for what the file has not and what stays as it is.
+            besides: keys of the file that have no name here, to be given back.
+            strict: whether anything else that is in the file and not used, or that is missing there, is an error, also
+                in a module's state; otherwise it is a warning.
+            group: see `broadcast_`.
+
+        Returns:
+            What the file has besides what was loaded, by key.
+
+        Raises:
+            ValueError: something is missing, or is left over; the file is not what torch.save writes, has objects of
+                other types, or what is in it fits not what is named. On every rank. Before what does not fit into an
+                object is found, others may have been loaded.
+            ContractMismatch: the ranks have different files, or name different things.
+            ReplicaDivergence: modules or optimizers are not the same on all ranks now.
+
+        Example:
+            >>> import tempfile, torch, syncline as sl
+            >>> model = torch.nn.Linear(2, 1)
+            >>> state = sl.TrainState(model=model)
+            >>> with tempfile.NamedTemporaryFile() as file:
+            ...     torch.save({"net": model.state_dict(), "step": 1200, "epoch": 3}, file.name)
+            ...     state.load_torch(file.name, names={"model": "net"}, besides=["epoch"])
+            {'epoch': 3}
+            >>> state.step
+            1200
+        """
+        transport = transport_of(group)
+        return adopt(self, path, names=names or {}, besides=besides, strict=strict, transport=transport)
+
 
 def copies(one: Any) -> bool:
     """Whether loading into it copies tensors, so that it keeps none of those that it is given."""
-    return is_sharded(one) or (isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict"))
-
-
-def is_sharded(one: Any) -> bool:
-    """Whether each rank has a share of its state, and can tell it without the others.
-
-    Such objects have `share_state_dict()`, and their `load_state_dict` takes tensors in parts (`PartedTensor`).
-    """
-    return callable(getattr(one, "share_state_dict", None))
+    return gives_share(one) or (isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict"))
 
 
 def _what(one: Any) -> str:

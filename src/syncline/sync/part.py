@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PartedTensor", "TensorPart", "join_parts", "whole_of"]
+__all__ = ["PartedTensor", "TensorPart", "gives_share", "join_parts", "whole_of"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,6 +85,15 @@ class PartedTensor:
             flat[part.start : part.stop] = part.values
         turned = flat.view([self.shape[dim] for dim in order])
         return turned.permute([order.index(dim) for dim in range(len(order))])
+
+
+def gives_share(one: Any) -> bool:
+    """Whether each rank has a share of an object's state, and can tell it without the others.
+
+    Such objects have `share_state_dict()`, what of the state this rank has, with `TensorPart`s; and their
+    `load_state_dict` takes a state with tensors in parts, `PartedTensor`s, of which it keeps nothing.
+    """
+    return callable(getattr(one, "share_state_dict", None))
 
 
 def join_parts(states: Sequence[Any]) -> Any:
