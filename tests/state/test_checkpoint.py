@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
 import threading
@@ -373,6 +374,83 @@ class SlowFiles(FaultyFiles):
         if path.endswith(".safetensors"):
             assert self.may_write.wait(60)
         super().write(path, parts)
+
+
+def test_what_is_closed_gives_back_its_thread_and_its_connection() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport) -> None:
+        with Checkpointer("/runs/one", group=t, files=files) as checkpointer:
+            saving = checkpointer.save(Run(t.rank).state, 1, blocking=False)
+            (writer,) = checkpointer._writer._threads
+            files.may_write.set()
+        assert saving.result(timeout=0) == "/runs/one/save-000001-step-1", "it was waited for"
+        writer.join(60)
+        assert not writer.is_alive()
+        with pytest.raises(SynclineError, match="closed"):
+            checkpointer._lane.barrier()
+        checkpointer.close()
+        assert checkpointer.wait() is None
+        with pytest.raises(ValueError, match="it was closed: make another"):
+            checkpointer.save(Run(t.rank).state, 2)
+        with pytest.raises(ValueError, match="it was closed: make another"):
+            checkpointer.load(Run(t.rank).state)
+        t.barrier().wait()  # what is between the ranks besides goes on
+        with Checkpointer("/runs/one", group=t, files=files) as again:
+            assert again.load(Run(t.rank).state) == 1
+
+    in_threads = run_ranks(2, program)
+    assert in_threads == [None, None]
+
+
+def test_what_nobody_refers_to_is_closed_once_its_save_is_done() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files)
+        lane, end = checkpointer._lane, checkpointer._end
+        saving = checkpointer.save(Run(t.rank).state, 1, blocking=False)
+        (writer,) = checkpointer._writer._threads
+        del checkpointer
+        gc.collect()
+        assert end.alive, "the save goes on"
+        t.barrier().wait()  # on all ranks
+        files.may_write.set()
+        assert saving.result() == "/runs/one/save-000001-step-1"
+        del saving
+        writer.join(60)
+        gc.collect()
+        assert not end.alive
+        assert not writer.is_alive()
+        with pytest.raises(SynclineError, match="closed"):
+            lane.barrier()
+
+    run_ranks(2, program)
+
+
+def test_an_exception_in_its_block_is_what_comes_out() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport) -> None:
+        with Checkpointer("/runs/one", group=t, files=files) as checkpointer:
+            checkpointer.save(Run(t.rank).state, 1, blocking=False)
+            files.may_write.set()
+            raise KeyError("of the training")
+
+    with pytest.raises(KeyError, match="of the training"):
+        run_ranks(1, program)
+    assert files.names("runs/one") == ["save-000001-step-1"]
+
+
+def test_a_rank_alone_keeps_its_transport() -> None:
+    """Alone there is no connection to close but the transport itself."""
+
+    def program(t: Transport) -> None:
+        with Checkpointer("/runs/one", group=t, files=FaultyFiles()) as checkpointer:
+            assert checkpointer._lane is t
+        t.barrier().wait()
+
+    run_ranks(1, program)
 
 
 def test_a_save_that_nobody_asks_after_fails_aloud() -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from syncline.state.tensor_file import StoredFile, write_tensors
 from syncline.state.together import Refused, everywhere, on_rank_0, ranks_with
 from syncline.state.train_state import TrainState
 from syncline.sync.agreement import exchange
+from syncline.transport.base import Transport
 from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]
@@ -43,7 +45,8 @@ class Checkpointer:
     tensors are in safetensors files, the rest is JSON.
 
     A collective call: each rank makes one, and makes the same calls. Ranks of several hosts need a directory that all
-    see, which is tried here.
+    see, which is tried here. It has a connection and a thread of its own until `close`, the end of its `with` block,
+    or until nobody refers to it any more.
 
     Args:
         directory: where saves stand beside each other; of one training run.
@@ -88,8 +91,36 @@ class Checkpointer:
         self._under_way: Future[str | None] | None = None
         self._copies: dict[str, Tensor] = {}
         """What saves that do not block write from; kept for the next one."""
+        own_lane = None if self._lane is self._transport else self._lane
+        self._end = weakref.finalize(self, _end, self._writer, own_lane)
+        # At the end of the program saves are waited for first (`before_shutdown`), and then all lanes are closed.
+        self._end.atexit = False
         self._check_directory()
         before_shutdown(self.wait)
+
+    # ------------------------------------------------------------------ closed when it is done
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and give back the thread, its connection and the memory of copies.
+
+        Afterwards it neither saves nor loads. A second time does nothing.
+        """
+        try:
+            self.wait()
+        finally:
+            self._end()
+            self._copies.clear()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What ends the block matters more than a save that fails with it, which was said where it happened.
+        with contextlib.suppress(SynclineError) if kind is not None else contextlib.nullcontext():
+            self.close()
+
+    def _closed(self) -> Exception | None:
+        return None if self._end.alive else ValueError("it was closed: make another sl.Checkpointer")
 
     # ------------------------------------------------------------------ saving
 
@@ -127,7 +158,8 @@ class Checkpointer:
         self.wait()
         if step is not None:
             state.step = step
-        parts, fault = None, None
+        parts: Parts | None = None
+        fault = self._closed()
         try:
             parts = Parts(state, None if blocking else self._copies)
         except Exception as error:
@@ -239,8 +271,9 @@ class Checkpointer:
                 now; on every rank.
         """
         self.wait()
+        lines = [f"named  {name}" for name in state.named]
+        exchange(self._transport, "sl.Checkpointer.load", lines, fault=self._closed())
         saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
-        exchange(self._transport, "sl.Checkpointer.load", [f"named  {name}" for name in state.named])
         damaged: list[str] = []
         for save in saves:
             try:
@@ -337,3 +370,10 @@ class Checkpointer:
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         return on_rank_0(self._lane, fn)
+
+
+def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
+    """Nothing is under way any more: whoever still refers to a save refers to its Checkpointer."""
+    writer.shutdown(wait=False)
+    if lane is not None:
+        lane.close()
