@@ -141,6 +141,60 @@ def test_another_number_of_ranks_loads_it(before: int, after: int) -> None:
     assert in_files(files, load, size=after) == [rank if rank < before else 0 for rank in range(after)]
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 2)])
+@pytest.mark.parametrize("kind", ["gradients", "outer gradients"])
+def test_what_compression_still_owes_is_the_same_on_another_number_of_ranks(
+    kind: str, before: int, after: int
+) -> None:
+    files = FaultyFiles()
+
+    def wrapped(t: Transport) -> sl.DistributedDataParallel:
+        compression = sl.compression.TopK(0.1)
+        how: dict[str, Any] = {"compression": compression}
+        if kind == "outer gradients":
+            how = {"strategy": sl.DiLoCo(2, compression=compression)}
+        return sl.DistributedDataParallel(nn.Linear(4, 3), process_group=t, **how)
+
+    def residuals(ddp: sl.DistributedDataParallel) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+
+        def walk(state: Any, place: str) -> None:
+            if isinstance(state, torch.Tensor) and place.endswith("residual"):
+                found[place] = state.clone()
+            for key, one in enumerate(state) if isinstance(state, list) else ():
+                walk(one, f"{place}.{key}")
+            for key, one in state.items() if isinstance(state, dict) else ():
+                walk(one, f"{place}.{key}")
+
+        walk(ddp.sync_state_dict(), "")
+        return found
+
+    def save(t: Transport, checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+        ddp = wrapped(t)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        for step in range(2):
+            optimizer.zero_grad()
+            g = torch.Generator().manual_seed(10 * t.rank + step)
+            ddp(torch.randn(5, 4, generator=g)).square().mean().backward()
+            optimizer.step()
+        checkpointer.save(TrainState(model=ddp), step=2)
+        return residuals(ddp)
+
+    def load(t: Transport, checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+        ddp = wrapped(t)
+        checkpointer.load(TrainState(model=ddp))
+        return residuals(ddp)
+
+    theirs, ours = in_files(files, save, size=before), in_files(files, load, size=after)
+    assert theirs[0]
+    for name in theirs[0]:
+        assert any(one[name].any() for one in theirs), "there is something owed"
+        owed = torch.stack([one[name] for one in theirs]).mean(0)
+        torch.testing.assert_close(torch.stack([one[name] for one in ours]).mean(0), owed)
+        for rank, one in enumerate(ours if before == after else ()):
+            assert torch.equal(one[name], theirs[rank][name]), "of as many ranks each has its own"
+
+
 def test_chance_goes_on_where_it_was() -> None:
     files = FaultyFiles()
     import numpy as np

@@ -309,8 +309,8 @@ class Checkpointer:
 
         def read() -> None:
             manifest = read_manifest(self._files, path)
-            place = self._transport.rank if self._transport.rank < manifest.num_ranks else 0
-            found.append(Found(self._files, path, manifest, place))
+            rank, size = self._transport.rank, self._transport.size
+            found.append(Found(self._files, path, manifest, rank=rank, num_ranks=size))
 
         self._everywhere(read)
         return found[0]
@@ -320,7 +320,7 @@ class Checkpointer:
         same: dict[str, Any] = {}
         try:
             decoded = {name: found.decoded(name, state.named.get(name)) for name in found.names}
-            if self._transport.rank >= found.manifest.num_ranks:
+            if found.is_new_rank:
                 del decoded["rng"]  # nobody else's numbers
             state.load_state_dict(decoded)
             same = found.same_on_all(state)

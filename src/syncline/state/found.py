@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline.compression.averager import with_mean_residuals
 from syncline.state.encoding import decode, tensors_in
 from syncline.state.files import Files
 from syncline.state.snapshot import SHARED_FILE, Manifest, own_file
 from syncline.state.tensor_file import read_tensors
-from syncline.state.train_state import TrainState, copies
+from syncline.state.train_state import TrainState, copies, is_wrapped
 from syncline.sync.part import gives_share, join_parts
 
 __all__ = ["Found"]
@@ -26,29 +27,39 @@ class Found:
         files: where.
         path: of the save.
         manifest: its.
-        place: whose own things this rank gets.
+        rank: this rank; of its own it gets what the rank of the same number had, or rank 0 if there was none.
+        num_ranks: how many there are now.
 
     Raises:
         CheckpointCorrupt: it is damaged.
         OSError: it could not be read.
     """
 
-    def __init__(self, files: Files, path: str, manifest: Manifest, place: int) -> None:
+    def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
         self.manifest = manifest
-        self._place = place
+        self.is_new_rank = rank >= manifest.num_ranks
+        """Whether there was no rank of this number."""
+        self._place = place = 0 if self.is_new_rank else rank
+        self._are_others = num_ranks != manifest.num_ranks
         self._trees = [manifest.shared | own for own in manifest.ranks]
         shared: dict[str, Tensor] = {}
         if SHARED_FILE in manifest.files:
             shared = read_tensors(files, path, SHARED_FILE, manifest.files[SHARED_FILE])
         self._tensors = []
-        for rank, trees in enumerate(self._trees):
-            wanted = None
-            if rank != place:
-                wanted = {tensor for name in manifest.sharded for tensor in tensors_in(trees[name])}
+        for other, trees in enumerate(self._trees):
+            wanted = None if other == place else set(self._needed_of_others(trees))
             tensors = dict(shared)
-            if own_file(rank) in manifest.files and (wanted is None or wanted - shared.keys()):
-                tensors |= read_tensors(files, path, own_file(rank), manifest.files[own_file(rank)], wanted)
+            if own_file(other) in manifest.files and (wanted is None or wanted - shared.keys()):
+                tensors |= read_tensors(files, path, own_file(other), manifest.files[own_file(other)], wanted)
             self._tensors.append(tensors)
+
+    def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
+        """The tensors that are needed though another rank had them."""
+        for name, tree in trees.items():
+            if name in self.manifest.sharded:
+                yield from tensors_in(tree)
+            elif self._are_others and is_wrapped(tree):
+                yield from tensors_in(tree["synchronization"])
 
     @property
     def names(self) -> list[str]:
@@ -59,13 +70,26 @@ class Found:
         """The state of something named, for `one` to load; of what was sharded, all shares joined."""
         if name not in self.manifest.sharded:
             tensors = self._tensors[self._place]
-            return decode(self._trees[self._place][name], tensors if copies(one) else _Kept(tensors))
+            state = decode(self._trees[self._place][name], tensors if copies(one) else _Kept(tensors))
+            if self._are_others and is_wrapped(state):
+                state["synchronization"] = self._for_another_number(name, state["synchronization"])
+            return state
         # Nobody keeps a part: who cannot take parts gets the whole, in new memory.
         return join_parts(
             [
                 decode(trees[name], tensors if copies(one) else _Kept(tensors), parts=tensors)
                 for trees, tensors in zip(self._trees, self._tensors, strict=True)
             ]
+        )
+
+    def _for_another_number(self, name: str, own: Any) -> Any:
+        """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""
+        return with_mean_residuals(
+            own,
+            [
+                decode(trees[name]["synchronization"], tensors)
+                for trees, tensors in zip(self._trees, self._tensors, strict=True)
+            ],
         )
 
     def same_on_all(self, state: TrainState) -> dict[str, Any]:
@@ -91,7 +115,7 @@ class Found:
         tree = self.manifest.shared.get(name)
         if not isinstance(tree, dict):
             return None
-        if tree.keys() == {"module", "synchronization"}:
+        if is_wrapped(tree):
             tree = tree["module"]
         stored = self.manifest.files.get(SHARED_FILE)
         shared = stored.tensors.keys() if stored is not None else set()

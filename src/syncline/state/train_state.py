@@ -17,7 +17,7 @@ from syncline.state.adoption import Key, adopt
 from syncline.sync.part import gives_share, whole_of
 from syncline.world import transport_of
 
-__all__ = ["TrainState", "copies"]
+__all__ = ["TrainState", "copies", "is_wrapped"]
 
 _RESERVED = ("step", "rng")
 
@@ -207,6 +207,11 @@ def copies(one: Any) -> bool:
     return gives_share(one) or (isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict"))
 
 
+def is_wrapped(state: Any) -> bool:
+    """Whether it is the state of a wrapped module: the module's, and what synchronization remembers."""
+    return isinstance(state, dict) and state.keys() == {"module", "synchronization"}
+
+
 def _what(one: Any) -> str:
     return f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
 
@@ -219,14 +224,14 @@ def _state_of(one: Any) -> Any:
 
 
 def _load_into(one: Any, state: Any) -> None:
-    is_wrapped = isinstance(state, dict) and state.keys() == {"module", "synchronization"}
-    module_state = state["module"] if is_wrapped else state
+    was_wrapped = is_wrapped(state)
+    module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
         one.load_state_dict(module_state)
         return
     one.module.load_state_dict(module_state)
     load: Any = getattr(one, "load_sync_state_dict", None)
-    if load and is_wrapped and state["synchronization"] is not None:
+    if load and was_wrapped and state["synchronization"] is not None:
         load(state["synchronization"])
 
 
