@@ -545,3 +545,43 @@ def test_what_version_1_has_written_is_read() -> None:
             "table": torch.arange(3) + rank,
         }
         assert same(state.named["mine"].value, expected)
+
+
+@pytest.mark.parametrize("how", ["bare", "DiLoCo", "compressed", "sharded", "sharded before"])
+def test_nobody_keeps_the_files(how: str, tmp_path: Path) -> None:
+    """They are mapped: what is written into them in place, or cut off, must not reach what was loaded."""
+    options: dict[str, Any] = {
+        "bare": {},
+        "DiLoCo": {"strategy": sl.DiLoCo(2, compression=sl.compression.TopK(0.1))},
+        "compressed": {"compression": sl.compression.TopK(0.1)},
+        "sharded": {"sharded": True},
+        "sharded before": {"sharded": True},
+    }
+
+    def make(t: Transport, options: dict[str, Any]) -> TrainState:
+        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        ddp = sl.DistributedDataParallel(module, process_group=t, **options)
+        optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), foreach=False))
+        return TrainState(model=ddp, optimizer=optimizer, mine=Mine(torch.ones(3)))
+
+    def program(t: Transport) -> None:
+        state = make(t, options[how])
+        for step in range(3):
+            state.named["optimizer"].zero_grad()
+            g = torch.Generator().manual_seed(10 * t.rank + step)
+            state.named["model"](torch.randn(6, 4, generator=g)).square().mean().backward()
+            state.named["optimizer"].step()
+        checkpointer = Checkpointer(tmp_path, group=t)
+        checkpointer.save(state)
+        state = make(t, {} if how == "sharded before" else options[how])
+        checkpointer.load(state)
+        before = _plain(state.state_dict())
+        t.barrier().wait()
+        if t.rank == 0:
+            for path in next(tmp_path.iterdir()).glob("*.safetensors"):
+                with open(path, "r+b") as file:
+                    file.write(b"\xff" * path.stat().st_size)
+        t.barrier().wait()
+        assert repr(_plain(state.state_dict())) == repr(before)
+
+    run_ranks(2, program)

@@ -69,11 +69,16 @@ class Found:
     def decoded(self, name: str, one: Any) -> Any:
         """The state of something named, for `one` to load; of what was sharded, all shares joined."""
         if name not in self.manifest.sharded:
-            tensors = self._tensors[self._place]
-            state = decode(self._trees[self._place][name], tensors if copies(one) else _Kept(tensors))
-            if self._are_others and is_wrapped(state):
-                state["synchronization"] = self._for_another_number(name, state["synchronization"])
-            return state
+            tree, tensors = self._trees[self._place][name], self._tensors[self._place]
+            if not is_wrapped(tree):
+                return decode(tree, tensors if copies(one) else _Kept(tensors))
+            beside = decode(tree["synchronization"], _Kept(tensors))
+            if self._are_others:
+                beside = self._for_another_number(name, beside)
+            return {
+                "module": decode(tree["module"], tensors if copies(one) else _Kept(tensors)),
+                "synchronization": beside,
+            }
         # Nobody keeps a part: who cannot take parts gets the whole, in new memory.
         return join_parts(
             [

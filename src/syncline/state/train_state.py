@@ -203,8 +203,11 @@ class TrainState:
 
 
 def copies(one: Any) -> bool:
-    """Whether loading into it copies tensors, so that it keeps none of those that it is given."""
-    return gives_share(one) or (isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict"))
+    """Whether loading into it copies tensors, so that it keeps none of those that it is given.
+
+    Of a wrapped module that holds for the module's own; what synchronization remembers may be kept.
+    """
+    return gives_share(one) or isinstance(one, nn.Module)
 
 
 def is_wrapped(state: Any) -> bool:
