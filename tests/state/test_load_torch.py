@@ -327,6 +327,13 @@ def test_a_file_that_one_rank_has_not_is_an_error_on_all(tmp_path: Path) -> None
         run_ranks(2, lambda t: TrainState(model=network(2)).load_torch(tmp_path / f"of-{t.rank}", group=t))
 
 
+def test_ranks_that_want_different_things_are_told_so(path: Path) -> None:
+    torch.save({"model": network(1).state_dict(), "ema": network(2).state_dict(), "step": 1}, path)
+    wanted: list[dict[str, Any]] = [{"besides": "ema"}, {"besides": "model", "names": {"model": "ema"}}]
+    with pytest.raises(ContractMismatch, match=r"under another name  model: 'ema'"):
+        run_ranks(2, lambda t: TrainState(model=network(2)).load_torch(path, group=t, **wanted[t.rank]))
+
+
 def test_ranks_with_different_files_are_told_so(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(network(rank).state_dict(), tmp_path / f"of-{rank}")

@@ -55,6 +55,8 @@ def adopt(
     except Exception as error:
         fault = error
     lines += [f"named  {name}" for name in state.named]
+    lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
+    lines += [f"besides  {key}" for key in besides]
     remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
     exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
     loaded: dict[str, Any] = {}

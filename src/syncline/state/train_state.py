@@ -198,6 +198,7 @@ class TrainState:
             >>> state.step
             1200
         """
+        besides = [besides] if isinstance(besides, str) else besides
         transport = transport_of(group)
         return adopt(self, path, names=names or {}, besides=besides, strict=strict, transport=transport)
 
