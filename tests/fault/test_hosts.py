@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,43 @@ def refused_as_shared_memory() -> None:
         raise AssertionError("several hosts share no memory")
 
 
+def saves_and_loads() -> None:
+    """Shards, of which each host has all: one host writes them."""
+    world = sl.init(timeout=60)
+
+    def make() -> tuple[sl.DistributedDataParallel, torch.optim.Optimizer]:
+        ddp = sl.DistributedDataParallel(network(), sharded=True)
+        return ddp, ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+
+    ddp, optimizer = make()
+    ddp(torch.ones(4, 20, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+    checkpointer = sl.Checkpointer(os.environ["DIRECTORY"])
+    checkpointer.save(sl.TrainState(model=ddp, optimizer=optimizer), step=3)
+    expected = optimizer.state_dict()
+    again, other = make()
+    assert checkpointer.load(sl.TrainState(model=again, optimizer=other)) == 3
+    assert repr(other.state_dict()) == repr(expected)
+    assert len(expected["state"]) == 6
+    for a, b in zip(ddp.module.parameters(), again.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    print(f"rank {world.rank} of {world.size} was there")
+    sl.shutdown()
+
+
+def refused_without_a_common_directory() -> None:
+    world = sl.init(timeout=60)
+    try:
+        sl.Checkpointer(os.environ["DIRECTORY"])
+    except SynclineError as error:
+        print(error)
+    else:
+        raise AssertionError(
+            f"rank {world.rank}: hosts that see different disks save nothing that can be loaded"
+        )
+    sl.shutdown()
+
+
 def until_it_fails() -> None:
     """Say what went wrong, when, and how long the call took that raised it."""
     world = sl.init(timeout=float(os.environ["TIMEOUT_SECONDS"]))
@@ -146,6 +184,8 @@ PROGRAMS: Mapping[str, Callable[[], None]] = {
         trained_as_by_one_process,
         drift_between_hosts,
         refused_as_shared_memory,
+        saves_and_loads,
+        refused_without_a_common_directory,
         until_it_fails,
     )
 }
@@ -196,6 +236,52 @@ def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(hosts: TwoHosts)
     (text,) = texts
     assert "ranks 2, 3 run on another host" in text, outputs
     assert 'Use transport="auto": shared memory within each host, gloo between them' in text
+
+
+def start_with_disks(on: TwoHosts, program: str, ranks: str, disks: Path, *, one_for_all: bool) -> Path:
+    """Ranks that find a disk at the same path: each host its own, or all the same one."""
+    mounted = disks / "mounted"
+    mounted.mkdir()
+    for name in on.names.values():
+        (disks / name).mkdir()
+    # Each rank has mounts of its own (ip netns makes a namespace), so nobody else sees this.
+    disk = on.names["a"] if one_for_all else "$(hostname)"
+    mount = f'mount --bind "{disks}/{disk}" "{mounted}" && exec "$0" "$@"'
+    command = ["sh", "-c", mount, sys.executable, __file__, program]
+    on.start(command, ranks, {"DIRECTORY": str(mounted / "runs")})
+    return mounted
+
+
+def test_hosts_that_see_one_disk_save_and_load(hosts: TwoHosts, tmp_path: Path) -> None:
+    mounted = start_with_disks(hosts, "saves_and_loads", "aabb", tmp_path, one_for_all=True)
+    for rank, (code, out, err) in enumerate(hosts.outputs(90)):
+        assert (code, out, err) == (0, f"rank {rank} of 4 was there\n", ""), f"rank {rank}: {err}"
+    assert not list(mounted.iterdir()), "it was mounted there for the ranks alone"
+    (saved,) = (tmp_path / hosts.names["a"] / "runs").iterdir()
+    text = (saved / "manifest.json").read_text().rstrip("\n").rpartition("\n")[0]
+    files = json.loads(text)["files"]
+    writers = [
+        rank
+        for rank in range(4)
+        if any(
+            "momentum" in name for name in files.get(f"rank-{rank}.safetensors", {"tensors": ()})["tensors"]
+        )
+    ]
+    assert writers == [0, 1], "host b has the same shares, and they are there once"
+
+
+def test_hosts_that_see_different_disks_are_refused_with_a_way_out(hosts: TwoHosts, tmp_path: Path) -> None:
+    mounted = start_with_disks(
+        hosts, "refused_without_a_common_directory", "aabb", tmp_path, one_for_all=False
+    )
+    outputs = hosts.outputs(60)
+    texts = {out for _, out, _ in outputs}
+    assert [code for code, _, _ in outputs] == [0] * 4, outputs
+    assert len(texts) == 1, "every rank says the same"
+    (text,) = texts
+    runs, a, b = mounted / "runs", hosts.names["a"], hosts.names["b"]
+    assert f"what rank 0 wrote into {runs} on {a} is not in {runs} on {b} (ranks 2, 3)" in text
+    assert "on a file system that all hosts have mounted at the same place" in text
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -7,6 +7,7 @@ import errno
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 class Crash(BaseException):
@@ -172,6 +173,16 @@ class FaultyFiles:
         if not isinstance(node, _Directory):
             raise FileNotFoundError("not a directory")
         return node
+
+
+class WrittenBefore(FaultyFiles):
+    """In memory, beside what lies in a folder as the only save."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.make_directory("/runs/one/save-000001-step-12")
+        for path in sorted(folder.iterdir()):
+            self.write(f"/runs/one/save-000001-step-12/{path.name}", [path.read_bytes()])
 
 
 def _as_found(directory: _Directory, rng: random.Random, seen: dict[int, _File | _Directory]) -> _Directory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_files import FaultyFiles
+from faulty_files import FaultyFiles, WrittenBefore
 from torch import nn
 
 import syncline as sl
@@ -138,6 +139,60 @@ def test_another_number_of_ranks_loads_it(before: int, after: int) -> None:
         return run.mine.value.item()
 
     assert in_files(files, load, size=after) == [rank if rank < before else 0 for rank in range(after)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 2)])
+@pytest.mark.parametrize("kind", ["gradients", "outer gradients"])
+def test_what_compression_still_owes_is_the_same_on_another_number_of_ranks(
+    kind: str, before: int, after: int
+) -> None:
+    files = FaultyFiles()
+
+    def wrapped(t: Transport) -> sl.DistributedDataParallel:
+        compression = sl.compression.TopK(0.1)
+        how: dict[str, Any] = {"compression": compression}
+        if kind == "outer gradients":
+            how = {"strategy": sl.DiLoCo(2, compression=compression)}
+        return sl.DistributedDataParallel(nn.Linear(4, 3), process_group=t, **how)
+
+    def residuals(ddp: sl.DistributedDataParallel) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+
+        def walk(state: Any, place: str) -> None:
+            if isinstance(state, torch.Tensor) and place.endswith("residual"):
+                found[place] = state.clone()
+            for key, one in enumerate(state) if isinstance(state, list) else ():
+                walk(one, f"{place}.{key}")
+            for key, one in state.items() if isinstance(state, dict) else ():
+                walk(one, f"{place}.{key}")
+
+        walk(ddp.sync_state_dict(), "")
+        return found
+
+    def save(t: Transport, checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+        ddp = wrapped(t)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        for step in range(2):
+            optimizer.zero_grad()
+            g = torch.Generator().manual_seed(10 * t.rank + step)
+            ddp(torch.randn(5, 4, generator=g)).square().mean().backward()
+            optimizer.step()
+        checkpointer.save(TrainState(model=ddp), step=2)
+        return residuals(ddp)
+
+    def load(t: Transport, checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+        ddp = wrapped(t)
+        checkpointer.load(TrainState(model=ddp))
+        return residuals(ddp)
+
+    theirs, ours = in_files(files, save, size=before), in_files(files, load, size=after)
+    assert theirs[0]
+    for name in theirs[0]:
+        assert any(one[name].any() for one in theirs), "there is something owed"
+        owed = torch.stack([one[name] for one in theirs]).mean(0)
+        torch.testing.assert_close(torch.stack([one[name] for one in ours]).mean(0), owed)
+        for rank, one in enumerate(ours if before == after else ()):
+            assert torch.equal(one[name], theirs[rank][name]), "of as many ranks each has its own"
 
 
 def test_chance_goes_on_where_it_was() -> None:
@@ -375,6 +430,83 @@ class SlowFiles(FaultyFiles):
         super().write(path, parts)
 
 
+def test_what_is_closed_gives_back_its_thread_and_its_connection() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport) -> None:
+        with Checkpointer("/runs/one", group=t, files=files) as checkpointer:
+            saving = checkpointer.save(Run(t.rank).state, 1, blocking=False)
+            (writer,) = checkpointer._writer._threads
+            files.may_write.set()
+        assert saving.result(timeout=0) == "/runs/one/save-000001-step-1", "it was waited for"
+        writer.join(60)
+        assert not writer.is_alive()
+        with pytest.raises(SynclineError, match="closed"):
+            checkpointer._lane.barrier()
+        checkpointer.close()
+        assert checkpointer.wait() is None
+        with pytest.raises(ValueError, match="it was closed: make another"):
+            checkpointer.save(Run(t.rank).state, 2)
+        with pytest.raises(ValueError, match="it was closed: make another"):
+            checkpointer.load(Run(t.rank).state)
+        t.barrier().wait()  # what is between the ranks besides goes on
+        with Checkpointer("/runs/one", group=t, files=files) as again:
+            assert again.load(Run(t.rank).state) == 1
+
+    in_threads = run_ranks(2, program)
+    assert in_threads == [None, None]
+
+
+def test_what_nobody_refers_to_is_closed_once_its_save_is_done() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files)
+        lane, end = checkpointer._lane, checkpointer._end
+        saving = checkpointer.save(Run(t.rank).state, 1, blocking=False)
+        (writer,) = checkpointer._writer._threads
+        del checkpointer
+        gc.collect()
+        assert end.alive, "the save goes on"
+        t.barrier().wait()  # on all ranks
+        files.may_write.set()
+        assert saving.result() == "/runs/one/save-000001-step-1"
+        del saving
+        writer.join(60)
+        gc.collect()
+        assert not end.alive
+        assert not writer.is_alive()
+        with pytest.raises(SynclineError, match="closed"):
+            lane.barrier()
+
+    run_ranks(2, program)
+
+
+def test_an_exception_in_its_block_is_what_comes_out() -> None:
+    files = SlowFiles()
+
+    def program(t: Transport) -> None:
+        with Checkpointer("/runs/one", group=t, files=files) as checkpointer:
+            checkpointer.save(Run(t.rank).state, 1, blocking=False)
+            files.may_write.set()
+            raise KeyError("of the training")
+
+    with pytest.raises(KeyError, match="of the training"):
+        run_ranks(1, program)
+    assert files.names("runs/one") == ["save-000001-step-1"]
+
+
+def test_a_rank_alone_keeps_its_transport() -> None:
+    """Alone there is no connection to close but the transport itself."""
+
+    def program(t: Transport) -> None:
+        with Checkpointer("/runs/one", group=t, files=FaultyFiles()) as checkpointer:
+            assert checkpointer._lane is t
+        t.barrier().wait()
+
+    run_ranks(1, program)
+
+
 def test_a_save_that_nobody_asks_after_fails_aloud() -> None:
     files = SlowFiles()
     failed: list[Any] = []
@@ -396,7 +528,7 @@ def test_what_version_1_has_written_is_read() -> None:
     # Written by two ranks, see fixtures/README.md. It has to be readable for ever.
     written = Path(__file__).with_name("fixtures") / "version-1"
     states = [TrainState(model=nn.Linear(2, 1), mine=Mine(None)) for _ in range(2)]
-    files = ReadOnlyFiles(written)
+    files = WrittenBefore(written)
 
     def program(t: Transport) -> int | None:
         checkpointer = Checkpointer("/runs/one", group=t, files=files)
@@ -415,11 +547,41 @@ def test_what_version_1_has_written_is_read() -> None:
         assert same(state.named["mine"].value, expected)
 
 
-class ReadOnlyFiles(FaultyFiles):
-    """In memory, beside what lies in a folder as the only save."""
+@pytest.mark.parametrize("how", ["bare", "DiLoCo", "compressed", "sharded", "sharded before"])
+def test_nobody_keeps_the_files(how: str, tmp_path: Path) -> None:
+    """They are mapped: what is written into them in place, or cut off, must not reach what was loaded."""
+    options: dict[str, Any] = {
+        "bare": {},
+        "DiLoCo": {"strategy": sl.DiLoCo(2, compression=sl.compression.TopK(0.1))},
+        "compressed": {"compression": sl.compression.TopK(0.1)},
+        "sharded": {"sharded": True},
+        "sharded before": {"sharded": True},
+    }
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.make_directory("/runs/one/save-000001-step-12")
-        for path in sorted(folder.iterdir()):
-            self.write(f"/runs/one/save-000001-step-12/{path.name}", [path.read_bytes()])
+    def make(t: Transport, options: dict[str, Any]) -> TrainState:
+        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        ddp = sl.DistributedDataParallel(module, process_group=t, **options)
+        optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters(), foreach=False))
+        return TrainState(model=ddp, optimizer=optimizer, mine=Mine(torch.ones(3)))
+
+    def program(t: Transport) -> None:
+        state = make(t, options[how])
+        for step in range(3):
+            state.named["optimizer"].zero_grad()
+            g = torch.Generator().manual_seed(10 * t.rank + step)
+            state.named["model"](torch.randn(6, 4, generator=g)).square().mean().backward()
+            state.named["optimizer"].step()
+        checkpointer = Checkpointer(tmp_path, group=t)
+        checkpointer.save(state)
+        state = make(t, {} if how == "sharded before" else options[how])
+        checkpointer.load(state)
+        before = _plain(state.state_dict())
+        t.barrier().wait()
+        if t.rank == 0:
+            for path in next(tmp_path.iterdir()).glob("*.safetensors"):
+                with open(path, "r+b") as file:
+                    file.write(b"\xff" * path.stat().st_size)
+        t.barrier().wait()
+        assert repr(_plain(state.state_dict())) == repr(before)
+
+    run_ranks(2, program)

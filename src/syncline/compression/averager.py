@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.compression.base import Averaged, Averaging, Compression, Layout
 
-__all__ = ["Averager", "joined_state", "parted_state"]
+__all__ = ["Averager", "joined_state", "parted_state", "with_mean_residuals"]
 
 
 class Averager:
@@ -123,3 +124,47 @@ def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         name, _, kind = key.rpartition(".")
         kept.setdefault(name, {})[kind] = tensor
     return kept
+
+
+def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
+    """One rank's state for another number of ranks: each residual is the mean of those that all ranks had.
+
+    What is still to come through is the mean over ranks of their residuals. With the same one on each rank it is what
+    it was, however many there are.
+
+    Args:
+        own: what a rank remembers: nested dicts, lists and tuples, in which residuals have names that `joined_state`
+            gives; not changed.
+        of_all: the same of each rank, in rank order.
+
+    Example:
+        >>> states = [{"0.residual": torch.tensor([4.0])}, {"0.residual": torch.tensor([2.0])}]
+        >>> with_mean_residuals({"step": 3, "of": [states[1]]}, [{"step": 3, "of": [state]} for state in states])
+        {'step': 3, 'of': [{'0.residual': tensor([3.])}]}
+    """
+    return _with_means(own, of_all, len(of_all))
+
+
+def _with_means(own: Any, of_others: Sequence[Any], num_ranks: int) -> Any:
+    """`of_others`: of those that have it; who has none owes nothing."""
+    if isinstance(own, dict):
+        joined = {}
+        for key, one in own.items():
+            theirs = [state[key] for state in of_others if key in state]
+            is_residual = isinstance(one, Tensor) and str(key).rpartition(".")[2] == "residual"
+            joined[key] = _mean(theirs, num_ranks) if is_residual else _with_means(one, theirs, num_ranks)
+        return joined
+    if type(own) in (list, tuple):
+        return type(own)(
+            _with_means(one, [state[index] for state in of_others if index < len(state)], num_ranks)
+            for index, one in enumerate(own)
+        )
+    return own
+
+
+def _mean(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
+    """In rank order, so the same bits wherever it is computed."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total.div_(num_ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.optim.state import gather_state, slice_state
+from syncline.optim.state import gather_state, share_state, slice_state
 from syncline.plan.shards import Piece, pieces_of
+from syncline.sync.part import whole_of
 from syncline.sync.share import Shard, Share
 from syncline.transport.base import Transport
 
@@ -31,7 +33,8 @@ class AttachedShards:
     """Gives an optimizer this rank's shards instead of the module's parameters.
 
     The optimizer stays the same object with the same parameter groups, so that schedulers and scalers go on. Its
-    `state_dict` and `load_state_dict` speak torch's ordinary form.
+    `state_dict` and `load_state_dict` speak torch's ordinary form; `share_state_dict`, which it gets besides, gives
+    what this rank has of that.
 
     Args:
         optimizer: of trained parameters of one module (frozen ones may be among them).
@@ -169,6 +172,9 @@ class AttachedShards:
         def state_dict(self_: Optimizer) -> dict[str, Any]:
             return self._state_dict()
 
+        def share_state_dict(self_: Optimizer) -> dict[str, Any]:
+            return self._share_state_dict()
+
         @functools.wraps(optimizer.load_state_dict)
         def load_state_dict(self_: Optimizer, state_dict: dict[str, Any]) -> None:
             self._load_state_dict(state_dict)
@@ -179,7 +185,7 @@ class AttachedShards:
                 "before ddp.attach(optimizer)"
             )
 
-        for method in (step, zero_grad, state_dict, load_state_dict, add_param_group):
+        for method in (step, zero_grad, state_dict, share_state_dict, load_state_dict, add_param_group):
             # Who looks for the signature (a GradScaler does) would take off `self` once too often.
             method.__dict__.pop("__wrapped__", None)
             setattr(optimizer, method.__name__, MethodType(method, optimizer))
@@ -197,13 +203,40 @@ class AttachedShards:
 
     def _state_dict(self) -> dict[str, Any]:
         """torch's ordinary form, the same on every rank; a collective call."""
+        shards, states = self._shards_with_states()
+        with torch.no_grad():
+            gathered = gather_state(shards, states, self.shares, self._lane)
+        result = self._in_ordinary_form(gathered)
+        optimizer: Any = self.optimizer
+        for hook in optimizer._optimizer_state_dict_post_hooks.values():
+            changed = hook(optimizer, result)
+            result = result if changed is None else changed
+        return result
+
+    def _share_state_dict(self) -> dict[str, Any]:
+        """What this rank has of torch's ordinary form, its share of a tensor as a `TensorPart`; local.
+
+        Joined over all ranks (`join_parts`) it is what `state_dict` gives. Where several teams of ranks have the same,
+        the first one's tell. Hooks that are to see the ordinary form do: then it is gathered, as by `state_dict`.
+        """
+        optimizer: Any = self.optimizer
+        if optimizer._optimizer_state_dict_post_hooks:
+            return self._state_dict()
+        shards, states = self._shards_with_states()
+        if shards and self._lane.rank not in self._shares[0].team.members:
+            shards, states = [], []
+        with torch.no_grad():
+            return self._in_ordinary_form(share_state(shards, states, self.shares))
+
+    def _shards_with_states(self) -> tuple[list[Shard], list[dict[str, Any]]]:
         optimizer: Any = self.optimizer
         for hook in optimizer._optimizer_state_dict_pre_hooks.values():
             hook(optimizer)
         shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
-        states = [optimizer.state.get(shard.parameter, {}) for shard in shards]
-        with torch.no_grad():
-            gathered = gather_state(shards, states, self.shares, self._lane)
+        return shards, [optimizer.state.get(shard.parameter, {}) for shard in shards]
+
+    def _in_ordinary_form(self, state_of: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        optimizer: Any = self.optimizer
         groups, position = [], 0
         for group, parameters, names in zip(
             optimizer.param_groups, self.groups, self._param_names, strict=True
@@ -213,13 +246,9 @@ class AttachedShards:
                 packed["param_names"] = names
             groups.append({**packed, "params": list(range(position, position + len(parameters)))})
             position += len(parameters)
-        state = {self._positions[index]: gathered[index] for index in gathered if index in self._positions}
+        state = {self._positions[index]: state_of[index] for index in state_of if index in self._positions}
         state.update(self._idle_state)
-        result = {"state": dict(sorted(state.items())), "param_groups": groups}
-        for hook in optimizer._optimizer_state_dict_post_hooks.values():
-            changed = hook(optimizer, result)
-            result = result if changed is None else changed
-        return result
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         saved = state_dict["param_groups"]
@@ -245,7 +274,7 @@ class AttachedShards:
         ]
         trained = set(self._positions.values())
         self._idle_state = {
-            position: state_dict["state"][its_id]
+            position: copy.deepcopy(whole_of(state_dict["state"][its_id]))
             for position, its_id in enumerate(ids)
             if position not in trained and its_id in state_dict["state"]
         }

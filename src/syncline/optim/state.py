@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from syncline.plan.shards import spans_in
-from syncline.sync.share import Shard, Share, view_like
+from syncline.sync.part import PartedTensor, TensorPart
+from syncline.sync.share import Shard, Share, order_of, view_like
 from syncline.transport.base import Transport
 
-__all__ = ["gather_state", "slice_state"]
+__all__ = ["gather_state", "share_state", "slice_state"]
 
 ParameterState = dict[str, Any]
 """What an optimizer remembers of one parameter, or of one shard."""
@@ -35,7 +36,8 @@ def slice_state(
     Args:
         shard: which.
         share: where it lies.
-        state_of: by parameter index, in torch's ordinary form; not changed, and nothing of it is kept.
+        state_of: by parameter index, in torch's ordinary form, where tensors may be in parts (`PartedTensor`); not
+            changed, and nothing of it is kept.
         names: of the parameters, by index.
 
     Raises:
@@ -53,7 +55,7 @@ def slice_state(
     for key, first in state_of[present[0]].items():
         values = [state_of[index][key] for index in indices]
         if shard.piece.is_whole:
-            sliced[key] = first.clone() if isinstance(first, Tensor) else first
+            sliced[key] = _own(first)
         elif _is_cut(first, share.members[spans[0][0]], key):
             piece = shard.piece
             cut = sliced[key] = torch.zeros(
@@ -64,22 +66,31 @@ def slice_state(
                 cut[at + from_ : at + to] = _flat(value, share.members[position], names[index], key)[from_:to]
         else:
             for index, value in zip(indices, values, strict=True):
-                if isinstance(value, Tensor) and value.dim():
+                if isinstance(value, Tensor | PartedTensor) and value.dim():
                     raise _uncuttable(names[index], key, value)
                 if not _equal(value, first):
                     raise _differ(names[indices[0]], names[index], f"{key} is {first} and {value}")
-            sliced[key] = first.clone() if isinstance(first, Tensor) else first
+            sliced[key] = _own(first)
     return sliced
 
 
+def _own(value: Any) -> Any:
+    """A copy of a tensor, put together if it is in parts."""
+    if isinstance(value, PartedTensor):
+        return value.whole()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _is_cut(value: Any, member: Tensor, key: str) -> bool:
-    return isinstance(value, Tensor) and value.shape == member.shape and key != "step"
+    return isinstance(value, Tensor | PartedTensor) and value.shape == member.shape and key != "step"
 
 
 def _flat(value: Any, member: Tensor, name: str, key: str) -> Tensor:
     """The elements in the order of the bucket."""
-    if not isinstance(value, Tensor) or value.shape != member.shape:
+    if not isinstance(value, Tensor | PartedTensor) or value.shape != member.shape:
         raise _uncuttable(name, key, value)
+    if isinstance(value, PartedTensor):
+        value = value.whole()
     flat = torch.empty(member.numel(), dtype=value.dtype, device=value.device)
     view_like(flat, 0, member).copy_(value)
     return flat
@@ -100,10 +111,58 @@ def _differ(first: str, second: str, how: str) -> ValueError:
 
 
 def _uncuttable(name: str, key: str, value: Any) -> ValueError:
-    form = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    form = tuple(value.shape) if isinstance(value, Tensor | PartedTensor) else type(value).__name__
     return ValueError(
         f"the optimizer's state {key} of {name} has not the parameter's form ({form}), so it cannot be cut into flat "
         "spans: ddp.attach(optimizer, elementwise=False) shards by whole parameters"
+    )
+
+
+# ---------------------------------------------------------------------- this rank's share, as it is
+
+
+def share_state(
+    shards: Sequence[Shard], states: Sequence[ParameterState], shares: Sequence[Share]
+) -> dict[int, ParameterState]:
+    """By parameter index, what this rank has, in torch's ordinary form but for what is cut: of that it has parts.
+
+    Nothing is sent, and nothing is copied but what lies otherwise than its parameter.
+
+    Args:
+        shards: this rank's, of one optimizer.
+        states: what the optimizer remembers of each.
+        shares: of all buckets.
+    """
+    share_of = {share.plan.index: share for share in shares}
+    found: dict[int, ParameterState] = {}
+    for shard, state in zip(shards, states, strict=True):
+        share, piece = share_of[shard.piece.bucket], shard.piece
+        for position, from_, to in spans_in(share.plan, piece.start, piece.stop) if state else ():
+            member = share.members[position]
+            at = share.plan.offsets[position] + from_ - piece.start
+            order = order_of(member)
+            found[share.plan.parameters[position]] = {
+                key: TensorPart(
+                    values=value.permute(order).reshape(-1)
+                    if piece.is_whole
+                    else value[at : at + to - from_],
+                    start=from_,
+                    shape=tuple(member.shape),
+                    order=order,
+                )
+                if _is_like_shard(value, shard, key)
+                else value
+                for key, value in state.items()
+            }
+    return found
+
+
+def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
+    """Whether a value has the form of what is stepped; a step count has none, also where a parameter has none."""
+    return (
+        isinstance(value, Tensor)
+        and value.shape == shard.parameter.shape
+        and not (value.dim() == 0 and key == "step")
     )
 
 
@@ -162,7 +221,7 @@ def _described(shard: Shard, state: ParameterState) -> list[Any]:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             values[key] = ("number", None, value)
-        elif value.shape == shard.parameter.shape and not (value.dim() == 0 and key == "step"):
+        elif _is_like_shard(value, shard, key):
             values[key] = ("cut", _dtype_name(value), None)
         elif value.dim() == 0:
             values[key] = ("scalar", _dtype_name(value), (value.item(), value.is_cpu))

@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cached_property
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt, SynclineError
-from syncline.plan.difference import describe_ranks
-from syncline.state.encoding import decode, encode
+from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
+from syncline.state.found import Found
+from syncline.state.parts import Parts, entry_of
 from syncline.state.shelf import Save, Shelf
-from syncline.state.snapshot import Manifest, read_manifest, write_manifest
-from syncline.state.tensor_file import StoredFile, checksum, memory_of, read_tensors, write_tensors
-from syncline.state.train_state import TrainState, copies
+from syncline.state.snapshot import SHARED_FILE, Manifest, own_file, read_manifest, write_manifest
+from syncline.state.tensor_file import StoredFile, write_tensors
+from syncline.state.together import Refused, everywhere, on_rank_0, ranks_with
+from syncline.state.train_state import TrainState
 from syncline.sync.agreement import exchange
+from syncline.transport.base import Transport
 from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]
 
 T = TypeVar("T")
 
-_SHARED = "shared.safetensors"
-
-
-def _own(rank: int) -> str:
-    return f"rank-{rank}.safetensors"
-
 
 class Checkpointer:
     """Saves a `TrainState` into a directory and loads it: what was saved is there, all of it, or is said not to be.
 
     What is the same on all ranks is written once, by rank 0; what is not (random numbers, residuals, replicas that have
-    drifted apart) by each rank. A save counts once it bears its name, after all of it was synced to the disk; loading
-    checks every byte, and takes the newest save that is sound. Nothing is pickled: tensors are in safetensors files,
-    the rest is JSON.
+    drifted apart, the shares of a sharded optimizer) by each rank. A save counts once it bears its name, after all of
+    it was synced to the disk; loading checks every byte, and takes the newest save that is sound. Nothing is pickled:
+    tensors are in safetensors files, the rest is JSON.
 
     A collective call: each rank makes one, and makes the same calls. Ranks of several hosts need a directory that all
-    see, which is tried here.
+    see, which is tried here. It has a connection and a thread of its own until `close`, the end of its `with` block,
+    or until nobody refers to it any more.
 
     Args:
         directory: where saves stand beside each other; of one training run.
@@ -94,8 +91,36 @@ class Checkpointer:
         self._under_way: Future[str | None] | None = None
         self._copies: dict[str, Tensor] = {}
         """What saves that do not block write from; kept for the next one."""
+        own_lane = None if self._lane is self._transport else self._lane
+        self._end = weakref.finalize(self, _end, self._writer, own_lane)
+        # At the end of the program saves are waited for first (`before_shutdown`), and then all lanes are closed.
+        self._end.atexit = False
         self._check_directory()
         before_shutdown(self.wait)
+
+    # ------------------------------------------------------------------ closed when it is done
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and give back the thread, its connection and the memory of copies.
+
+        Afterwards it neither saves nor loads. A second time does nothing.
+        """
+        try:
+            self.wait()
+        finally:
+            self._end()
+            self._copies.clear()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What ends the block matters more than a save that fails with it, which was said where it happened.
+        with contextlib.suppress(SynclineError) if kind is not None else contextlib.nullcontext():
+            self.close()
+
+    def _closed(self) -> Exception | None:
+        return None if self._end.alive else ValueError("it was closed: make another sl.Checkpointer")
 
     # ------------------------------------------------------------------ saving
 
@@ -133,9 +158,10 @@ class Checkpointer:
         self.wait()
         if step is not None:
             state.step = step
-        parts, fault = None, None
+        parts: Parts | None = None
+        fault = self._closed()
         try:
-            parts = _Parts(state, None if blocking else self._copies)
+            parts = Parts(state, None if blocking else self._copies)
         except Exception as error:
             fault = error
         lines = [f"step  {state.step}", *(f"named  {name}" for name in state.named)]
@@ -149,10 +175,10 @@ class Checkpointer:
         under_way, self._under_way = self._under_way, None
         return under_way.result() if under_way else None
 
-    def _saved(self, step: int, parts: _Parts) -> str | None:
+    def _saved(self, step: int, parts: Parts) -> str | None:
         try:
             return self._write(step, parts)
-        except _Refused as refused:
+        except Refused as refused:
             self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
             return None
         except SynclineError as error:
@@ -165,14 +191,14 @@ class Checkpointer:
             text = f"the state at step {step} could not be saved: {why}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _write(self, step: int, parts: _Parts) -> str:
+    def _write(self, step: int, parts: Parts) -> str:
         number, path = self._on_rank_0(lambda: self._begin(step))
         save = Save(number, step)
         try:
             shared = self._shared(parts)
             told = self._everywhere(lambda: self._write_files(path, parts, shared))
             self._on_rank_0(lambda: self._commit(save, path, parts, shared, told))
-        except _Refused:
+        except Refused:
             if self._lane.rank == 0:
                 with contextlib.suppress(OSError):
                     self._shelf.abandon(save)
@@ -183,36 +209,37 @@ class Checkpointer:
         save, path = self._shelf.begin(step)
         return save.number, path
 
-    def _shared(self, parts: _Parts) -> set[str]:
+    def _shared(self, parts: Parts) -> set[str]:
         """What is the same on all ranks."""
         told = self._everywhere(lambda: parts.digests)
         return {
             name for name, digest in parts.digests.items() if all(one.get(name) == digest for one in told)
         }
 
-    def _write_files(self, path: str, parts: _Parts, shared: set[str]) -> dict[str, Any]:
+    def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
         """Write this rank's files, and tell what they are; and what else this rank has of its own."""
         rank = self._lane.rank
-        wanted = {_own(rank): parts.tensors.keys() - shared}
+        wanted = {own_file(rank): parts.tensors.keys() - shared}
         if rank == 0:
-            wanted[_SHARED] = parts.tensors.keys() & shared
+            wanted[SHARED_FILE] = parts.tensors.keys() & shared
         written = {
             name: asdict(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
             for name, keys in wanted.items()
             if keys
         }
-        own = {name: tree for name, tree in parts.trees.items() if _entry(name) not in shared}
+        own = {name: tree for name, tree in parts.trees.items() if entry_of(name) not in shared}
         return {"files": written, "trees": own}
 
     def _commit(
-        self, save: Save, path: str, parts: _Parts, shared: set[str], told: Sequence[Mapping[str, Any]]
+        self, save: Save, path: str, parts: Parts, shared: set[str], told: Sequence[Mapping[str, Any]]
     ) -> None:
         manifest = Manifest(
             step=save.step,
             num_ranks=self._lane.size,
-            shared={name: tree for name, tree in parts.trees.items() if _entry(name) in shared},
+            shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
             ranks=[one["trees"] for one in told],
             files={name: StoredFile(**file) for one in told for name, file in one["files"].items()},
+            sharded=parts.sharded,
             about={
                 "torch": torch.__version__,
                 "host": socket.gethostname(),
@@ -240,15 +267,18 @@ class Checkpointer:
         Raises:
             CheckpointCorrupt: there are saves, but none that is sound; on every rank.
             ValueError: it is the state of something else; on every rank.
+            ReplicaDivergence: what was saved as the same on all ranks is not the same in their modules and optimizers
+                now; on every rank.
         """
         self.wait()
+        lines = [f"named  {name}" for name in state.named]
+        exchange(self._transport, "sl.Checkpointer.load", lines, fault=self._closed())
         saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
-        exchange(self._transport, "sl.Checkpointer.load", [f"named  {name}" for name in state.named])
         damaged: list[str] = []
         for save in saves:
             try:
-                read = self._read(save)
-            except _Refused as refused:
+                found = self._read(save)
+            except Refused as refused:
                 self._damaged.add(save)
                 damaged.append(f"{save.name}: {refused}")
                 continue
@@ -259,7 +289,7 @@ class Checkpointer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._apply(state, *read)
+            self._apply(state, found)
             return save.step
         if damaged:
             raise CheckpointCorrupt(
@@ -268,45 +298,35 @@ class Checkpointer:
             )
         return None
 
-    def _read(self, save: Save) -> tuple[Manifest, dict[str, Tensor]]:
+    def _read(self, save: Save) -> Found:
         """What this rank needs of a save, checked on all ranks.
 
         Raises:
-            _Refused: it is damaged, on any rank.
+            Refused: it is damaged, on any rank.
         """
         path = self._shelf.path_of(save)
-        found: list[tuple[Manifest, dict[str, Tensor]]] = []
+        found: list[Found] = []
 
         def read() -> None:
             manifest = read_manifest(self._files, path)
-            tensors: dict[str, Tensor] = {}
-            for name in (_SHARED, _own(self._place(manifest))):
-                if name in manifest.files:
-                    tensors |= read_tensors(self._files, path, name, manifest.files[name])
-            found.append((manifest, tensors))
+            rank, size = self._transport.rank, self._transport.size
+            found.append(Found(self._files, path, manifest, rank=rank, num_ranks=size))
 
         self._everywhere(read)
         return found[0]
 
-    def _place(self, manifest: Manifest) -> int:
-        """Whose own things this rank gets: those of the rank that it was, or of rank 0 if there was none."""
-        return self._transport.rank if self._transport.rank < manifest.num_ranks else 0
-
-    def _apply(self, state: TrainState, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, state: TrainState, found: Found) -> None:
         fault = None
+        same: dict[str, Any] = {}
         try:
-            trees = manifest.shared | manifest.ranks[self._place(manifest)]
-            kept = _Kept(tensors)
-            decoded = {
-                name: decode(tree, tensors if copies(state.named.get(name)) else kept)
-                for name, tree in trees.items()
-            }
-            if self._transport.rank >= manifest.num_ranks:
+            decoded = {name: found.decoded(name, state.named.get(name)) for name in found.names}
+            if found.is_new_rank:
                 del decoded["rng"]  # nobody else's numbers
             state.load_state_dict(decoded)
+            same = found.same_on_all(state)
         except Exception as error:
             fault = error
-        exchange(self._transport, "sl.Checkpointer.load", [], fault=fault)
+        agree_on_loaded(self._transport, "sl.Checkpointer.load", same, fault=fault)
 
     # ------------------------------------------------------------------ the directory
 
@@ -322,7 +342,7 @@ class Checkpointer:
 
         try:
             probe = self._on_rank_0(write)
-        except _Refused as refused:
+        except Refused as refused:
             raise SynclineError(f"sl.Checkpointer: {self._path} cannot be written: {refused}") from None
         name = probe.rpartition("/")[2]
         seen = self._everywhere(
@@ -338,7 +358,7 @@ class Checkpointer:
             host, path, _ = seen[0]
             raise SynclineError(
                 f"sl.Checkpointer: what rank 0 wrote into {path} on {host} is not in "
-                + "; ".join(f"{where} ({ranks})" for where, ranks in _with_ranks(blind).items())
+                + "; ".join(f"{where} ({ranks})" for where, ranks in ranks_with(blind).items())
                 + ". Give the same directory on all ranks, on a file system that all hosts have mounted at the same "
                 "place"
             )
@@ -346,128 +366,14 @@ class Checkpointer:
     # ------------------------------------------------------------------ together
 
     def _everywhere(self, fn: Callable[[], T]) -> list[T]:
-        """What `fn` returns on each rank, as JSON holds it.
-
-        Raises:
-            _Refused: it failed somewhere, by what happens to files; on every rank.
-        """
-        told: dict[str, Any] = {}
-        fault = None
-        try:
-            told["found"] = fn()
-        except (OSError, CheckpointCorrupt) as error:
-            told["refused"] = str(error)
-        except Exception as error:
-            fault = error
-            told["failed"] = f"{type(error).__name__}: {error}"
-        everyone = [json.loads(one) for one in self._lane.all_gather_bytes(json.dumps(told).encode())]
-        if fault is not None:
-            raise fault
-        for what in ("failed", "refused"):
-            texts = {rank: one[what] for rank, one in enumerate(everyone) if what in one}
-            if texts:
-                error_class = _Refused if what == "refused" else SynclineError
-                raise error_class(_by_ranks(texts, self._lane.size))
-        return [one["found"] for one in everyone]
+        return everywhere(self._lane, fn)
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
-        """What `fn` returns on rank 0, which alone calls it; as JSON holds it."""
-        return cast(T, self._everywhere(lambda: fn() if self._lane.rank == 0 else None)[0])
+        return on_rank_0(self._lane, fn)
 
 
-class _Refused(Exception):
-    """A disk that is full, a file that is damaged: on every rank."""
-
-
-def _by_ranks(texts: Mapping[int, str], num_ranks: int) -> str:
-    """Each text with the ranks that gave it; without, where all did."""
-    if len(texts) == num_ranks and len(set(texts.values())) == 1:
-        return texts[0]
-    return "; ".join(f"{ranks}: {text}" for text, ranks in _with_ranks(texts).items())
-
-
-def _with_ranks(texts: Mapping[int, str]) -> dict[str, str]:
-    """The ranks that gave a text, by text."""
-    found: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        found.setdefault(text, []).append(rank)
-    return {text: describe_ranks(ranks) for text, ranks in found.items()}
-
-
-def _entry(name: str) -> str:
-    """By which something named is told from a tensor."""
-    return f"entry {name}"
-
-
-class _Parts:
-    """A state of this rank, taken apart.
-
-    Args:
-        state: whose.
-        copies: memory to copy tensors to, by name, which is filled up as needed; None: they are only read while nobody
-            writes them.
-
-    Raises:
-        TypeError, ValueError: something cannot be stored; its place is named.
-    """
-
-    def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
-        self.trees: dict[str, Any] = {}
-        """What is not a tensor, by what it was named."""
-        self.tensors: dict[str, Tensor] = {}
-        """Those of all, on the CPU."""
-        for name, one in state.state_dict().items():
-            self.trees[name], tensors = encode(one, name)
-            for key, tensor in tensors.items():
-                self.tensors[key] = (
-                    tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
-                )
-        if copies is not None:
-            for gone in copies.keys() - self.tensors.keys():
-                del copies[gone]
-
-    @cached_property
-    def checksums(self) -> dict[str, str]:
-        """Of the tensors."""
-        return {name: checksum(memory_of(tensor)) for name, tensor in self.tensors.items()}
-
-    @cached_property
-    def digests(self) -> dict[str, str]:
-        """Of tensors and of what was named: equal where these are."""
-        found = {
-            name: f"{tensor.dtype} {tuple(tensor.shape)} {self.checksums[name]}"
-            for name, tensor in self.tensors.items()
-        }
-        return found | {
-            _entry(name): checksum(json.dumps(tree).encode()) for name, tree in self.trees.items()
-        }
-
-    def chosen(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Some of the tensors, in their order."""
-        return {name: tensor for name, tensor in self.tensors.items() if name in names}
-
-
-def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
-    copy = copies.get(name)
-    if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-        copy = copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return copy.copy_(tensor)
-
-
-class _Kept(Mapping[str, Tensor]):
-    """Tensors in memory of their own, for those who keep what they get."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._copies: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._copies:
-            self._copies[name] = self._tensors[name].clone()
-        return self._copies[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
+    """Nothing is under way any more: whoever still refers to a save refers to its Checkpointer."""
+    writer.shutdown(wait=False)
+    if lane is not None:
+        lane.close()

@@ -5,6 +5,7 @@ becomes an object of one key that begins with "$":
 
     {"$tensor": "model.weight"}      a tensor, by the name under which it is stored
     {"$complex": "model.z"}          a complex one, stored as real numbers with one dimension more
+    {"$part": {"values": ..., ...}}  a part of one, with where it begins, and the whole's shape and order
     {"$tuple": [...]}                a tuple
     {"$dict": [[key, value], ...]}   a dict with keys that are not all texts, or with one that begins with "$"
     {"$float": "nan"}                a float that JSON cannot hold: nan, inf, -inf
@@ -17,15 +18,16 @@ from __future__ import annotations
 import base64
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.state.tensor_file import STORABLE
+from syncline.sync.part import TensorPart
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "tensors_in"]
 
 _KEPT = (str, bool, int, type(None))
 
@@ -36,7 +38,8 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     A tensor that occurs twice is listed once. Tensors are not copied.
 
     Args:
-        state: nested dicts, lists and tuples of tensors, numbers, texts, bytes and None; also dtypes and devices.
+        state: nested dicts, lists and tuples of tensors, numbers, texts, bytes and None; also dtypes, devices, and
+            parts of tensors (`TensorPart`).
         name: of the whole, the first word of each tensor's name.
 
     Raises:
@@ -64,7 +67,16 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, Tensor):
-            return {"$complex" if value.is_complex() else "$tensor": self._stored(value, place)}
+            return self._tensor(value, place)
+        if kind is TensorPart:
+            return {
+                "$part": {
+                    "values": self._tensor(value.values, f"{place}[{value.start}:{value.stop}]"),
+                    "start": value.start,
+                    "shape": list(value.shape),
+                    "order": list(value.order),
+                }
+            }
         if kind is list:
             return [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]
         if kind is tuple:
@@ -91,6 +103,9 @@ class _Encoder:
                 raise TypeError(f"{place} has a tensor as a key: expected texts, numbers or tuples of them")
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
         return {"$dict": pairs}
+
+    def _tensor(self, tensor: Tensor, place: str) -> Any:
+        return {"$complex" if tensor.is_complex() else "$tensor": self._stored(tensor, place)}
 
     def _stored(self, tensor: Tensor, place: str) -> str:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -120,8 +135,13 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
     return free
 
 
-def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
     """The inverse of `encode`: equal to what was encoded, with these tensors; ordered dicts come back as dicts.
+
+    Args:
+        encoded: by `encode`.
+        tensors: by name.
+        parts: where those of parts are; None: among the others.
 
     Raises:
         KeyError: a tensor is missing.
@@ -133,23 +153,32 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
         {'betas': (0.9, inf), 3: tensor([1.])}
     """
     if isinstance(encoded, list):
-        return [decode(one, tensors) for one in encoded]
+        return [decode(one, tensors, parts=parts) for one in encoded]
     if not isinstance(encoded, dict):
         return encoded
     tag: str
     value: Any
     tag, value = next(iter(encoded.items()), ("", None))
     if not tag.startswith("$"):
-        return {key: decode(one, tensors) for key, one in encoded.items()}
+        return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
     match tag:
         case "$tensor":
             return tensors[value]
         case "$complex":
             return torch.view_as_complex(tensors[value])
+        case "$part":
+            return TensorPart(
+                values=decode(value["values"], tensors if parts is None else parts),
+                start=value["start"],
+                shape=tuple(value["shape"]),
+                order=tuple(value["order"]),
+            )
         case "$tuple":
-            return tuple(decode(one, tensors) for one in value)
+            return tuple(decode(one, tensors, parts=parts) for one in value)
         case "$dict":
-            return {decode(key, tensors): decode(one, tensors) for key, one in value}
+            return {
+                decode(key, tensors, parts=parts): decode(one, tensors, parts=parts) for key, one in value
+            }
         case "$float":
             return float(value)
         case "$bytes":
@@ -163,3 +192,22 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
         case "$size":
             return torch.Size(value)
     raise ValueError(f"{tag} {value!r} stands for nothing that this version knows")
+
+
+def tensors_in(encoded: Any) -> Iterator[str]:
+    """The names of the tensors in what `encode` gave, also more than once.
+
+    Example:
+        >>> list(tensors_in(encode({"a": torch.zeros(1), "b": (torch.ones(1), 2)}, "x")[0]))
+        ['x.a', 'x.b.0']
+    """
+    if isinstance(encoded, list):
+        for one in encoded:
+            yield from tensors_in(one)
+    elif isinstance(encoded, dict):
+        tag, value = next(iter(encoded.items()), ("", None))
+        if tag in ("$tensor", "$complex"):
+            yield str(value)
+        else:
+            for one in encoded.values():
+                yield from tensors_in(one)

@@ -3,7 +3,7 @@
     save-000007-step-1200/
         manifest.json            what is there, its checksums, and all that is not a tensor; written last
         shared.safetensors       what is the same on all ranks, written by rank 0
-        rank-0.safetensors       what each rank has of its own
+        rank-0.safetensors       what each rank has of its own: its share of what is sharded, too
         rank-1.safetensors
 
 A directory is complete when it bears its name: it is written under another one. Everything in it is covered by a
@@ -24,17 +24,25 @@ from syncline.state.tensor_file import StoredFile, checksum
 
 __all__ = [
     "FORMAT",
+    "SHARED_FILE",
     "VERSION",
     "Manifest",
     "directory_name",
+    "own_file",
     "parse_name",
     "read_manifest",
     "write_manifest",
 ]
 
 FORMAT = "syncline checkpoint"
-VERSION = 1
-"""Of what is written. What a later version writes is refused; what an earlier one has written is read."""
+VERSION = 2
+"""Of what is written. What a later version writes is refused; what an earlier one has written is read.
+
+1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded".
+"""
+
+SHARED_FILE = "shared.safetensors"
+"""Of the tensors that are the same on all ranks."""
 
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
@@ -50,6 +58,7 @@ class Manifest:
         shared: what is the same on all ranks, as `encode` gives it.
         ranks: what each rank has of its own.
         files: by name.
+        sharded: by name, that of which each rank has a share: all of them together have it.
         about: versions and the like, for people.
     """
 
@@ -58,7 +67,13 @@ class Manifest:
     shared: Any
     ranks: Sequence[Any]
     files: Mapping[str, StoredFile]
+    sharded: Sequence[str] = ()
     about: Mapping[str, str] = field(default_factory=dict)
+
+
+def own_file(rank: int) -> str:
+    """The name of the file of the tensors that a rank has of its own."""
+    return f"rank-{rank}.safetensors"
 
 
 def directory_name(save: int, step: int) -> str:
@@ -89,6 +104,7 @@ def _text(manifest: Manifest) -> bytes:
         "about": dict(manifest.about),
         "step": manifest.step,
         "num_ranks": manifest.num_ranks,
+        "sharded": list(manifest.sharded),
         "files": {
             name: {"num_bytes": file.num_bytes, "header": file.header, "tensors": dict(file.tensors)}
             for name, file in manifest.files.items()
@@ -128,5 +144,6 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         shared=body["shared"],
         ranks=body["ranks"],
         files={name: StoredFile(**stored) for name, stored in body["files"].items()},
+        sharded=body.get("sharded", []),
         about=body["about"],
     )

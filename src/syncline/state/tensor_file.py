@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,17 @@ import xxhash
 from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt
-from syncline.state.files import Files
+from syncline.state.files import Files, LocalFiles
 
-__all__ = ["STORABLE", "StoredFile", "checksum", "memory_of", "read_tensors", "write_tensors"]
+__all__ = [
+    "STORABLE",
+    "StoredFile",
+    "checksum",
+    "checksum_of_file",
+    "memory_of",
+    "read_tensors",
+    "write_tensors",
+]
 
 STORABLE = {
     torch.float64: "F64",
@@ -89,8 +97,17 @@ def write_tensors(
     return StoredFile(len(head) + end, checksum(head), found)
 
 
-def read_tensors(files: Files, directory: str, name: str, stored: StoredFile) -> dict[str, Tensor]:
+def read_tensors(
+    files: Files, directory: str, name: str, stored: StoredFile, wanted: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """The tensors of a file, checked.
+
+    Args:
+        files: where.
+        directory: the file's.
+        name: of the file.
+        stored: what has to be in it.
+        wanted: which of them, others are not looked at; None: all.
 
     Raises:
         CheckpointCorrupt: they are not what was written.
@@ -107,6 +124,8 @@ def read_tensors(files: Files, directory: str, name: str, stored: StoredFile) ->
     by_name = {name: dtype for dtype, name in STORABLE.items()}
     tensors = {}
     for key, expected in stored.tensors.items():
+        if wanted is not None and key not in wanted:
+            continue
         dtype, shape = by_name[header[key]["dtype"]], header[key]["shape"]
         start, end = (head_bytes + offset for offset in header[key]["data_offsets"])
         memory = content[start:end]
@@ -125,6 +144,15 @@ def memory_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def checksum_of_file(path: str) -> str:
+    """Of all of a file of this host.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    return checksum(LocalFiles().map(path))
 
 
 def checksum(memory: bytes | memoryview) -> str:

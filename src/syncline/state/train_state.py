@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
+from syncline.state.adoption import Key, adopt
+from syncline.sync.part import gives_share, whole_of
+from syncline.world import transport_of
 
-__all__ = ["TrainState", "copies", "rng_state", "set_rng_state"]
+__all__ = ["TrainState", "copies", "is_wrapped", "rng_state", "set_rng_state"]
 
 _RESERVED = ("step", "rng")
 
@@ -103,12 +107,27 @@ class TrainState:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, on this rank; tensors are not copied."""
+        """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
         states = {name: _state_of(one) for name, one in self.named.items()}
         return {"step": self.step, **states, "rng": rng_state()}
 
+    def share_state_dict(self) -> dict[str, Any]:
+        """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
+        states = {
+            name: one.share_state_dict() if gives_share(one) else _state_of(one)
+            for name, one in self.named.items()
+        }
+        return {"step": self.step, **states, "rng": rng_state()}
+
+    @property
+    def sharded(self) -> list[str]:
+        """The names of what is sharded: of which each rank has its share."""
+        return [name for name, one in self.named.items() if gives_share(one)]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse. Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
+        """The inverse of `state_dict`, and that of `share_state_dict` where all ranks' are joined (`join_parts`).
+
+        Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
 
         Raises:
             ValueError: names are missing, or there are others; nothing was changed.
@@ -125,7 +144,7 @@ class TrainState:
                 + ". Name the same things as when it was saved"
             )
         for name, one in self.named.items():
-            _load_into(one, state[name])
+            _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
         self.step = state["step"]
         if "rng" in state:
             rng = state["rng"]
@@ -136,10 +155,68 @@ class TrainState:
             if sampler is not None:
                 sampler.when_resumed = lambda: set_rng_state(rng)
 
+    def load_torch(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        names: Mapping[str, Key | None] | None = None,
+        besides: Collection[str] = (),
+        strict: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Take over a checkpoint of plain torch: `torch.save({"model": model.state_dict(), ...}, path)`.
+
+        A collective call: all ranks read the same file. It is read with `weights_only=True`, so nothing that it says is
+        run. Names are looked up in it, and `step`; a file of nothing but `module.state_dict()` is the one module's that
+        is named. The prefixes of DistributedDataParallel and torch.compile ("module.", "_orig_mod.") may be there or
+        not.
+
+        Args:
+            path: of the file.
+            names: by name of what is named here, the key under which the file has it, if that is another; several, one
+                inside of the other, as a tuple; None for what the file has not and what stays as it is.
+            besides: keys of the file that have no name here, to be given back.
+            strict: whether anything else that is in the file and not used, or that is missing there, is an error, also
+                in a module's state; otherwise it is a warning.
+            group: see `broadcast_`.
+
+        Returns:
+            What the file has besides what was loaded, by key.
+
+        Raises:
+            ValueError: something is missing, or is left over; the file is not what torch.save writes, has objects of
+                other types, or what is in it fits not what is named. On every rank. Before what does not fit into an
+                object is found, others may have been loaded.
+            ContractMismatch: the ranks have different files, or name different things.
+            ReplicaDivergence: modules or optimizers are not the same on all ranks now.
+
+        Example:
+            >>> import tempfile, torch, syncline as sl
+            >>> model = torch.nn.Linear(2, 1)
+            >>> state = sl.TrainState(model=model)
+            >>> with tempfile.NamedTemporaryFile() as file:
+            ...     torch.save({"net": model.state_dict(), "step": 1200, "epoch": 3}, file.name)
+            ...     state.load_torch(file.name, names={"model": "net"}, besides=["epoch"])
+            {'epoch': 3}
+            >>> state.step
+            1200
+        """
+        besides = [besides] if isinstance(besides, str) else besides
+        transport = transport_of(group)
+        return adopt(self, path, names=names or {}, besides=besides, strict=strict, transport=transport)
+
 
 def copies(one: Any) -> bool:
-    """Whether loading into it copies tensors, so that it keeps none of those that it is given."""
-    return isinstance(one, nn.Module) and not hasattr(one, "load_sync_state_dict")
+    """Whether loading into it copies tensors, so that it keeps none of those that it is given.
+
+    Of a wrapped module that holds for the module's own; what synchronization remembers may be kept.
+    """
+    return gives_share(one) or isinstance(one, nn.Module)
+
+
+def is_wrapped(state: Any) -> bool:
+    """Whether it is the state of a wrapped module: the module's, and what synchronization remembers."""
+    return isinstance(state, dict) and state.keys() == {"module", "synchronization"}
 
 
 def _dealer(one: Any) -> DistributedSampler | None:
@@ -179,14 +256,14 @@ def _state_of(one: Any) -> Any:
 
 
 def _load_into(one: Any, state: Any) -> None:
-    is_wrapped = isinstance(state, dict) and state.keys() == {"module", "synchronization"}
-    module_state = state["module"] if is_wrapped else state
+    was_wrapped = is_wrapped(state)
+    module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
         one.load_state_dict(module_state)
         return
     one.module.load_state_dict(module_state)
     load: Any = getattr(one, "load_sync_state_dict", None)
-    if load and is_wrapped and state["synchronization"] is not None:
+    if load and was_wrapped and state["synchronization"] is not None:
         load(state["synchronization"])
 
 

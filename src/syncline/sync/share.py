@@ -18,7 +18,7 @@ from syncline.sync.stand_in import ShardGradient, StandIn
 from syncline.sync.tensors import is_dense
 from syncline.transport.base import Transport
 
-__all__ = ["Shard", "Share", "view_like"]
+__all__ = ["Shard", "Share", "order_of", "view_like"]
 
 
 class Shard:
@@ -199,3 +199,18 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     if is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def order_of(parameter: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which `view_like` lays out elements, slowest first.
+
+    Example:
+        >>> weight = torch.zeros(2, 3, 4, 5)
+        >>> order_of(weight), order_of(weight.contiguous(memory_format=torch.channels_last))
+        ((0, 1, 2, 3), (0, 2, 3, 1))
+    """
+    dims = range(parameter.dim())
+    if not is_dense(parameter):
+        return tuple(dims)
+    strides: tuple[int, ...] = parameter.stride()
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))

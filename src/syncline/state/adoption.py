@@ -1,0 +1,268 @@
+"""A checkpoint that plain torch has written, taken over into a `TrainState`: what is where, and what is left over."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline.state.equality import agree_on_loaded
+from syncline.state.tensor_file import checksum_of_file
+from syncline.state.torch_file import read_torch_file
+from syncline.sync.agreement import exchange
+from syncline.sync.part import gives_share
+from syncline.transport.base import Transport
+
+if TYPE_CHECKING:
+    from syncline.state.train_state import TrainState
+
+__all__ = ["Key", "Matched", "adopt", "match", "renamed_like"]
+
+Key = str | int | Sequence[str | int]
+"""Where something is: a key, or several, one inside of the other."""
+
+_TITLE = "sl.TrainState.load_torch"
+_WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before the names of parameters."""
+
+
+def adopt(
+    state: TrainState,
+    path: str | os.PathLike[str],
+    *,
+    names: Mapping[str, Key | None],
+    besides: Collection[str],
+    strict: bool,
+    transport: Transport,
+) -> dict[str, Any]:
+    """See `TrainState.load_torch`."""
+    path = os.fspath(path)
+    fault: Exception | None = None
+    matched, lines = Matched(), []
+    try:
+        lines = [f"file  {checksum_of_file(path)}", f"strict  {strict}"]
+        matched = match(read_torch_file(path), state.named, names=names, besides=besides)
+        if strict:
+            matched.check_complete(path)
+    except Exception as error:
+        fault = error
+    lines += [f"named  {name}" for name in state.named]
+    lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
+    lines += [f"besides  {key}" for key in besides]
+    remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
+    exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
+    loaded: dict[str, Any] = {}
+    try:
+        loaded = _load(state, matched, path, strict=strict)
+    except Exception as error:
+        fault = error
+    agree_on_loaded(transport, _TITLE, loaded, fault=fault)
+    if transport.rank == 0 and (matched.missing or matched.unused):
+        warnings.warn(f"{_TITLE} of {path}: {'; '.join(matched.left())}", RuntimeWarning, stacklevel=3)
+    return matched.rest
+
+
+@dataclass
+class Matched:
+    """What was found in a file, for whom."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    """By name of the state."""
+    rest: dict[str, Any] = field(default_factory=dict)
+    """What is of no name, by key."""
+    missing: list[str] = field(default_factory=list)
+    """The names that nothing was found for."""
+    unused: list[str] = field(default_factory=list)
+    """The keys of the rest that nobody has asked for."""
+
+    def left(self) -> list[str]:
+        """What did not fit, in words."""
+        lines = []
+        if self.missing:
+            lines.append(f"not in the file: {', '.join(self.missing)}")
+        if self.unused:
+            lines.append(f"in the file, and not used: {', '.join(self.unused)}")
+        return lines
+
+    def check_complete(self, path: str) -> None:
+        """Raise a ValueError if anything did not fit."""
+        if self.missing or self.unused:
+            name = self.missing[0] if self.missing else "optimizer"
+            key = self.unused[0] if self.unused else "epoch"
+            raise ValueError(
+                "\n  ".join([f"{path} does not fit what is named:", *self.left()])
+                + f'\nSay where something is, names={{"{name}": "{key}"}}, or that it is not there and stays as it is, '
+                f'names={{"{name}": None}}; what is of no name here comes back with besides=["{key}"]; '
+                "strict=False takes what there is"
+            )
+
+
+def match(
+    content: Any, named: Mapping[str, Any], *, names: Mapping[str, Key | None], besides: Collection[str] = ()
+) -> Matched:
+    """Say what in a file belongs to which name.
+
+    Args:
+        content: of the file.
+        named: of the state.
+        names: where something is if not under its own name; None: nowhere.
+        besides: keys that are asked for.
+
+    Raises:
+        ValueError: it is no dict, or names that nobody has are looked for.
+
+    Example:
+        >>> import torch
+        >>> named = {"model": torch.nn.Linear(1, 1, bias=False), "optimizer": ...}
+        >>> content = {"net": {"weight": torch.ones(1, 1)}, "epoch": 3}
+        >>> matched = match(content, named, names={"model": "net"})
+        >>> matched.found, matched.rest
+        ({'model': {'weight': tensor([[1.]])}}, {'epoch': 3})
+        >>> matched.left()
+        ['not in the file: step, optimizer', 'in the file, and not used: epoch']
+    """
+    unknown = sorted(names.keys() - {"step", *named})
+    if unknown:
+        raise ValueError(
+            f"expected names= of what is named ({', '.join(['step', *named])}), got {', '.join(unknown)}"
+        )
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"expected a file of a dict, by names or of a module, got one of a {type(content).__name__}"
+        )
+    matched = Matched()
+    modules = [name for name, one in named.items() if isinstance(one, nn.Module)]
+    if len(modules) == 1 and modules[0] not in names and modules[0] not in content and _is_of_module(content):
+        matched.found[modules[0]] = content
+        matched.missing = [*(name for name in named if name not in (modules[0], *names)), *besides]
+        return matched
+    used: set[Any] = set()
+    for name in ("step", *named):
+        where = names.get(name, name)
+        if where is None:
+            continue
+        keys = [where] if isinstance(where, str | int) else list(where)
+        try:
+            value = content
+            for key in keys:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            matched.missing.append(name)
+            continue
+        used.add(keys[0])
+        matched.found[name] = value
+    matched.rest = {key: value for key, value in content.items() if key not in used}
+    matched.unused = [str(key) for key in matched.rest if key not in besides]
+    matched.missing += [key for key in besides if key not in matched.rest]
+    return matched
+
+
+def _is_of_module(content: Mapping[Any, Any]) -> bool:
+    """Whether a file is what `module.state_dict()` gives, and nothing else."""
+    return bool(content) and all(
+        isinstance(key, str) and (isinstance(value, Tensor) or key.endswith("_extra_state"))
+        for key, value in content.items()
+    )
+
+
+# ---------------------------------------------------------------------- into the objects
+
+
+def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
+    """Load what was found, and give back what has to be the same on all ranks now."""
+    loaded: dict[str, Any] = {}
+    if "step" in matched.found:
+        step = matched.found["step"]
+        step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+        if type(step) is not int or step < 0:
+            raise ValueError(f"expected step to be a number of steps, got {step!r} in {path}")
+        matched.found["step"] = step
+    for name, one in state.named.items():
+        if name not in matched.found:
+            continue
+        found = matched.found[name]
+        if isinstance(one, nn.Module):
+            module = one.module if isinstance(one, DistributedDataParallel) else one
+            loaded[name] = _load_module(module, found, name, matched, path, strict=strict)
+            continue
+        try:
+            # Who keeps what it gets must not keep the file; who takes a share of it does not.
+            one.load_state_dict(found if gives_share(one) else deepcopy(found))
+        except (KeyError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(one, Optimizer) and not gives_share(one):
+            loaded[name] = one.state_dict()
+    state.step = matched.found.get("step", state.step)
+    return loaded
+
+
+def _load_module(
+    module: nn.Module, found: Any, name: str, matched: Matched, path: str, *, strict: bool
+) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"expected {name} of {path} to be what module.state_dict() gives, got a {kind}")
+    own = module.state_dict()
+    renamed = renamed_like(found, own)
+    if own and renamed.keys().isdisjoint(own):
+        raise ValueError(
+            f"{name} of {path} has nothing of this {type(module).__name__}: there {_some(found)}; here {_some(own)}"
+        )
+    try:
+        keys = module.load_state_dict(renamed, strict=strict)
+    except RuntimeError as error:
+        raise ValueError(f"{name} of {path}: {error}") from error
+    matched.missing += [f"{name}.{key}" for key in keys.missing_keys]
+    matched.unused += [f"{name}.{key}" for key in keys.unexpected_keys]
+    return {key: value for key, value in module.state_dict().items() if key in renamed}
+
+
+def _some(keys: Collection[Any]) -> str:
+    shown = ", ".join(map(str, list(keys)[:3]))
+    return shown + (", ..." if len(keys) > 3 else "") if keys else "nothing"
+
+
+def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's state with the prefixes of wrappers as `own` has them.
+
+    Example:
+        >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
+        {'fc.weight': 1, 'fc.bias': 2}
+        >>> dict(renamed_like({"fc.weight": 1}, {"_orig_mod.fc.weight": 0}))
+        {'_orig_mod.fc.weight': 1}
+    """
+    there, here = _prefix(found), _prefix(own)
+    renamed: Any = OrderedDict()
+    renamed.update(
+        {here + key[len(there) :] if isinstance(key, str) else key: one for key, one in found.items()}
+    )
+    metadata = getattr(found, "_metadata", None)  # by which a module knows how old its state is
+    if metadata is not None:
+        inner = {name: one for name, one in metadata.items() if name and f"{name}.".startswith(there)}
+        inner[there.removesuffix(".")] = metadata.get(there.removesuffix("."), {})
+        renamed._metadata = {
+            (here + f"{name}."[len(there) :] if name else here).removesuffix("."): one
+            for name, one in inner.items()
+        }
+    return cast("dict[str, Any]", renamed)
+
+
+def _prefix(keys: Collection[str]) -> str:
+    """What wrappers have put before all of these names."""
+    prefix = ""
+    while keys:
+        longer = [prefix + one for one in _WRAPPERS if all(str(key).startswith(prefix + one) for key in keys)]
+        if not longer:
+            break
+        prefix = longer[0]
+    return prefix

@@ -1,0 +1,146 @@
+"""What one rank needs of a save: checked, and read where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline.compression.averager import with_mean_residuals
+from syncline.state.encoding import decode, tensors_in
+from syncline.state.files import Files
+from syncline.state.snapshot import SHARED_FILE, Manifest, own_file
+from syncline.state.tensor_file import read_tensors
+from syncline.state.train_state import TrainState, copies, is_wrapped
+from syncline.sync.part import gives_share, join_parts
+
+__all__ = ["Found"]
+
+
+class Found:
+    """What one rank needs of a save: checked, and read where it is used.
+
+    Args:
+        files: where.
+        path: of the save.
+        manifest: its.
+        rank: this rank; of its own it gets what the rank of the same number had, or rank 0 if there was none.
+        num_ranks: how many there are now.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        OSError: it could not be read.
+    """
+
+    def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
+        self.manifest = manifest
+        self.is_new_rank = rank >= manifest.num_ranks
+        """Whether there was no rank of this number."""
+        self._place = place = 0 if self.is_new_rank else rank
+        self._are_others = num_ranks != manifest.num_ranks
+        self._trees = [manifest.shared | own for own in manifest.ranks]
+        shared: dict[str, Tensor] = {}
+        if SHARED_FILE in manifest.files:
+            shared = read_tensors(files, path, SHARED_FILE, manifest.files[SHARED_FILE])
+        self._tensors = []
+        for other, trees in enumerate(self._trees):
+            wanted = None if other == place else set(self._needed_of_others(trees))
+            tensors = dict(shared)
+            if own_file(other) in manifest.files and (wanted is None or wanted - shared.keys()):
+                tensors |= read_tensors(files, path, own_file(other), manifest.files[own_file(other)], wanted)
+            self._tensors.append(tensors)
+
+    def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
+        """The tensors that are needed though another rank had them."""
+        for name, tree in trees.items():
+            if name in self.manifest.sharded:
+                yield from tensors_in(tree)
+            elif self._are_others and is_wrapped(tree):
+                yield from tensors_in(tree["synchronization"])
+
+    @property
+    def names(self) -> list[str]:
+        """Of what there is."""
+        return list(self._trees[self._place])
+
+    def decoded(self, name: str, one: Any) -> Any:
+        """The state of something named, for `one` to load; of what was sharded, all shares joined."""
+        if name not in self.manifest.sharded:
+            tree, tensors = self._trees[self._place][name], self._tensors[self._place]
+            if not is_wrapped(tree):
+                return decode(tree, tensors if copies(one) else _Kept(tensors))
+            beside = decode(tree["synchronization"], _Kept(tensors))
+            if self._are_others:
+                beside = self._for_another_number(name, beside)
+            return {
+                "module": decode(tree["module"], tensors if copies(one) else _Kept(tensors)),
+                "synchronization": beside,
+            }
+        # Nobody keeps a part: who cannot take parts gets the whole, in new memory.
+        return join_parts(
+            [
+                decode(trees[name], tensors if copies(one) else _Kept(tensors), parts=tensors)
+                for trees, tensors in zip(self._trees, self._tensors, strict=True)
+            ]
+        )
+
+    def _for_another_number(self, name: str, own: Any) -> Any:
+        """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""
+        return with_mean_residuals(
+            own,
+            [
+                decode(trees[name]["synchronization"], tensors)
+                for trees, tensors in zip(self._trees, self._tensors, strict=True)
+            ],
+        )
+
+    def same_on_all(self, state: TrainState) -> dict[str, Any]:
+        """What has to be the same on all ranks after it was loaded, as it is now in what `state` names.
+
+        Modules and optimizers; but not what each rank had of its own when it was saved, and no shares.
+        """
+        found: dict[str, Any] = {}
+        for name, one in state.named.items():
+            if isinstance(one, nn.Module):
+                module = one.module if isinstance(one, DistributedDataParallel) else one
+                own = self._own_entries(name)
+                if own is not None:
+                    found[name] = {key: value for key, value in module.state_dict().items() if key not in own}
+            elif isinstance(one, Optimizer) and not gives_share(one):
+                was_sharded = name in self.manifest.sharded  # then it was joined to what is one for all
+                if was_sharded or self._own_entries(name) == set():
+                    found[name] = one.state_dict()
+        return found
+
+    def _own_entries(self, name: str) -> set[str] | None:
+        """The keys of what each rank had of its own in something named; None where all of it may have been."""
+        tree = self.manifest.shared.get(name)
+        if not isinstance(tree, dict):
+            return None
+        if is_wrapped(tree):
+            tree = tree["module"]
+        stored = self.manifest.files.get(SHARED_FILE)
+        shared = stored.tensors.keys() if stored is not None else set()
+        return {key for key, one in tree.items() if not shared >= set(tensors_in(one))}
+
+
+class _Kept(Mapping[str, Tensor]):
+    """Tensors in memory of their own, for those who keep what they get."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._copies: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._copies:
+            self._copies[name] = self._tensors[name].clone()
+        return self._copies[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

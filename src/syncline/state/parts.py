@@ -1,0 +1,79 @@
+"""A state of this rank, taken apart: what is not a tensor, tensors on the CPU, and checksums of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.state.encoding import encode
+from syncline.state.tensor_file import checksum, memory_of
+from syncline.state.train_state import TrainState
+
+__all__ = ["Parts", "entry_of"]
+
+
+def entry_of(name: str) -> str:
+    """By which something named is told from a tensor."""
+    return f"entry {name}"
+
+
+class Parts:
+    """A state of this rank, taken apart.
+
+    Args:
+        state: whose.
+        copies: memory to copy tensors to, by name, which is filled up as needed; None: they are only read while nobody
+            writes them.
+
+    Raises:
+        TypeError, ValueError: something cannot be stored; its place is named.
+    """
+
+    def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
+        self.trees: dict[str, Any] = {}
+        """What is not a tensor, by what it was named."""
+        self.sharded = state.sharded
+        """The names of what is sharded."""
+        self.tensors: dict[str, Tensor] = {}
+        """Those of all, on the CPU."""
+        for name, one in state.share_state_dict().items():
+            self.trees[name], tensors = encode(one, name)
+            for key, tensor in tensors.items():
+                self.tensors[key] = (
+                    tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
+                )
+        if copies is not None:
+            for gone in copies.keys() - self.tensors.keys():
+                del copies[gone]
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """Of the tensors."""
+        return {name: checksum(memory_of(tensor)) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Of tensors and of what was named: equal where these are."""
+        found = {
+            name: f"{tensor.dtype} {tuple(tensor.shape)} {self.checksums[name]}"
+            for name, tensor in self.tensors.items()
+        }
+        return found | {
+            entry_of(name): checksum(json.dumps(tree).encode()) for name, tree in self.trees.items()
+        }
+
+    def chosen(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Some of the tensors, in their order."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in names}
+
+
+def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
+    copy = copies.get(name)
+    if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+        copy = copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copy.copy_(tensor)

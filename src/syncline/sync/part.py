@@ -1,0 +1,142 @@
+"""A tensor of which each rank has a part, and how the whole is put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["PartedTensor", "TensorPart", "gives_share", "join_parts", "whole_of"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorPart:
+    """Some of a tensor's elements: those that lie together where a rank has them.
+
+    Elements are counted in the order in which memory has them, which need not be that of the dimensions: those of a
+    channels_last weight are counted channels last.
+    """
+
+    values: Tensor
+    """(numel of the part,)"""
+    start: int
+    """The first of them, counted in the whole."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    order: tuple[int, ...]
+    """The whole's dimensions, slowest first: where `whole.permute(order).flatten()` has the values."""
+
+    @property
+    def stop(self) -> int:
+        """Behind the last element."""
+        return self.start + self.values.numel()
+
+
+class PartedTensor:
+    """All parts of one tensor. It is put together where it is asked for, so many of them cost no memory.
+
+    Args:
+        parts: in any order. Where two have the same elements, one of them counts.
+
+    Raises:
+        ValueError: they are not parts of one tensor, or there are gaps.
+
+    Example:
+        >>> def part(start, *values):
+        ...     return TensorPart(values=torch.tensor(values), start=start, shape=(2, 2), order=(1, 0))
+        >>> PartedTensor([part(3, 4), part(0, 1, 2, 3)]).whole()
+        tensor([[1, 3],
+                [2, 4]])
+        >>> PartedTensor([part(3, 4), part(0, 1)])
+        Traceback (most recent call last):
+        ValueError: of 4 elements, those from 1 to 3 are missing
+    """
+
+    def __init__(self, parts: Sequence[TensorPart]) -> None:
+        self._parts = sorted(parts, key=lambda part: (part.start, part.stop))
+        first = self._parts[0]
+        self.shape = torch.Size(first.shape)
+        self.dtype = first.values.dtype
+        self.device = first.values.device
+        kinds = {(part.shape, part.order, part.values.dtype) for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"parts of one tensor have different shapes, orders or types: {sorted(map(str, kinds))}"
+            )
+        numel, end = self.shape.numel(), 0
+        for part in [*self._parts, None]:
+            start = numel if part is None else part.start
+            if start > end:
+                raise ValueError(f"of {numel} elements, those from {end} to {start} are missing")
+            end = end if part is None else max(end, part.stop)
+
+    def dim(self) -> int:
+        """How many dimensions the whole has."""
+        return len(self.shape)
+
+    def whole(self) -> Tensor:
+        """The tensor, in memory of its own; strides are those of its dimensions' order."""
+        order = self._parts[0].order
+        flat = torch.empty(self.shape.numel(), dtype=self.dtype, device=self.device)
+        for part in self._parts:
+            flat[part.start : part.stop] = part.values
+        turned = flat.view([self.shape[dim] for dim in order])
+        return turned.permute([order.index(dim) for dim in range(len(order))])
+
+
+def gives_share(one: Any) -> bool:
+    """Whether each rank has a share of an object's state, and can tell it without the others.
+
+    Such objects have `share_state_dict()`, what of the state this rank has, with `TensorPart`s; and their
+    `load_state_dict` takes a state with tensors in parts, `PartedTensor`s, of which it keeps nothing.
+    """
+    return callable(getattr(one, "share_state_dict", None))
+
+
+def join_parts(states: Sequence[Any]) -> Any:
+    """One state of what each rank has of it: dicts joined by their keys, parts to `PartedTensor`s.
+
+    What is no part is taken from the first that has it.
+
+    Args:
+        states: of each rank, in rank order.
+
+    Raises:
+        ValueError: parts do not make a whole; its place is named.
+
+    Example:
+        >>> halves = [TensorPart(values=torch.ones(1), start=i, shape=(2,), order=(0,)) for i in range(2)]
+        >>> joined = join_parts([{"step": 3, 0: {"momentum": halves[0]}}, {0: {"momentum": halves[1]}, 1: {}}])
+        >>> whole_of(joined)
+        {'step': 3, 0: {'momentum': tensor([1., 1.])}, 1: {}}
+    """
+    return _joined(states, "")
+
+
+def _joined(states: Sequence[Any], place: str) -> Any:
+    if isinstance(states[0], TensorPart):
+        try:
+            return PartedTensor([part for part in states if isinstance(part, TensorPart)])
+        except ValueError as error:
+            raise ValueError(f"{place[1:]}: {error}") from None
+    if not isinstance(states[0], dict):
+        return states[0]
+    found: dict[Any, list[Any]] = {}
+    for state in states:
+        for key, value in state.items():
+            found.setdefault(key, []).append(value)
+    return {key: _joined(values, f"{place}.{key}") for key, values in found.items()}
+
+
+def whole_of(state: Any) -> Any:
+    """The same with each `PartedTensor` put together, in dicts, lists and tuples."""
+    if isinstance(state, PartedTensor):
+        return state.whole()
+    if isinstance(state, dict):
+        return {key: whole_of(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(whole_of(value) for value in state)
+    return state
