@@ -37,6 +37,7 @@ from syncline.sync.normalize import ItemNormalizer
 from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.sparse import SparseBucket
+from syncline.sync.stop_vote import StopVote
 from syncline.sync.trouble import Trouble
 from syncline.sync.turns import Entry, Turns
 from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
@@ -93,6 +94,8 @@ class GradientSync:
         """Called once, when the first backward that synchronizes begins."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
+        self.stop_vote: StopVote | None = None
+        """By which ranks agree to stop, where somebody would act on it."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
         """What the end of the next backward waits for besides (a buffer hook's, say)."""
         self._usage = (
@@ -132,7 +135,7 @@ class GradientSync:
         self.step, self.enabled = former.step, former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
-        self.decide = former.decide
+        self.decide, self.stop_vote = former.decide, former.stop_vote
         self.trouble.text = former.trouble.text
         if former.comm_hook is not None:
             self.comm_hook = former.comm_hook
@@ -389,13 +392,15 @@ class GradientSync:
                 used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
         fingerprint = self.guard.fingerprint()
         graph_changed = self._static is not None and self._static.has_changed()
-        if not (used or missing or fingerprint) and self._num_items is None:
+        stop = self.stop_vote is not None and self.stop_vote.request.is_asked
+        if not (used or missing or fingerprint or stop) and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
             graph_changed=graph_changed,
             num_items=self._num_items,
             fingerprint=fingerprint,
+            stop=stop,
         )
         return self.layout.form.encode(control, rank=self.transport.rank, used=used)
 
@@ -584,6 +589,8 @@ class GradientSync:
 
     def _check(self, ranks: Sequence[RankControl]) -> None:
         """Raise, on every rank alike, what any rank reported."""
+        if self.stop_vote is not None:
+            self.stop_vote.hear(ranks)
         if not ranks:
             return
         pass_verdict(
