@@ -269,7 +269,7 @@ class Checkpointer:
             ...     checkpointer = sl.Checkpointer(directory, stop_signals=())
             ...     state.commit()
             ...     checkpointer.stop_if_asked(state)  # nobody has asked
-            ...     checkpointer.ask_to_stop("has been here for an hour")
+            ...     checkpointer.ask_to_stop("met its deadline")
             ...     try:
             ...         checkpointer.stop_if_asked(state)
             ...     except SystemExit as stopped:
@@ -284,11 +284,11 @@ class Checkpointer:
         last = self._newest and self._newest[1]
         self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
 
-    def ask_to_stop(self, why: str = "was asked to stop by the program") -> None:
+    def ask_to_stop(self, why: str = "asked to stop") -> None:
         """As a signal does: this rank asks all to stop. From any thread, also on one rank only.
 
         Args:
-            why: follows the rank's name in what is printed.
+            why: what this rank did or met, which follows its name in what is printed.
         """
         self._stop.request.ask(why)
 

@@ -98,7 +98,7 @@ class JointStop:
                 "that none will be noticed on this rank. Call it in the main thread; or give stop_signals=() and call "
                 "checkpointer.ask_to_stop() where the end is announced",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def end(self, lane: Transport, step: int, saved: str | None, last: Any) -> None:
