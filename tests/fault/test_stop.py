@@ -101,6 +101,16 @@ def test_what_could_not_be_saved_is_another_end(tmp_path: Path) -> None:
     assert saves_in(tmp_path) == ["save-000001-step-4", "save-000002-step-8"]
 
 
+@pytest.mark.parametrize(("strategy", "num_stops"), [("every-step", 3), ("local-sgd", 2)])
+def test_whenever_any_ranks_are_asked_all_stop(strategy: str, num_stops: int, tmp_path: Path) -> None:
+    program = PROGRAM.with_name("asked_to_stop.py")
+    command = [sys.executable, str(program), str(tmp_path), strategy, str(num_stops), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("exit code 75") == num_stops
+    assert len(done.stderr.splitlines()) == num_stops
+
+
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
