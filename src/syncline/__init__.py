@@ -4,7 +4,8 @@ Layout, low to high; imports point upwards in this list only (docs/architecture.
 
     errors                      the exception tree
     events, environment         records of what happened; the only reader of os.environ
-    process, handshake          what a rank owes its launcher; how ranks meet
+    process, stopping           what a rank owes its launcher; whether it was asked to stop
+    handshake                   how ranks meet
     contract, explain, plan/    pure: what is synchronized when, in rows, words and buckets
     transport/                  what moves tensors between ranks
     world                       who this process is
@@ -52,6 +53,7 @@ from syncline.parallel import DistributedDataParallel
 from syncline.sharing import share_, write_shared
 from syncline.state.checkpoint import Checkpointer
 from syncline.state.train_state import TrainState
+from syncline.stopping import EXIT_STOPPED
 from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.transport.backend import register_backend
@@ -72,6 +74,7 @@ from syncline.world import World, init, shutdown, world
 __version__ = "0.1.0"
 
 __all__ = [
+    "EXIT_STOPPED",
     "BackwardRecord",
     "BucketRecord",
     "BufferRecord",

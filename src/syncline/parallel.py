@@ -48,6 +48,7 @@ from syncline.sync.options import GradientOptions, OnNonFinite
 from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import select
+from syncline.sync.stop_vote import StopVote, Told
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
@@ -544,6 +545,21 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """Under `DiLoCo`, the outer optimizer, for a schedule of its learning rate, say; otherwise None."""
         rounds = self._replica.rounds
         return None if rounds is None else rounds.outer_optimizer
+
+    def tell_stop(self, vote: StopVote, transport: Transport) -> Told:
+        """For `Checkpointer.stop_if_asked`: backwards that are reduced tell whether this process was asked to stop.
+
+        Args:
+            vote: what each rank tells, and has been told.
+            transport: between the ranks that have to agree.
+
+        Returns:
+            How it is told; the same on all ranks.
+
+        Raises:
+            SynclineError: ranks cannot wait for each other now (`ParameterServer`, between two meetings).
+        """
+        return self._replica.tell_stop(vote, transport, inside_join=self._join_config.enable)
 
     def sync_state_dict(self) -> dict[str, Any]:
         """What synchronization remembers beside the module and its optimizer: save it with them, on each rank.

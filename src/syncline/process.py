@@ -19,7 +19,7 @@ import time
 import traceback
 from types import TracebackType
 
-__all__ = ["end_with_parent", "exit_code_of", "record_failure"]
+__all__ = ["end_with_parent", "exit_code_of", "is_agreed_stop", "record_failure"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,7 +27,8 @@ _PR_SET_PDEATHSIG = 1
 def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
     """Write an uncaught exception where the launcher looks for it; the first one stays.
 
-    Not a failure, and not written: exit code 0, and the interrupt that the launcher itself passed on.
+    Not a failure, and not written: exit code 0, the interrupt that the launcher itself passed on, and that all ranks
+    have stopped because they were asked to.
 
     Args:
         error: the exception that ends this process.
@@ -35,7 +36,9 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
         tb: the traceback to show; None means the exception's own.
     """
     exit_code = exit_code_of(error)
-    if not exit_code or isinstance(error, KeyboardInterrupt) or _has_exact_time(path):
+    if not exit_code or isinstance(error, KeyboardInterrupt) or is_agreed_stop(error):
+        return
+    if _has_exact_time(path):
         return
     now_ns = time.time_ns()
     words = str(error.code) if isinstance(error, SystemExit) else str(error)
@@ -73,6 +76,11 @@ def exit_code_of(error: BaseException) -> int:
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def is_agreed_stop(error: BaseException) -> bool:
+    """Whether all ranks end like this one, see `stopping.Stopped`. (Known by name: this module may be loaded twice.)"""
+    return bool(getattr(error, "is_agreed_stop", False))
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:

@@ -31,6 +31,7 @@ from syncline.sync.optimizers import parameters_of
 from syncline.sync.options import GradientOptions
 from syncline.sync.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.sync.selection import Selection, select
+from syncline.sync.stop_vote import StopVote, Told
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 from syncline.wrapping import (
@@ -527,6 +528,16 @@ class Replica:
             remedy="Change settings on all ranks alike, best between a step and the next backward.",
         )
         attached.told_settings = attached.settings()
+
+    def tell_stop(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> Told:
+        """See `DistributedDataParallel.tell_stop`."""
+        if self.rounds is not None:
+            self.rounds.check_may_wait("stop_if_asked")
+            return Told.BY_ITSELF
+        if self.transport is not transport:
+            return Told.BY_ITSELF
+        self.gradients.stop_vote = vote
+        return Told.NOT_NOW if inside_join else Told.WITH_GRADIENTS
 
     # ------------------------------------------------------------------ what does not go together
 

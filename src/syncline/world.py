@@ -222,7 +222,8 @@ def shutdown() -> None:
         atexit.unregister(_at_exit)
         group_is_live = session.is_current()
         error = sys.exc_info()[1]
-        if error is not None and process.exit_code_of(error):  # in a `finally` or `with`, on the way out
+        # In a `finally` or `with`, on the way out.
+        if error is not None and process.exit_code_of(error) and not process.is_agreed_stop(error):
             _tell_peers(error, error.__traceback__)
         for transport in _made_transports():
             transport.close()

@@ -15,7 +15,9 @@ NUM_STEPS = 21
 
 def run(folder: Path, strategy: str, *, killed_at: int = -1, killed_rank: int = 0) -> int:
     command = [sys.executable, "-m", "syncline.cli", "run", "-n", "2", str(PROGRAM)]
-    arguments = [folder / "saves", folder / "report", strategy, NUM_STEPS, killed_at, killed_rank]
+    arguments = [folder / "saves", folder / "report", strategy, NUM_STEPS]
+    if killed_at >= 0:
+        arguments.append(f"SIGKILL@{killed_at}@{killed_rank}")
     done = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
     )

@@ -181,3 +181,108 @@ def test_what_a_failed_worker_started_is_not_left_behind(server: Server, tmp_pat
     (tmp_path / "end").touch()
     assert launcher.wait().returncode == 7
     assert_gone(pids)
+
+
+# ---------------------------------------------------------------------- ranks that stop because they are asked to
+
+# Told to stop, each ends with 75: rank 0 at once, the others when there is a file "end"; "fails" ends with 3 instead.
+STOPS = """
+import os, signal, sys, time
+def told(number, frame):
+    print("told", signal.Signals(number).name, flush=True)
+    while os.environ["RANK"] != "0" and not os.path.exists("end"):
+        time.sleep(0.01)
+    sys.exit(3 if os.environ["RANK"] != "0" and "fails" in sys.argv else 75)
+signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGUSR1, told)
+print("pid", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_stop_are_waited_for_and_are_no_failure(
+    server: Server, tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher, pids = started(server, tmp_path, "--max-restarts", "3", "program.py", code=STOPS)
+    os.kill(launcher.pid, number)
+    launcher.wait_for_lines(4)
+    (pid,) = pids_of_rank_0(launcher)
+    assert_gone([pid])
+    assert sum(is_running(pid) for pid in pids) == 1
+    (tmp_path / "end").touch()
+    done = launcher.wait()
+    assert done.returncode == 75
+    assert done.stdout.count("pid") == 2
+    assert done.stdout.count(f"told {number.name}") == 2
+    assert done.stderr == (
+        "syncline run: all ranks on this host have stopped, exit code 75: start again to go on\n"
+    )
+
+
+def pids_of_rank_0(launcher: Launcher) -> list[int]:
+    return [int(line.split()[-1]) for line in launcher.wait_for_lines(2) if line.startswith("[rank 0] pid")]
+
+
+def test_a_rank_that_fails_while_others_stop_is_a_failure(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "end").touch()
+    launcher, _ = started(server, tmp_path, "program.py", "fails", code=STOPS)
+    os.kill(launcher.pid, signal.SIGUSR1)
+    done = launcher.wait()
+    assert done.returncode == 3
+    assert "rank 1 " in done.stderr
+
+
+def test_sigusr1_changes_nothing_for_ranks_that_go_on(server: Server, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('told', flush=True))\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "while not os.path.exists('end'):\n"
+        "    time.sleep(0.01)\n"
+    )
+    launcher, _ = started(server, tmp_path, "program.py", code=code)
+    os.kill(launcher.pid, signal.SIGUSR1)
+    launcher.wait_for_lines(4)
+    (tmp_path / "end").touch()
+    done = launcher.wait()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_do_not_listen_end_by_the_signal(
+    server: Server, tmp_path: Path, number: signal.Signals
+) -> None:
+    restarts = ["--max-restarts", "3"] if number == signal.SIGTERM else []
+    launcher, pids = started(server, tmp_path, *restarts, "program.py", code=KEEPS_DEFAULTS)
+    os.kill(launcher.pid, number)
+    done = launcher.wait()
+    assert done.returncode == 128 + number
+    assert done.stdout.count("pid") == 2
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("is_python", [True, False])
+def test_only_of_a_command_all_processes_are_told(server: Server, tmp_path: Path, is_python: bool) -> None:
+    """Those that a Python program has started, such as workers of a DataLoader, would end too early."""
+    (tmp_path / "program.py").write_text(
+        "import os, signal, sys, time\n"
+        "child = os.fork()\n"
+        "def told(number, frame):\n"
+        "    os.write(1, b'told rank\\n' if child else b'told child\\n')\n"
+        "    while child and not os.path.exists('end'):\n"
+        "        time.sleep(0.01)\n"
+        "    os._exit(75)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "os.write(1, b'pid\\n')\n"
+        "time.sleep(60)\n"
+    )
+    command = ["program.py"] if is_python else ["--no-python", "python3", "program.py"]
+    launcher = server.start(tmp_path, "-n", "1", *command)
+    launcher.wait_for_lines(2)
+    os.kill(launcher.pid, signal.SIGTERM)
+    lines = launcher.wait_for_lines(3 if is_python else 4)
+    (tmp_path / "end").touch()
+    done = launcher.wait()
+    assert done.returncode == 75
+    assert ("[rank 0] told child" in done.stdout) == (not is_python), lines

@@ -34,7 +34,8 @@ processes
   --no-python              SCRIPT is a command, run without python
   --max-restarts N         when one fails, start all again, N times at most
                            (default: 0)
-  --shutdown-timeout SEC   how long they may go on after Ctrl-C (default: 5)
+  --shutdown-timeout SEC   how long they may go on after Ctrl-C (default: 5), or
+                           SIGTERM, at which they may save (default: 30)
 
 hosts
   --nnodes N               how many, or MIN:MAX (default: 1)
@@ -53,9 +54,11 @@ output
 These options of torchrun are taken, too:
 {others}
 
-Ctrl-C and SIGTERM go to all processes; a second one kills them. The exit code is
-that of the process that failed first, 128 + number after a signal, and 2 for
-wrong usage.
+Ctrl-C and SIGTERM go to all processes; a second one kills them. SIGUSR1 goes to
+them, too, and nothing else comes of it. The exit code is that of the process that
+failed first, 75 when all have stopped because they were asked to (see
+sl.Checkpointer.stop_if_asked; they are not started again), 128 + number after
+another end by a signal, and 2 for wrong usage.
 """
 
 

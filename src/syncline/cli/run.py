@@ -28,14 +28,16 @@ from syncline.launch.supervise import Job, say, supervise, worker_command
 __all__ = ["check_program", "main"]
 
 _GRACE_SECONDS = 5.0
+_SAVING_SECONDS = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `syncline run` with these arguments.
 
     Returns:
-        0 when all ranks ended well; 2 for wrong usage, before any process was started; else the exit code of
-        the rank that failed first, or 128 + the signal that ended the launcher.
+        0 when all ranks ended well; 75 (`EXIT_STOPPED`) when all have stopped because they were asked to; 2 for wrong
+        usage, before any process was started; else the exit code of the rank that failed first, or 128 + the signal
+        that ended the launcher.
     """
     try:
         args = options.parse(argv)
@@ -236,6 +238,8 @@ def _job(args: argparse.Namespace, scratch: Path) -> Job:
         scratch=scratch,
         torch_logs=config.logs_specs if wants_torch_logs else None,
         keep_logs_in=keep_in,
+        is_python=not args.no_python,
         grace_seconds=_GRACE_SECONDS if grace_seconds is None else float(grace_seconds),
+        saving_seconds=_SAVING_SECONDS if grace_seconds is None else float(grace_seconds),
         verbose=args.verbose,
     )

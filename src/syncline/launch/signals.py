@@ -2,7 +2,8 @@
 
 The first signal goes to the workers, which get a few seconds to end; then, or at the second signal, they are
 killed. Torch's launcher has handlers of its own, but a second Ctrl-C starts its waiting anew, and it takes
-SIGHUP even under nohup.
+SIGHUP even under nohup. SIGTERM and SIGUSR1 ask the ranks to stop where they can go on later (`stops.py`): the first
+gives them time to save; the second sets no limit at all, for it is what a scheduler sends long before the end.
 """
 
 from __future__ import annotations
@@ -13,22 +14,32 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-__all__ = ["Interruption", "kill_left_behind", "kill_workers", "worker_groups"]
+__all__ = ["Interruption", "PassOn", "kill_left_behind", "kill_workers", "worker_groups"]
+
+
+class PassOn(Protocol):
+    """See `Stops.pass_on`."""
+
+    def __call__(self, number: signal.Signals, *, ends: bool) -> bool: ...
 
 
 class Interruption:
     """While entered, turns the first of `signals` into torch's SignalException, the next into `kill`.
+
+    SIGTERM is passed on first, where there is somebody to take it; so is SIGUSR1, always, and nothing else comes of it.
 
     Must be entered in the main thread. A signal that is ignored when it is entered stays ignored (nohup).
 
     Args:
         signals: names such as "SIGINT".
         grace_seconds: how long after the first signal `kill` is called anyway.
+        saving_seconds: the same after SIGTERM.
         note: called at the first signal, before the workers get it.
+        pass_on: hands a signal to the ranks, see `Stops.pass_on`.
         kill: ends the workers at once.
     """
 
@@ -37,12 +48,16 @@ class Interruption:
         signals: Sequence[str],
         *,
         grace_seconds: float,
+        saving_seconds: float,
         note: Callable[[], None],
+        pass_on: PassOn,
         kill: Callable[[], None],
     ) -> None:
         self._signals = [signal.Signals[name] for name in signals]
         self._grace_seconds = grace_seconds
+        self._saving_seconds = saving_seconds
         self._note = note
+        self._pass_on = pass_on
         self._kill = kill
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_over = False
@@ -51,9 +66,12 @@ class Interruption:
         """The first signal that came."""
 
     def __enter__(self) -> Interruption:
-        for number in self._signals:
+        for number, handle in [
+            *((n, self._handle) for n in self._signals),
+            (signal.SIGUSR1, self._hand_over),
+        ]:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._replaced[number] = signal.signal(number, self._handle)
+                self._replaced[number] = signal.signal(number, handle)
         self._replaced[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._kill())
         return self
 
@@ -65,6 +83,9 @@ class Interruption:
     def end(self) -> None:
         """The workers are gone, only the report is left to write: a signal or two change nothing from now on."""
         self._is_over = True
+
+    def _hand_over(self, number: int, frame: FrameType | None) -> None:
+        self._pass_on(signal.Signals(number), ends=False)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._num_received += 1
@@ -79,8 +100,12 @@ class Interruption:
         if self.received is None:
             self.received = signal.Signals(number)
             self._note()
+            is_stop = self.received == signal.SIGTERM
+            seconds = self._saving_seconds if is_stop else self._grace_seconds
             # A timer of the kernel, not a thread: this runs between any two instructions of the main thread.
-            signal.setitimer(signal.ITIMER_REAL, max(self._grace_seconds, 0.001))
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+            if is_stop and self._pass_on(self.received, ends=True):
+                return
             raise SignalException(f"process {os.getpid()} got {self.received.name}", self.received)
         self._kill()
 

@@ -23,6 +23,8 @@ from syncline.launch.last_words import time_for_last_words
 from syncline.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs
 from syncline.launch.report import Failure, describe, first_failure, read_last_words
 from syncline.launch.signals import Interruption, kill_left_behind, kill_workers, worker_groups
+from syncline.launch.stops import Stops
+from syncline.stopping import EXIT_STOPPED
 
 __all__ = ["Job", "say", "supervise", "worker_command"]
 
@@ -48,8 +50,12 @@ class Job:
     """Torch's way with the ranks' output (files that are tailed), where the user asked for it."""
     keep_logs_in: Path | None = None
     """A folder that keeps what the ranks print."""
+    is_python: bool = True
+    """Whether each worker is a Python program, not a command that may start one."""
     grace_seconds: float = 5.0
     """How long workers may go on after a signal."""
+    saving_seconds: float = 30.0
+    """The same after SIGTERM, at which they may save."""
     verbose: bool = False
     """Whether torch's own log lines are shown."""
 
@@ -84,7 +90,8 @@ def supervise(job: Job) -> int:
     """Run `job` to its end; its failures are reported on stderr, never raised.
 
     Returns:
-        The exit code: 0, that of the rank that failed first, or 128 + the signal that ended the launcher.
+        The exit code: 0, `EXIT_STOPPED` where all ranks have stopped so, that of the rank that failed first, or 128 +
+        the signal that ended the launcher.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     before = environment.export({environment.RUN_MARK: mark}, replace=True)
@@ -100,14 +107,22 @@ def supervise(job: Job) -> int:
     # An empty list: torch's launcher leaves the handlers alone. What ours raises is torch's own exception.
     config.signals_to_handle = ""
     groups: set[int] = set()
+    stops = Stops(whole_groups=not job.is_python)
     interruption = Interruption(
         [name for name in names if name],
         grace_seconds=job.grace_seconds,
+        saving_seconds=job.saving_seconds,
+        pass_on=stops.pass_on,
         note=lambda: groups.update(worker_groups(mark)),
         kill=lambda: kill_workers(mark),
     )
     try:
-        with interruption, _without_torch_logs(job.verbose), time_for_last_words(_LAST_WORDS_SECONDS):
+        with (
+            stops,
+            interruption,
+            _without_torch_logs(job.verbose),
+            time_for_last_words(_LAST_WORDS_SECONDS),
+        ):
             failure = _launch(job)
             interruption.end()
             kill_workers(mark)
@@ -115,6 +130,10 @@ def supervise(job: Job) -> int:
                 groups.update(child.pid for child in failure.failures.values())
             kill_left_behind(mark, groups)
             logs.stop()
+            if stops.have_stopped and failure is None:
+                _say_where_logs_are(job, logs)
+                say(f"all ranks on this host have stopped, exit code {EXIT_STOPPED}: start again to go on")
+                return EXIT_STOPPED
             return _finish(job, logs, interruption.received, failure)
     finally:
         environment.restore(before)
@@ -136,8 +155,7 @@ def _finish(
     failure: Exception | None,
 ) -> int:
     """Say how the job ended."""
-    if job.keep_logs_in is not None and logs.kept is not None:
-        say(f"logs are in {logs.kept}")
+    _say_where_logs_are(job, logs)
     if received is not None:
         say(f"stopped by {received.name}, all workers on this host have ended")
         return 128 + received
@@ -151,6 +169,11 @@ def _finish(
     failures = _failures(failure.failures, logs)
     say(describe(failures, host=socket.gethostname(), more_hosts=job.config.max_nodes > 1))
     return first_failure(failures).exit_code
+
+
+def _say_where_logs_are(job: Job, logs: RankLogs | TorchLogs) -> None:
+    if job.keep_logs_in is not None and logs.kept is not None:
+        say(f"logs are in {logs.kept}")
 
 
 def _failures(failures: Mapping[int, ProcessFailure], logs: RankLogs | TorchLogs) -> list[Failure]:

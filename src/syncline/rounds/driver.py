@@ -91,6 +91,7 @@ class Rounds:
         self._attached: list[AttachedOptimizer] = []
         self._num_steps: list[int] = []
         self._has_started = False
+        self._met_out_of_turn_at = 0
         lane = transport.lane(f"parameters of {title}")
         self._lane = lane
         self.outer: OuterLoop | None = None
@@ -219,6 +220,15 @@ class Rounds:
         self._carry_out(state, actions)
         if self._server is not None:
             self._server.finish()
+        self._met_out_of_turn_at = self.step
+
+    def check_may_wait(self, what: str) -> None:
+        """Raise, on every rank alike, if a rank that waited for the others now might be one that they wait for."""
+        if self._server is not None and self._met_out_of_turn_at != self.step:
+            raise SynclineError(
+                f"{what} after step {self.step}: under strategy={self.strategy} updates are under way after each step, "
+                "and a rank that waits serves none: call ddp.meet() right before it, on all ranks, every so many steps"
+            )
 
     def next_step(self, limit: int = 10_000) -> int | None:
         """After which step something is sent next; None: not within so many steps, or it depends on the others."""
@@ -439,6 +449,7 @@ class Rounds:
             part.load_state_dict(saved[name])
         self._state = self.strategy.state_from(saved["state"])
         self.step, self._has_started = saved["step"], saved["has_started"]
+        self._met_out_of_turn_at = self.step
         self._num_steps = [self.step] * len(self._num_steps)
         self.equal_at = None
 

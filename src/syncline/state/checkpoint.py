@@ -24,9 +24,11 @@ from syncline.state.found import Found
 from syncline.state.parts import Parts, entry_of
 from syncline.state.shelf import Save, Shelf
 from syncline.state.snapshot import SHARED_FILE, Manifest, own_file, read_manifest, write_manifest
+from syncline.state.stopping import JointStop
 from syncline.state.tensor_file import StoredFile, write_tensors
 from syncline.state.together import Refused, everywhere, on_rank_0, ranks_with
 from syncline.state.train_state import TrainState
+from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.world import before_shutdown, transport_of
@@ -53,9 +55,12 @@ class Checkpointer:
         keep: how many stay, at least 1.
         group: see `broadcast_`.
         files: the file system; None for that of this host.
+        stop_signals: what asks this process to stop, see `stop_if_asked`; names, the same on all ranks. Nobody listens
+            before that is called; () for never.
+        stop_every: where `stop_if_asked` needs a collective of its own, one in so many calls makes it.
 
     Raises:
-        ValueError: `keep` is below 1.
+        TypeError, ValueError: `keep` or `stop_every` is below 1, there is no such signal.
         SynclineError: the directory cannot be written, or is not the same one on all ranks.
 
     Example:
@@ -76,19 +81,29 @@ class Checkpointer:
         *,
         group: Any = None,
         files: Files | None = None,
+        stop_signals: Sequence[str | int] = STOP_SIGNALS,
+        stop_every: int = 1,
     ) -> None:
         self._transport = transport_of(group)
         self._files = files or LocalFiles()
         self._path = os.path.abspath(os.fspath(directory))
-        fault = None
+        fault: Exception | None = None
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             fault = ValueError(f"expected keep to be an integer of at least 1, got {keep!r}")
-        exchange(self._transport, "sl.Checkpointer", [f"keep  {keep}"], fault=fault)
+        lines = [f"keep  {keep}"]
+        try:
+            self._stop = JointStop(self._transport, stop_signals, stop_every)
+            lines += self._stop.describe()
+        except (TypeError, ValueError) as error:
+            fault = error
+        exchange(self._transport, "sl.Checkpointer", lines, fault=fault)
         self._lane = self._transport.lane("checkpoints")
         self._shelf = Shelf(self._files, self._path, keep)
         self._damaged: set[Save] = set()
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
+        self._newest: tuple[int, str] | None = None
+        """Step and directory of what was saved or loaded last."""
         self._copies: dict[str, Tensor] = {}
         """What saves that do not block write from; kept for the next one."""
         own_lane = None if self._lane is self._transport else self._lane
@@ -103,11 +118,13 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save that is under way, and give back the thread, its connection and the memory of copies.
 
-        Afterwards it neither saves nor loads. A second time does nothing.
+        Afterwards it neither saves nor loads, and listens to no signal. A second time does nothing.
         """
         try:
             self.wait()
         finally:
+            if self._end.alive:
+                self._stop.close()
             self._end()
             self._copies.clear()
 
@@ -177,7 +194,7 @@ class Checkpointer:
 
     def _saved(self, step: int, parts: Parts) -> str | None:
         try:
-            return self._write(step, parts)
+            path = self._write(step, parts)
         except Refused as refused:
             self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
             return None
@@ -185,6 +202,8 @@ class Checkpointer:
             # Nobody may ever ask for the future's result.
             self._warn(step, f"{type(error).__name__}: {error}")
             raise
+        self._newest = (step, path)
+        return path
 
     def _warn(self, step: int, why: str) -> None:
         if self._lane.rank == 0:
@@ -251,6 +270,61 @@ class Checkpointer:
         with contextlib.suppress(OSError):  # it is saved; what could not be removed goes next time
             self._shelf.prune(self._damaged)
 
+    # ------------------------------------------------------------------ stopping
+
+    def stop_if_asked(self, state: TrainState) -> None:
+        """End all ranks here if any was asked to stop; a collective call, after each step (`state.commit`).
+
+        A rank is asked by a signal or by `ask_to_stop`. It tells the others with the control data of its next backward,
+        which costs nothing; where none was reduced since the last call, or replicas drift, by a small collective here.
+        Then all ranks, after the same step, wait for the save under way, save `state` (unless this step was saved
+        already), say so on stderr, and exit with `sl.EXIT_STOPPED`.
+
+        It listens from its first call on: call it once before the first step as well. A second signal, more than two
+        seconds after the first, does what it would do without: SIGTERM ends the process at once.
+
+        Args:
+            state: to be saved.
+
+        Raises:
+            SystemExit: of `sl.EXIT_STOPPED`: all ranks stop here, and `state` is saved.
+            ValueError: it was closed.
+            SynclineError: all ranks stop here, but `state` could not be saved; or ranks must not wait for each other
+                here (`ParameterServer`: between two meetings).
+
+        Example:
+            >>> import tempfile, torch, syncline as sl
+            >>> state = sl.TrainState(model=torch.nn.Linear(2, 1))
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     checkpointer = sl.Checkpointer(directory, stop_signals=())
+            ...     state.commit()
+            ...     checkpointer.stop_if_asked(state)  # nobody has asked
+            ...     checkpointer.ask_to_stop("met its deadline")
+            ...     try:
+            ...         checkpointer.stop_if_asked(state)
+            ...     except SystemExit as stopped:
+            ...         print(stopped.code == sl.EXIT_STOPPED)
+            True
+        """
+        closed = self._closed()
+        if closed is not None:
+            raise closed
+        if not self._stop.is_agreed(state):
+            return
+        with contextlib.suppress(SynclineError):  # it was said where it happened
+            self.wait()
+        is_saved = self._newest is not None and self._newest[0] == state.step
+        last = self._newest and self._newest[1]
+        self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
+
+    def ask_to_stop(self, why: str = "asked to stop") -> None:
+        """As a signal does: this rank asks all to stop. From any thread, also on one rank only.
+
+        Args:
+            why: what this rank did or met, which follows its name in what is printed.
+        """
+        self._stop.request.ask(why)
+
     # ------------------------------------------------------------------ loading
 
     def load(self, state: TrainState) -> int | None:
@@ -290,6 +364,7 @@ class Checkpointer:
                     stacklevel=2,
                 )
             self._apply(state, found)
+            self._newest = (save.step, self._shelf.path_of(save))
             return save.step
         if damaged:
             raise CheckpointCorrupt(

@@ -39,6 +39,7 @@ from syncline.sync.options import GradientOptions
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.replica_watch import ReplicaWatch
 from syncline.sync.sparse import SparseBucket
+from syncline.sync.stop_vote import StopVote
 from syncline.sync.trouble import Trouble
 from syncline.sync.turns import Entry, Turns
 from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
@@ -101,6 +102,8 @@ class GradientSync:
         """Called when `.grad` holds what was reduced, inside of backward."""
         self.watch: ReplicaWatch | None = None
         """What compares the replicas, where that was asked for."""
+        self.stop_vote: StopVote | None = None
+        """By which ranks agree to stop, where somebody would act on it."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
         """What the end of the next backward waits for besides (a buffer hook's, say)."""
         self._usage = (
@@ -140,7 +143,7 @@ class GradientSync:
         self.step, self.enabled = former.step, former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
-        self.decide = former.decide
+        self.decide, self.stop_vote = former.decide, former.stop_vote
         self.trouble.text = former.trouble.text
         if self.nonfinite is not None and former.nonfinite is not None:
             self.nonfinite.continues(former.nonfinite)
@@ -413,8 +416,9 @@ class GradientSync:
         fingerprint = self.guard.fingerprint()
         graph_changed = self._static is not None and self._static.has_changed()
         nonfinite = self.nonfinite is not None and self.nonfinite.has_found()
+        stop = self.stop_vote is not None and self.stop_vote.request.is_asked
         replica = 0 if self.watch is None else self.watch.fingerprint()
-        if not (used or missing or fingerprint or nonfinite or replica) and self._num_items is None:
+        if not (used or missing or fingerprint or nonfinite or stop or replica) and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
@@ -423,6 +427,7 @@ class GradientSync:
             nonfinite=nonfinite,
             fingerprint=fingerprint,
             replica=replica,
+            stop=stop,
         )
         return self.layout.form.encode(control, rank=self.transport.rank, used=used)
 
@@ -627,6 +632,8 @@ class GradientSync:
 
     def _check(self, ranks: Sequence[RankControl]) -> None:
         """Raise, on every rank alike, what any rank reported."""
+        if self.stop_vote is not None:
+            self.stop_vote.hear(ranks)
         if not ranks:
             return
         pass_verdict(
