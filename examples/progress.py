@@ -40,9 +40,9 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def advance(self, status: str) -> None:
-        """One step is done; `status` stands beside the bar."""
-        self._bar.update(self._task, advance=1, description=status)
+    def advance(self, status: str, by: int = 1) -> None:
+        """So many steps are done; `status` stands beside the bar."""
+        self._bar.update(self._task, advance=by, description=status)
 
     def print(self, line: str) -> None:
         """A line that stays."""

@@ -3,6 +3,8 @@
 syncline run -n 2 examples/shakespeare_gpt.py
 torchrun --nproc-per-node 2 examples/shakespeare_gpt.py
 python examples/shakespeare_gpt.py
+
+With --directory it saves as it goes, and goes on from there when it is started again: stop it whenever you like.
 """
 
 from __future__ import annotations
@@ -65,6 +67,24 @@ class GPT(nn.Module):
         return logits
 
 
+class Windows:
+    """Draws places in a text, each rank its own; has a state, so that a run that goes on draws what it would have."""
+
+    def __init__(self, text: Tensor, seed: int) -> None:
+        self._text = text
+        self._randomness = torch.Generator().manual_seed(seed)
+
+    def draw(self, number: int) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(self._text) - CONTEXT, (number,), generator=self._randomness)
+        return windows(self._text, starts)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"randomness": self._randomness.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._randomness.set_state(state["randomness"])
+
+
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """What the model reads, and at each place the character that comes next; both (len(starts), CONTEXT)."""
     pieces = text[starts[:, None] + torch.arange(CONTEXT + 1)]
@@ -103,15 +123,22 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_lr(step, args.steps))
     # Sequences per step may not divide evenly: then some ranks have one more than others.
     num_sequences = len(range(world.rank, args.batch_size, world.size))
-    # Each rank draws windows of its own.
-    randomness = torch.Generator().manual_seed(1000 * args.seed + world.rank)
+    drawn = Windows(training, seed=1000 * args.seed + world.rank)
+    state = sl.TrainState(model=ddp, optimizer=optimizer, scheduler=schedule, windows=drawn)
+    checkpointer = sl.Checkpointer(args.directory) if args.directory else None
+    if checkpointer is not None:
+        found = checkpointer.load(state)
+        if found and world.rank == 0:
+            print(f"Going on from step {found}.", flush=True)
+        checkpointer.stop_if_asked(state)  # from now on SIGTERM and SIGUSR1 are a wish to stop
     report_every = max(1, args.steps // 10)
     loss = math.inf
     start = time.perf_counter()
     with Progress(args.steps, shown=world.rank == 0) as progress:
-        for step in range(1, args.steps + 1):
-            starts = torch.randint(len(training) - CONTEXT, (num_sequences,), generator=randomness)
-            inputs, targets = windows(training, starts)
+        progress.advance("", by=state.step)
+        first = state.step
+        while state.step < args.steps:
+            inputs, targets = drawn.draw(num_sequences)
             optimizer.zero_grad()
             # The gradient becomes the sum over all ranks, divided by the number of tokens of all ranks.
             with ddp.normalize_by(targets.numel()):
@@ -121,14 +148,24 @@ def train(
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            state.commit()
 
+            step = state.step
             progress.advance(f"loss {loss_sum.item() / targets.numel():.3f}")
             if step % report_every == 0 or step == args.steps:
                 loss = validation_loss(ddp, validation)
-                rate = step * args.batch_size * CONTEXT / (time.perf_counter() - start)
+                rate = (step - first) * args.batch_size * CONTEXT / (time.perf_counter() - start)
                 progress.print(
                     f"step {step:>4}/{args.steps}  validation loss {loss:.3f}  {rate:,.0f} tokens/s"
                 )
+                if checkpointer is not None:
+                    checkpointer.save(state, blocking=False)
+            if checkpointer is not None:
+                checkpointer.stop_if_asked(state)
+    if checkpointer is not None:
+        checkpointer.close()
+        if first == state.step:  # all steps were made before
+            loss = validation_loss(ddp, validation)
     return loss
 
 
@@ -147,6 +184,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate of the schedule")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", help="where to save, and where to go on from; on all hosts the same")
     parser.add_argument("--target-loss", type=float, help="fail above this validation loss in nats, say 2.3")
     return parser.parse_args()
 

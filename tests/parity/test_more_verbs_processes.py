@@ -240,7 +240,7 @@ def test_the_minority_is_named_alike_on_every_rank() -> None:
             sl.check_replicas(module, group=t)
         assert caught.value.minority_ranks == (1,)
         assert caught.value.tensor == "bias"
-        assert "\n  bias  ranks 0, 2 | rank 1\n" in same_text_everywhere(caught.value)
+        assert "\n  bias, element 2 of 3  ranks 0, 2 | rank 1\n" in same_text_everywhere(caught.value)
 
 
 @pytest.mark.ranks(3)
