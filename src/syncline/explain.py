@@ -66,6 +66,8 @@ class Plan:
     """Within how many steps replicas are compared, and what happens where they differ."""
     on_nonfinite: str = "ignore"
     """What becomes of gradients that are not finite."""
+    has_buffer_hook: bool = False
+    """A hook of the user's synchronizes buffers."""
     num_copies: int = 0
     """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
 
@@ -83,8 +85,8 @@ class Evidence:
     """After which step the next one is, if that is known."""
     met_at: Mapping[str, int] = field(default_factory=dict)
     """After which step parameters, buffers and optimizers met last."""
-    replicas_agreed_at: int | None = None
-    """The step of the last comparison of replicas that found them equal."""
+    replicas_compared: tuple[int, bool] | None = None
+    """The step of the last comparison of replicas, and whether they were equal."""
     num_repairs: int = 0
     """How often replicas were made equal because they were not."""
 
@@ -259,35 +261,44 @@ def _replica_rows(plan: Plan) -> list[Row]:
     rule = plan.replica_check
     if rule is None:
         return []
-    parts = ["parameters"]
-    if plan.sharded and plan.num_copies == 1:
-        parts = []  # a single copy has nothing to be compared with
-    drifts = plan.rules is not None
-    if not drifts:
-        if plan.sizes.num_buffers and plan.buffer_policy != "none":
+    has_one_copy = plan.sharded and plan.num_copies == 1
+    parts = [] if has_one_copy else ["parameters"]
+    if plan.rules is None:
+        if plan.sizes.num_buffers and plan.buffer_policy != "none" and not plan.has_buffer_hook:
             parts.append("buffers")
         if plan.optimizers and not plan.sharded:
             parts.append("optimizer state")
-    when = f"in every synchronized backward a slice, all within {format_count(rule.every, 'step')}"
-    how = f"fingerprints, with the gradients; if they differ: {rule.on_divergence}"
-    if plan.num_ranks == 1:
-        when, how = "never: there is one rank", "-"
-    elif not parts:
-        when, how = (
-            "never: there is one copy of the parameters, and each rank has its share of the optimizer",
-            "-",
-        )
-    elif plan.rules is not None and plan.rules.meets_equal:
-        when = f"after each meeting, all within {format_count(rule.every, 'step')} and a meeting"
-        how = f"fingerprints, in a call of their own; if they differ: {rule.on_divergence}"
-    elif drifts and plan.num_reducing is not None:
-        when = f"in every backward a slice, all within {format_count(rule.every, 'step')}, among the ranks of a worker"
-    elif drifts:
-        when, how = "never: replicas are not equal between or after meetings", "-"
     size = ", ".join(parts) or "nothing"
-    if plan.sharded and plan.num_copies == 1 and parts:
+    if has_one_copy and parts:
         size += " (of the parameters there is one copy)"
-    return [Row(what="replica check", size=size, when=when, how=how, drift_allowed="none")]
+    when = _when_replicas_are_compared(plan, rule)
+    if plan.num_ranks > 1 and not parts:
+        when = ["never: there is one copy of the parameters, and each rank has its share of the optimizer"]
+    is_done = not when[0].startswith("never")
+    return [
+        Row(
+            what="replica check",
+            size=size,
+            when="; ".join(when),
+            how=f"fingerprints, with the gradients; if they differ: {rule.on_divergence}" if is_done else "-",
+            drift_allowed="none",
+        )
+    ]
+
+
+def _when_replicas_are_compared(plan: Plan, rule: ReplicaRule) -> list[str]:
+    if plan.num_ranks == 1:
+        return ["never: there is one rank"]
+    within = f"all within {format_count(rule.every, 'step')}"
+    if plan.rules is None:
+        return [f"in every synchronized backward a slice, {within}"]
+    when = []
+    if plan.rules.reduces and (plan.rules.gradients is None or plan.rules.gradients.how != "-"):
+        among = "" if plan.num_reducing is None else f" among the {plan.num_reducing} ranks of a worker"
+        when.append(f"in backwards that average gradients a slice, {within}{among}")
+    if plan.rules.meets_equal:
+        when.append(f"after each meeting, {within} and a meeting")
+    return when or ["never: replicas are not equal between or after meetings"]
 
 
 def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict[str, str]:
@@ -337,10 +348,11 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
 
 
 def _last_compared(evidence: Evidence) -> str:
-    if evidence.replicas_agreed_at is None:
+    if evidence.replicas_compared is None:
         return "not yet"
+    step, are_equal = evidence.replicas_compared
     repaired = f", repaired {format_count(evidence.num_repairs, 'time')}" if evidence.num_repairs else ""
-    return f"step {evidence.replicas_agreed_at}: equal{repaired}"
+    return f"step {step}: {'equal' if are_equal else 'different'}{repaired}"
 
 
 # ---------------------------------------------------------------------- the timeline

@@ -15,6 +15,7 @@ from syncline.compression import hook as compression_hook
 from syncline.errors import SynclineError
 from syncline.explain import Evidence, contract_of
 from syncline.optim.sharded import Sharding
+from syncline.replica_checks import ReplicaChecks
 from syncline.rounds import Rounds
 from syncline.strategy import Spec, Strategy
 from syncline.sync.agreement import agree, exchange
@@ -114,9 +115,10 @@ class Replica:
         self.buffer_hook: BufferHook | None = None
         self._buffer_policy: BufferPolicy = buffer_policy
         self._ignore = tuple(ignore)
-        self._replica_check = replica_check
-        self._meeting_watch: ReplicaWatch | None = None
-        self._compared_at = 0
+        self.checks = ReplicaChecks(replica_check)
+        """What compares this replica with the others."""
+        self._equal_after_backward = 0 if init_sync else -1
+        """How many backwards there were when all parameters were equal for sure."""
         agree_on_module(chosen, contract_of(self.plan), options, transport)
         former = one_copy_of(module)
         if former is not None:
@@ -172,6 +174,7 @@ class Replica:
 
     def _was_written(self) -> None:
         """A verb has made all parameters equal."""
+        self._equal_after_backward = self.gradients.step
         if self.rounds is not None:
             self.rounds.restart()
 
@@ -216,6 +219,8 @@ class Replica:
         """Put the hooks on. A collective only with sharded=True."""
         self.selection = chosen
         self.ignored = set(chosen.ignored)
+        # A group of one rank may have become a larger one.
+        self.options = replace(self.options, compares_replicas=self.checks.are_needed(self.transport))
         self.gradients = GradientSync(
             [*chosen.trained, *chosen.delayed],
             self._gradient_lane,
@@ -232,10 +237,11 @@ class Replica:
             policy=self._buffer_policy,
             ignored=self.ignored,
         )
-        self.gradients.watch = self._watch(self._gradient_lane)
+        self._watch_gradients()
         if self.rounds is not None:
-            self._meeting_watch = self._watch(self.transport)
-            self.rounds.when_equal = _weakly(self._compare_after_meeting)
+            if self.plan.rules is not None and self.plan.rules.meets_equal:
+                self.checks.after_meetings = self._watch(self.transport, range(self.transport.size))
+            self.rounds.when_equal = _weakly(self._are_equal_after)
             self.buffers.enabled = False
             why = "buffers='none'"
             if self._buffer_policy != "none" and self.plan.rules is not None:
@@ -247,18 +253,25 @@ class Replica:
         # It must not hold on to what holds on to the wrapper.
         self._hooks_finalizer = weakref.finalize(self, _remove_all, self.gradients.handles)
 
-    def _watch(self, transport: Transport) -> ReplicaWatch | None:
+    def _watch(self, transport: Transport, ranks: Sequence[int]) -> ReplicaWatch | None:
         """What compares replicas with those of the other ranks of `transport`."""
-        if self._replica_check is None or transport.size == 1:
-            return None
-        return ReplicaWatch(
-            self._replica_check,
+        return self.checks.watch(
             type(self.module).__name__,
             [] if self.plan.sharded and self.plan.num_copies == 1 else self.selection.parameters,
             transport,
+            ranks=ranks,
             buffers=[] if self._buffer_policy == "none" else self.buffers.places(),
             optimizers=_weakly(self._compared_optimizers),
+            are_equal=self.plan.init_sync,
         )
+
+    def _watch_gradients(self) -> None:
+        """Compare replicas in backwards: those of the ranks that average gradients."""
+        ranks = range(self.transport.size)
+        if self._workers is not None:
+            own = self._workers[self.transport.rank]
+            ranks = [rank for rank, worker in enumerate(self._workers) if worker == own]  # type: ignore[assignment]
+        self.gradients.watch = self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
 
     def _compared_optimizers(self) -> list[Optimizer]:
         """Those that every rank steps alike."""
@@ -266,26 +279,22 @@ class Replica:
             return []
         return [attached.optimizer for attached in self.gradients.guard.optimizers]
 
-    def _compare_after_meeting(self, step: int) -> None:
-        """All parameters have been made equal: see whether they are. A collective call."""
-        watch = self._meeting_watch
-        if watch is None:
-            return
-        watch.begin(step, num_slices=max(1, step - self._compared_at))
-        self._compared_at = step
-        told = self.transport.all_gather_bytes(watch.fingerprint().to_bytes(8, "little"))
-        watch.compare([int.from_bytes(row, "little") for row in told], step)
+    def _are_equal_after(self, step: int) -> None:
+        """A meeting has made all parameters equal."""
+        self._equal_after_backward = self.gradients.step
+        self.checks.compare_after_meeting(self.transport, step)
 
     def before_forward_of_equal_buffers(self) -> None:
         """Buffers were synchronized for a forward that is about to change them."""
         watch = self.gradients.watch
         if watch is not None and self.rounds is None and self.buffers.were_sent:
-            watch.buffers_are_equal(self.gradients.step)
+            watch.buffers_are_equal(self.gradients.step + 1)
 
     def replicated(self) -> list[tuple[str, Tensor]]:
         """What the contract says is equal on all ranks now, by name."""
         named: list[tuple[str, Tensor]] = []
-        if self.rounds is None or self.rounds.equal_at == self.rounds.step:
+        drifts = self.rounds is not None and self._equal_after_backward != self.gradients.step
+        if not drifts and not self.divergence.is_open and not self.divergence.has_diverged:
             named += self.selection.parameters
         if self._buffer_policy != "none" and self.buffers.are_equal:
             named += self.buffers.named_present()
@@ -323,7 +332,7 @@ class Replica:
             by_parameter=self.options.allow_unused,
         )
         self.plan = replace(self.plan, num_copies=sharding.num_copies)
-        self.gradients.watch = self._watch(self._gradient_lane)
+        self._watch_gradients()
         return sharding
 
     # ------------------------------------------------------------------ before a step
@@ -461,6 +470,7 @@ class Replica:
         """Let a hook synchronize buffers."""
         self.refuse_drifting("buffers meet when parameters do, so that a buffer hook would never be called")
         self.buffer_hook = hook
+        self.plan = replace(self.plan, has_buffer_hook=True)
         self.is_agreed = False
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None) -> None:
@@ -566,7 +576,6 @@ class Replica:
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:
         """What was recorded on this rank; and, at the cost of thousands of questions, when parameters meet next."""
-        watch = self._meeting_watch or self.gradients.watch
         return Evidence(
             rank=self.transport.rank,
             backward=self.gradients.ledger.last(),
@@ -574,8 +583,8 @@ class Replica:
             round=None if self.rounds is None else self.rounds.last,
             next_round=self.rounds.next_step() if self.rounds is not None and looks_ahead else None,
             met_at={} if self.rounds is None else dict(self.rounds.met_at),
-            replicas_agreed_at=None if watch is None else watch.last_agreed_at,
-            num_repairs=0 if watch is None else watch.num_repairs,
+            replicas_compared=self.checks.last_compared,
+            num_repairs=self.checks.num_repairs,
         )
 
     def _remembering(self) -> dict[str, Any]:
@@ -628,9 +637,8 @@ _KEPT = frozenset(
         "_ignore",
         "_workers",
         "compression",
-        "_replica_check",
-        "_compared_at",
-        "_meeting_watch",
+        "checks",
+        "_equal_after_backward",
     }
 )
 

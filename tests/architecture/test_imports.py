@@ -29,7 +29,7 @@ LEVELS = (
     ("sync", "compression", "strategy", "data", "nn"),
     ("optim", "rounds", "state"),
     ("evolution", "sharing", "verbs"),
-    ("arguments", "wrapping"),
+    ("arguments", "replica_checks", "wrapping"),
     ("replica",),
     ("torch_names",),
     ("parallel",),

@@ -80,8 +80,6 @@ class Rounds:
         """Optimizer steps that are done."""
         self.last: RoundRecord | None = None
         """The most recent one that moved something."""
-        self.equal_at: int | None = 0
-        """After which step all parameters were equal on all ranks; None where that was before the last meeting."""
         self.when_equal: Callable[[int], object] | None = None
         """Called with the step after a meeting that has made all parameters equal; on all ranks."""
         self._title = title
@@ -182,7 +180,6 @@ class Rounds:
 
     def restart(self) -> None:
         """What the ranks have now, which is equal, is where an outer optimizer goes on from."""
-        self.equal_at = self.step
         if self.outer is not None and not self.outer.is_under_way:
             self.outer.restart()
 
@@ -276,10 +273,8 @@ class Rounds:
                 waited_seconds=sent.waited_seconds,
                 duration_seconds=time.perf_counter() - start,
             )
-        if self._makes_equal(done):
-            self.equal_at = self.step
-            if self.when_equal is not None:
-                self.when_equal(self.step)
+        if self.when_equal is not None and self._makes_equal(done):
+            self.when_equal(self.step)
 
     def _makes_equal(self, actions: Sequence[Action]) -> bool:
         """Whether all parameters are equal now."""
@@ -451,7 +446,6 @@ class Rounds:
         self.step, self._has_started = saved["step"], saved["has_started"]
         self._met_out_of_turn_at = self.step
         self._num_steps = [self.step] * len(self._num_steps)
-        self.equal_at = None
 
     def _check_settled(self) -> None:
         if self._server is not None and not self._server.is_settled:

@@ -153,14 +153,16 @@ class SliceHash:
     def __init__(self) -> None:
         self._parts: list[tuple[int, int | Tensor]] = []
 
-    def add(self, leaf: int, value: Any, start: int, stop: int) -> None:
-        """Elements `start` to `stop` of a tensor, in the order of its memory; or a number; None stands for nothing.
+    def add(self, leaf: int, value: Any, start: int, stop: int, *, in_memory_order: bool = True) -> None:
+        """Elements `start` to `stop` of a tensor, or a number; None stands for nothing.
 
         Args:
             leaf: which tensor or number it is.
             value: the tensor or number.
             start: a multiple of 64.
             stop: one too, or the end.
+            in_memory_order: count elements as they lie in memory, which takes no copy; where strides may differ between
+                ranks, along the flattened tensor.
         """
         if not isinstance(value, Tensor):
             self._parts.append((leaf, 0 if value is None else fingerprint_of_number(value)))
@@ -168,13 +170,13 @@ class SliceHash:
             self._parts.append((leaf, 1))
         elif _is_in_host_memory(value):
             # Making a view costs as much as hashing some kilobytes.
-            flat = value if is_plain(value) else _in_memory_order(value.detach())
+            flat = value if is_plain(value) else _flat(value.detach(), in_memory_order=in_memory_order)
             itemsize = value.element_size()
             address = flat.data_ptr() + start * itemsize
             memory = (ctypes.c_ubyte * ((stop - start) * itemsize)).from_address(address)
             self._parts.append((leaf, xxhash.xxh3_64_intdigest(memory)))
         else:
-            part = _in_memory_order(value.detach())[start:stop]
+            part = _flat(value.detach(), in_memory_order=in_memory_order)[start:stop]
             self._parts.append((leaf, _Scratch(value.device, part.nbytes).sum_of(part)))
 
     def _resolved(self) -> list[tuple[int, int]]:
@@ -207,11 +209,11 @@ def _is_in_host_memory(tensor: Tensor) -> bool:
 _MIXING = 0x9E3779B97F4A7C15  # odd, so that nothing is lost by multiplying
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements, (numel,): a view where they fill their memory without gaps, whatever the order of dimensions."""
+def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
+    """All elements, (numel,): a view where they lie so."""
     if is_plain(tensor):
         return as_flat(tensor)
-    if is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg():
+    if in_memory_order and is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg():
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 

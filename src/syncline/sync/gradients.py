@@ -145,6 +145,8 @@ class GradientSync:
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
         self.decide, self.stop_vote = former.decide, former.stop_vote
         self.trouble.text = former.trouble.text
+        if self.watch is not None and former.watch is not None:
+            self.watch.continues(former.watch)
         if self.nonfinite is not None and former.nonfinite is not None:
             self.nonfinite.continues(former.nonfinite)
         if former.comm_hook is not None:
@@ -358,7 +360,7 @@ class GradientSync:
         for bucket in self.layout.buckets:
             bucket.reset()
         if self.watch is not None:
-            self.watch.begin(self._step_under_way)
+            self.watch.begin(range(self._step_under_way, self._step_under_way + 1))
 
     def _mark_absent(self, absent: frozenset[int]) -> None:
         """What this backward will not reach need not be waited for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ class LocatedDifference:
     def name(self) -> str:
         """Of the tensor."""
         return self.difference.name
+
+    def among(self, ranks: Sequence[int]) -> LocatedDifference:
+        """The same with ranks as users know them."""
+        groups = tuple(tuple(ranks[at] for at in group) for group in self.difference.groups)
+        return replace(self, difference=self.difference._replace(groups=groups))
 
     def __str__(self) -> str:
         where = ""
@@ -140,6 +145,7 @@ def divergence_error(
     remedy: str,
     agreed_at: int | None = None,
     step: int | None = None,
+    where: str = "",
 ) -> ReplicaDivergence:
     """The error that names what differs.
 
@@ -151,6 +157,7 @@ def divergence_error(
         remedy: what to do.
         agreed_at: the step at which all ranks agreed on the first one last, where that is known.
         step: the step at which it differed.
+        where: the ranks that were compared, where these are not all.
     """
     minority = sorted({rank for one in found for rank in one.difference.minority})
     if minority:
@@ -163,8 +170,8 @@ def divergence_error(
     if len(found) > _MAX_LOCATED:
         shown.append(f"  and {len(found) - _MAX_LOCATED} more")
     problem = (
-        f"{title}: expected the same bits on all {num_ranks} ranks, but {len(found)} of {num_compared} tensors and "
-        f"numbers differ, the first of them {found[0].name}. Who is equal with whom:"
+        f"{title}: expected the same bits on {where or f'all {num_ranks} ranks'}, but {len(found)} of {num_compared} "
+        f"tensors and numbers differ, the first of them {found[0].name}. Who is equal with whom:"
     )
     window = ""
     if agreed_at is not None:

@@ -1,0 +1,184 @@
+"""What a replica consists of, one tensor or number after the other, and which of it has its turn in which step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.plan.rotation import Piece, rotation
+from syncline.sync.optimizers import parameters_of
+
+__all__ = ["Coverage", "Leaf", "optimizer_leaves_of", "parameter_leaves"]
+
+
+class Leaf(NamedTuple):
+    """One tensor or integer of the replica, and where it is to be found when its turn comes."""
+
+    name: str
+    root: Any
+    """A parameter; or what has it inside, for what may be replaced is looked up."""
+    keys: tuple[Any, ...] = ()
+    """The way from there: keys of dicts, places in lists, attributes of tensors that are made of others."""
+    has_agreed_strides: bool = False
+    """Whether ranks have agreed on its strides, so that it can be read as it lies in memory."""
+
+    def value(self) -> Any:
+        """What it is now; None where it is gone."""
+        found = self.root
+        for key in self.keys:
+            found = _child(found, key)
+        return found if isinstance(found, Tensor | int) else None
+
+    def write(self, value: int) -> None:
+        """Replace an integer."""
+        holder = self.root
+        for key in self.keys[:-1]:
+            holder = _child(holder, key)
+        holder[self.keys[-1]] = value
+
+
+def _child(holder: Any, key: Any) -> Any:
+    if isinstance(holder, Mapping):
+        return holder.get(
+            key
+        )  # an optimizer's state is a defaultdict: asking it otherwise would make an entry
+    if isinstance(holder, Tensor):
+        return getattr(holder, key, None)
+    if isinstance(holder, list | tuple) and key < len(holder):
+        return holder[key]
+    return None
+
+
+def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Names and ways of the tensors and integers in a tree."""
+    if isinstance(tree, Tensor):
+        if type(tree) in (Tensor, nn.Parameter):
+            if tree.layout == torch.strided and not tree.is_meta and not tree.is_quantized:
+                yield name, keys
+        elif hasattr(tree, "__tensor_flatten__") and not hasattr(
+            tree, "device_mesh"
+        ):  # a DTensor is a rank's part
+            for inner in tree.__tensor_flatten__()[0]:
+                yield from _walk(getattr(tree, inner), (*keys, inner), f"{name}.{inner}")
+    elif isinstance(tree, int):
+        yield name, keys
+    elif isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield from _walk(tree[key], (*keys, key), f"{name}.{key}")
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from _walk(item, (*keys, index), f"{name}[{index}]")
+
+
+def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
+    """Of parameters or buffers that ranks have agreed on."""
+    return [
+        Leaf(path, parameter, keys, has_agreed_strides=True)
+        for name, parameter in named
+        for path, keys in _walk(parameter, (), name)
+    ]
+
+
+def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[Leaf]:
+    """Of optimizers' state: tensors and integers, of their own parameters and of what belongs to none.
+
+    Floats are left out: those that are known of optimizers (LBFGS's last loss) are a rank's own.
+
+    Args:
+        optimizers: whose.
+        own: ids of the parameters that are kept equal; what is remembered of others is left out.
+    """
+    leaves = []
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {number} ({type(optimizer).__name__}), state"
+        parameters = parameters_of(optimizer)
+        places = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for key in [*parameters, *(key for key in optimizer.state if not isinstance(key, Tensor))]:
+            is_parameter = isinstance(key, Tensor)
+            if (is_parameter and id(key) not in own) or key not in optimizer.state:
+                continue
+            name = f"{prefix}[{places[id(key)] if is_parameter else repr(key)}]"
+            leaves += [
+                Leaf(path, optimizer.state, keys) for path, keys in _walk(optimizer.state[key], (key,), name)
+            ]
+    return leaves
+
+
+class Coverage:
+    """Some leaves, dealt out to slices whose turns follow from the step alone.
+
+    Which leaves there are may be found out at different times on different ranks; so nothing is counted here, and what
+    is dealt out depends on names and sizes alone.
+
+    Args:
+        leaves: the same on all ranks.
+        num_slices: in which all have had their turn.
+        agreed_at: the step at which all ranks agreed on them last; None where that is not known.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], num_slices: int, agreed_at: int | None) -> None:
+        self.leaves = leaves
+        self._forms = _forms(leaves)
+        self._slices = rotation([form[1:] for form in self._forms], num_slices)
+        self._agreed_at = [agreed_at] * num_slices
+
+    def found_again(self, leaves: Sequence[Leaf]) -> Coverage:
+        """Of the leaves as they are now: the same where they are cut alike."""
+        if _forms(leaves) == self._forms:
+            self.leaves = leaves
+            return self
+        found = Coverage(leaves, len(self._slices), self.all_agreed_at)
+        before = {leaf.name: agreed for leaf, agreed in zip(self.leaves, self._agreed_by_leaf(), strict=True)}
+        for index, pieces in enumerate(found._slices):
+            known = [leaves[piece.leaf].name for piece in pieces if leaves[piece.leaf].name in before]
+            if known:
+                found._agreed_at[index] = _earliest(before[name] for name in known)
+        return found
+
+    def _agreed_by_leaf(self) -> list[int | None]:
+        found: list[list[int | None]] = [[] for _ in self.leaves]
+        for agreed, pieces in zip(self._agreed_at, self._slices, strict=True):
+            for piece in pieces:
+                found[piece.leaf].append(agreed)
+        return [_earliest(agreed) for agreed in found]
+
+    def pieces(self, steps: range) -> list[Piece]:
+        """What has its turn in these steps."""
+        return [piece for index in self._indices(steps) for piece in self._slices[index]]
+
+    def agreed(self, steps: range, at: int) -> None:
+        """All ranks had the same in what has its turn in these steps."""
+        for index in self._indices(steps):
+            self._agreed_at[index] = at
+
+    def _indices(self, steps: range) -> list[int]:
+        return sorted({step % len(self._slices) for step in steps[: len(self._slices)]})
+
+    def agreed_at(self, leaf: int) -> int | None:
+        """The step at which all ranks agreed on all of a leaf."""
+        return self._agreed_by_leaf()[leaf]
+
+    @property
+    def all_agreed_at(self) -> int | None:
+        """The step at which all ranks agreed on all of it."""
+        return _earliest(
+            agreed for agreed, pieces in zip(self._agreed_at, self._slices, strict=True) if pieces
+        )
+
+
+def _earliest(steps: Iterable[int | None]) -> int | None:
+    known = list(steps)
+    return None if None in known or not known else min(step for step in known if step is not None)
+
+
+def _forms(leaves: Sequence[Leaf]) -> list[tuple[str, int, int]]:
+    forms = []
+    for leaf in leaves:
+        value = leaf.value()
+        is_tensor = isinstance(value, Tensor)
+        forms.append((leaf.name, value.numel() if is_tensor else 0, value.element_size() if is_tensor else 1))
+    return forms
