@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             `docs/replica-check.md`.
         on_nonfinite: what all ranks do where a gradient of one of them is NaN or infinite. "ignore": nothing, and the
             mean is not finite either. "raise": `NonFiniteGradient` at the end of this backward. "skip": the step of
-            every attached optimizer is left undone (`attach` is needed). "zero": such elements count as zero. Rank and
+            every optimizer is left undone (`attach` each of them). "zero": such elements count as zero. Rank and
             parameter are named. A `torch.amp.GradScaler` that is in use looks after it by itself, so that these
             policies stand back. See `docs/nothing-silent.md`.
 
