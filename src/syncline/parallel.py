@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -41,7 +41,7 @@ from syncline.sync.buffers import BufferPolicy
 from syncline.sync.comm_hook import checked_comm_hook
 from syncline.sync.compilation import NotTraced
 from syncline.sync.items import checked_num_items
-from syncline.sync.join import NOT_WITH_JOIN, ShadowHook, joined_forward_begins
+from syncline.sync.join import NOT_WITH_JOIN, JoinBlock, ShadowHook, joined_forward_begins, outside_of_join
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions, OnNonFinite
@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             `docs/replica-check.md`.
         on_nonfinite: what all ranks do where a gradient of one of them is NaN or infinite. "ignore": nothing, and the
             mean is not finite either. "raise": `NonFiniteGradient` at the end of this backward. "skip": the step of
-            every attached optimizer is left undone (`attach` is needed). "zero": such elements count as zero. Rank and
+            every optimizer is left undone (`attach` each of them). "zero": such elements count as zero. Rank and
             parameter are named. A `torch.amp.GradScaler` that is in use looks after it by itself, so that these
             policies stand back. See `docs/nothing-silent.md`.
 
@@ -614,7 +614,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 "join needs a torch.distributed process group; this module is synchronized over "
                 f"{replica.plan.transport}"
             )
-        return Join(
+        return JoinBlock(
             [self],
             throw_on_early_termination=throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -691,7 +691,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
         self._replica.refuse_drifting(NOT_COPIED)
         self._check_default_group()
-        return dict(self.__dict__)
+        return {**self.__dict__, "_join_config": outside_of_join()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Over the default group. Hooks and optimizers have to be registered again."""

@@ -435,7 +435,24 @@ class Replica:
                 f"{type(self.module).__name__}, so it would step all the same: write optimizer = "
                 "ddp.attach(optimizer), on every rank, before the first step"
             )
+        elif left := self._not_attached():
+            fault = SynclineError(
+                f'on_nonfinite="skip" leaves the steps of attached optimizers undone, but {left[0]} of '
+                f"{type(self.module).__name__} is in none of them (in all {len(left)} of "
+                f"{len(self.gradients.names)} parameters), so that another optimizer would step it all the same: write "
+                "optimizer = ddp.attach(optimizer) for each one, on every rank, before the first step. If no optimizer "
+                "is to step it: .requires_grad_(False), or ignore= it when wrapping"
+            )
         exchange(self.transport, f"the first step of {type(self.module).__name__}", [], fault=fault)
+
+    def _not_attached(self) -> list[str]:
+        """The names of parameters with gradients that no attached optimizer steps."""
+        attached = [p for one in self.gradients.guard.optimizers for p in parameters_of(one.optimizer)]
+        if self.sharding is not None:  # whose optimizers have shards in their place
+            attached += [p for one in self.sharding.optimizers for group in one.groups for p in group]
+        stepped = {id(p) for p in attached}
+        named = zip(self.gradients.names, self.gradients.parameters, strict=True)
+        return [name for name, p in named if id(p) not in stepped]
 
     def use_static_graph(self) -> None:
         """From now on, which parameters get gradients does not change; only before the first backward."""
@@ -513,7 +530,7 @@ class Replica:
         return self.rounds is None or self.rounds.reduces() is not None
 
     def _discards_step(self) -> bool:
-        return self.gradients.nonfinite is not None and self.gradients.nonfinite.discards
+        return self.gradients.discards_step()
 
     def _after_optimizer_step(self, attached: AttachedOptimizer) -> None:
         if self.rounds is not None:

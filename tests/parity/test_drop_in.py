@@ -779,6 +779,32 @@ def test_a_child_named_module_loads_with_and_without_the_prefix(
 
 
 @pytest.mark.ranks(2)
+def test_after_join_everything_is_as_before_it_in_copies_too() -> None:
+    ddp = DDP(Net())
+    block = ddp.join()
+    for _ in range(2):  # torch's may be entered again
+        with block:
+            for step in range(1 + dist.get_rank()):
+                ddp(batch(step)).square().mean().backward()
+                inside = copy.deepcopy(ddp)
+    assert not ddp._join_config.enable
+    for duplicate in (inside, copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        duplicate.zero_grad()
+        duplicate.load_state_dict(ddp.state_dict())
+        for step in range(2):
+            duplicate(batch(step)).square().mean().backward()
+        assert duplicate.last_step.synchronized
+        assert duplicate.last_step.step == 2
+    ddp.module.added = torch.nn.Linear(2, 2)  # refused inside
+    ddp.zero_grad()
+    (ddp(batch(0)).square().mean() + ddp.module.added(torch.ones(1, 2)).sum()).backward()
+    assert ddp.last_step.num_gradients == len(list(ddp.parameters()))
+    with pytest.raises(KeyError), ddp.join():
+        raise KeyError
+    assert not ddp._join_config.enable
+
+
+@pytest.mark.ranks(2)
 def test_a_copy_synchronizes_on_its_own() -> None:
     ddp = DDP(Net())
     expected = gradients_of(ddp, lr=0.0)

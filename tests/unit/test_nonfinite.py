@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from syncline.compression import Cast, PowerSGD, Quantize, TopK
-from syncline.errors import ContractMismatch, NonFiniteGradient, SynclineError
+from syncline.errors import (
+    ContractMismatch,
+    NonFiniteGradient,
+    ReplicaDivergence,
+    SynclineError,
+    UnreducedGradients,
+)
 from syncline.parallel import DistributedDataParallel as DDP
 from syncline.strategy import LocalSGD
 from syncline.sync.grad_scaler import ScalerFinder
 from syncline.sync.nonfinite import NonFiniteWatch, describe, is_finite
+from syncline.sync.replica_watch import ReplicaCheck
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks
 from syncline.verbs import sync_gradients_
@@ -574,6 +583,202 @@ def test_skip_refuses_optimizers_inside_backward() -> None:
     each_rank(rank)
 
 
+@pytest.mark.parametrize("with_ignore", [False, True])
+def test_skip_needs_every_trained_parameter_in_an_attached_optimizer(with_ignore: bool) -> None:
+    def rank(t: Transport) -> str:
+        net = copy.deepcopy(NET)
+        ddp = DDP(net, process_group=t, on_nonfinite="skip", ignore=["4.*"] if with_ignore else ())
+        ddp.attach(torch.optim.SGD([*net[0].parameters(), net[2].weight], lr=0.1))
+        other = torch.optim.SGD([net[2].bias, *net[4].parameters()], lr=0.1)
+        with pytest.raises(SynclineError) as caught:
+            backward(ddp, batch(t))
+        if t.rank == 0 or with_ignore:
+            net[2].bias.requires_grad_(False)
+            net[4].requires_grad_(False)
+        else:
+            ddp.attach(other)
+        return str(caught.value)
+
+    one, other = each_rank(rank)
+    assert one == other
+    num = "1 of 4" if with_ignore else "3 of 6"
+    assert f"2.bias of Sequential is in none of them (in all {num} parameters)" in one
+
+
+def test_what_is_frozen_or_ignored_need_not_be_attached() -> None:
+    def rank(t: Transport) -> None:
+        net = copy.deepcopy(NET)
+        net[0].weight.requires_grad_(False)
+        ddp = DDP(net, process_group=t, on_nonfinite="skip", ignore=["4.*"])
+        one = ddp.attach(torch.optim.SGD([net[0].bias], lr=0.1))
+        two = ddp.attach(torch.optim.SGD([net[0].weight, *net[2].parameters()], lr=0.1))
+        backward(ddp, batch(t))
+        one.step()
+        two.step()
+        assert ddp.last_step.nonfinite.outcome == "finite"
+
+    each_rank(rank)
+    each_rank(rank, size=1)
+
+
+def discarded_once(t: Transport, **kwargs: Any) -> tuple[DDP, torch.optim.Optimizer, list[Tensor]]:
+    """Its first step was left undone, and its gradients were cleared; and the parameters."""
+    net = copy.deepcopy(kwargs.pop("net", NET))
+    ddp = DDP(net, process_group=t, on_nonfinite="skip", **kwargs)
+    optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
+    poison_once(t, ddp)
+    optimizer.step()
+    assert ddp.last_step.nonfinite.outcome == "discarded"
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    optimizer.zero_grad()
+    return ddp, optimizer, [p.detach().clone() for p in net.parameters()]
+
+
+def poison_once(t: Transport, ddp: DDP) -> None:
+    handle = put(ddp.module[0].weight, NAN) if t.rank == 0 else None
+    try:
+        backward(ddp, batch(t))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def has_stepped(ddp: DDP, before: list[Tensor]) -> list[bool]:
+    """By parameter; none may be NaN."""
+    assert all(bool(p.isfinite().all()) for p in ddp.module.parameters())
+    return [not torch.equal(p, old) for p, old in zip(ddp.module.parameters(), before, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}])
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_come_another_way_are_stepped(size: int, kwargs: dict[str, Any]) -> None:
+    def rank(t: Transport) -> None:
+        ddp, optimizer, before = discarded_once(t, **kwargs)
+        for parameter in ddp.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert has_stepped(ddp, before) == [True] * 6
+
+    each_rank(rank, size)
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_done_to_discarded_gradients_makes_them_no_better(size: int, kwargs: dict[str, Any]) -> None:
+    def rank(t: Transport) -> None:
+        ddp, optimizer, before = discarded_once(t, **kwargs)
+        poison_once(t, ddp)
+        ddp.module[4].zero_grad()
+        ddp.clip_grad_norm_(1.0)
+        for parameter in ddp.module[0].parameters():
+            parameter.grad.nan_to_num_()
+        gc.collect()
+        for _ in range(2):
+            optimizer.step()
+        assert has_stepped(ddp, before) == [False] * 6
+
+    each_rank(rank, size)
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+def test_rows_that_were_discarded_are_not_stepped() -> None:
+    def rank(t: Transport) -> None:
+        net = Sparse()
+        ddp = DDP(net, process_group=t, on_nonfinite="skip")
+        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
+        before = [p.detach().clone() for p in net.parameters()]
+        for is_bad in (True, False):
+            optimizer.zero_grad()
+            loss = ddp(torch.tensor([t.rank, 3])).sum()
+            (loss * (NAN if is_bad and t.rank == 1 else 1.0)).backward()
+            gc.collect()
+            optimizer.step()
+            assert any(has_stepped(ddp, before)) is not is_bad
+
+    each_rank(rank)
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+def test_alone_what_ran_under_no_sync_is_looked_at_when_it_is_stepped() -> None:
+    t = ThreadGroup(1).transport(0)
+    ddp, optimizer, before = discarded_once(t)
+    with ddp.no_sync():
+        backward(ddp, batch(t))
+    optimizer.step()
+    assert ddp.last_step.nonfinite.outcome == "finite"
+    assert has_stepped(ddp, before) == [True] * 6
+    before = [p.detach().clone() for p in ddp.module.parameters()]
+    with ddp.no_sync():
+        poison_once(t, ddp)
+        backward(ddp, batch(t))
+    for _ in range(2):
+        optimizer.step()
+    assert (ddp.last_step.nonfinite.outcome, ddp.last_step.nonfinite.num_steps) == ("discarded", 2)
+    assert has_stepped(ddp, before) == [False] * 6
+    optimizer.zero_grad(set_to_none=False)
+    with ddp.no_sync():
+        backward(ddp, batch(t))
+    optimizer.step()
+    assert has_stepped(ddp, before) == [True] * 6
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_when_replicas_are_found_to_differ_gradients_have_been_judged(
+    is_bad: bool, kwargs: dict[str, Any]
+) -> None:
+    def rank(t: Transport) -> None:
+        options = {"replica_check": ReplicaCheck(every=1), **kwargs}
+        if is_bad:
+            ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip", **options)
+            optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        else:
+            ddp, optimizer, _ = discarded_once(t, **options)
+        with torch.no_grad():
+            ddp.module[0].bias[0] += t.rank
+        before = [p.detach().clone() for p in ddp.module.parameters()]
+        with pytest.raises(ReplicaDivergence):
+            poison_once(t, ddp) if is_bad else backward(ddp, batch(t))
+        optimizer.step()
+        assert has_stepped(ddp, before) == [not is_bad] * 6
+
+    each_rank(rank)
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_of_a_backward_that_failed_are_not_stepped(size: int) -> None:
+    def rank(t: Transport) -> None:
+        net = copy.deepcopy(NET)
+        ddp = DDP(net, process_group=t, on_nonfinite="skip")
+        optimizer = ddp.attach(torch.optim.SGD(net.parameters(), lr=0.1))
+        before = [p.detach().clone() for p in net.parameters()]
+        with pytest.raises(UnreducedGradients):
+            net[0](batch(t)).sum().mul(NAN).backward()  # without the rest
+        optimizer.step()
+        assert has_stepped(ddp, before) == [False] * 6
+        optimizer.zero_grad()
+        backward(ddp, batch(t))
+        optimizer.step()
+        assert has_stepped(ddp, before) == [True] * 6
+
+    each_rank(rank, size)
+
+
+def test_without_skip_a_mark_is_on_no_gradient() -> None:
+    def rank(t: Transport, policy: str) -> list[dict[str, Any]]:
+        ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite=policy)
+        with contextlib.suppress(NonFiniteGradient):
+            poison_once(t, ddp)
+        return [vars(p.grad) for p in ddp.parameters()]
+
+    for policy in ("ignore", "raise"):
+        assert each_rank(lambda t, p=policy: rank(t, p)) == [[{}] * 6] * 2
+
+
 # ---------------------------------------------------------------------- zero
 
 
@@ -890,6 +1095,71 @@ def test_a_scaler_of_a_subclass_is_one() -> None:
     assert finder.is_any_in_use()
     del scaler
     assert not finder.is_any_in_use(), "it is not kept alive"
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def of_cuda() -> torch.amp.GradScaler:
+    """As on a machine with CUDA, where it would be enabled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scaler = torch.cuda.amp.GradScaler(enabled=False)
+    vars(scaler).update(vars(torch.amp.GradScaler("cpu")))
+    return scaler
+
+
+class OwnScale(torch.amp.GradScaler):
+    """As torch's `ShardedGradScaler`, it does not call the one it overrides."""
+
+    def scale(self, outputs: Any) -> Any:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs * self._scale
+
+
+@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu"), of_cuda, lambda: OwnScale("cpu")])
+def test_a_frozen_scaler_is_found(make: Callable[[], torch.amp.GradScaler]) -> None:
+    finder = ScalerFinder()
+    scaler = make()
+    scaler.scale(torch.ones(()))
+    gc.freeze()
+    assert finder.is_any_in_use()
+    assert ScalerFinder().is_any_in_use()
+    del scaler
+    assert not finder.is_any_in_use(), "it is not kept alive"
+
+
+@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.parametrize("policy", ["raise", "skip", "zero"])
+def test_a_scaler_owns_what_is_not_finite_after_a_freeze(policy: Any) -> None:
+    t = ThreadGroup(1).transport(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    gc.freeze()
+    ddp = DDP(copy.deepcopy(NET), process_group=t, on_nonfinite=policy)
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in ddp.module.parameters()]
+    put(ddp.module[2].weight, INF)
+    scaler.scale(ddp(batch(t)).square().mean()).backward()
+    assert ddp.last_step.nonfinite.outcome == "left to the GradScaler"
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert has_stepped(ddp, before) == [False] * 6
+
+
+def test_scalers_are_noted_once_and_look_as_they_did() -> None:
+    ScalerFinder()
+    scale = torch.amp.GradScaler.scale
+    ScalerFinder()
+    assert torch.amp.GradScaler.scale is scale
+    assert scale.__name__ == "scale"
+    assert list(inspect.signature(scale).parameters) == ["self", "outputs"]
 
 
 # ---------------------------------------------------------------------- on accelerators

@@ -16,7 +16,7 @@ parameter that can be done per bucket.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,8 @@ class GradientSync:
         self.nonfinite: NonFiniteWatch | None = None
         """Who looks for gradients that are not finite; None where nobody does."""
         if options.on_nonfinite != "ignore":
-            self.nonfinite = NonFiniteWatch(options.on_nonfinite, self.names, transport)
+            gradients = partial(_gradients_of, self.parameters, self.layout)
+            self.nonfinite = NonFiniteWatch(options.on_nonfinite, self.names, gradients, transport)
         self.step = 0
         self.comm_hook: CommHook | None = None
         self._has_own_connection = has_own_connection
@@ -186,6 +187,20 @@ class GradientSync:
         self.ledger.note_reduction(divisor=divisor, counted_items=num_items is not None, nonfinite=found)
         if self.nonfinite is not None:
             self.nonfinite.act()
+
+    def discards_step(self) -> bool:
+        """Whether attached optimizers are to leave their step undone, for `.grad` is not finite."""
+        if self.nonfinite is None:
+            return False
+        if self._used_since_reduction and not self._sends:
+            # A world of one, in which what ran under no_sync may be stepped without any reduction.
+            self._used_since_reduction.clear()
+            self.nonfinite.conclude_alone(
+                [(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step
+            )
+            self.ledger.note_judgement(self.nonfinite.last)
+            self.nonfinite.act()
+        return self.nonfinite.discards_step()
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -453,6 +468,10 @@ class GradientSync:
             self.normalizer.backward_is_done()
             if self.nonfinite is not None:
                 self.nonfinite.act()
+        except Exception:
+            if self.nonfinite is not None:
+                self.nonfinite.failed()
+            raise
         finally:
             self._forget_backward()
         for future in self.pending_futures:
@@ -541,6 +560,7 @@ class GradientSync:
                 bucket.hand_out(skip, any_missing=bool(missing))
         if self.nonfinite is not None:
             self._conclude(self.nonfinite, ranks, self._sent)
+        self._compare_replicas(ranks)
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
         if not self.layout.order_is_learnt:
@@ -592,6 +612,7 @@ class GradientSync:
             self._check(ranks)
             if self.nonfinite is not None:
                 self._conclude(self.nonfinite, ranks, ())
+            self._compare_replicas(ranks)
             if not self.layout.order_is_learnt:
                 self.layout.learn_order(())
             if self.nonfinite is not None:
@@ -647,7 +668,10 @@ class GradientSync:
             changed=[].copy if self._static is None else self._static.changed,
             facts=self.guard.facts,
         )
-        if self.watch is not None and not any(control.joined for control in ranks):
+
+    def _compare_replicas(self, ranks: Sequence[RankControl]) -> None:
+        """Raise, on every rank alike, if they are found to differ: last, for `.grad` may be stepped all the same."""
+        if self.watch is not None and ranks and not any(control.joined for control in ranks):
             self.watch.compare([control.replica for control in ranks], self.step)
             if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
                 dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
@@ -692,3 +716,12 @@ class GradientSync:
             buckets=self._sent if self._synchronizing else (),
             nonfinite=None if self.nonfinite is None else self.nonfinite.last,
         )
+
+
+def _gradients_of(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
+    """What is in `.grad`; for shards, of which each rank has others, what stands for them until the next backward."""
+    shares = layout.shares()
+    for share in shares:
+        yield from share.stand_ins
+    if not shares:
+        yield from (parameter.grad for parameter in parameters)

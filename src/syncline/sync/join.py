@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from syncline.sync.buffers import BufferSync
 from syncline.sync.gradients import GradientSync
 from syncline.transport.base import Transport
 
-__all__ = ["NOT_WITH_JOIN", "Iteration", "ShadowHook", "agree_on_iteration", "joined_forward_begins"]
+__all__ = [
+    "NOT_WITH_JOIN",
+    "Iteration",
+    "JoinBlock",
+    "ShadowHook",
+    "agree_on_iteration",
+    "joined_forward_begins",
+    "outside_of_join",
+]
 
 NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
 """Why sharded replicas cannot join."""
@@ -35,6 +44,27 @@ class Iteration:
     """How many ranks they are."""
     has_inputs: bool
     """Whether this rank is one of them."""
+
+
+def outside_of_join() -> _JoinConfig:
+    """What a joinable has to have that is in no `join`."""
+    config: _JoinConfig = _JoinConfig.construct_disabled_join_config()
+    return config
+
+
+class JoinBlock(Join):
+    """torch's `Join`, after which its joinables are outside of it again; torch's leaves them as they are inside."""
+
+    def __enter__(self) -> None:
+        self._set_joinable_configs()  # it may be entered again
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = outside_of_join()
 
 
 def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> Iteration:

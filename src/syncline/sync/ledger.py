@@ -68,6 +68,10 @@ class Ledger:
         self._divisor, self._counted_items, self._reduced_afterwards = divisor, counted_items, True
         self._nonfinite = nonfinite
 
+    def note_judgement(self, nonfinite: NonFiniteRecord) -> None:
+        """What the backward left in `.grad` was looked at after it."""
+        self._nonfinite = nonfinite
+
     def last(self) -> BackwardRecord | None:
         """The most recent backward, or None before the first."""
         if self._ready is None:

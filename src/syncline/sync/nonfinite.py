@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from syncline.errors import NonFiniteGradient
 from syncline.events import NonFiniteRecord
 from syncline.sync.control import RankControl
+from syncline.sync.discarded import DiscardedGradients
 from syncline.sync.grad_scaler import ScalerFinder
 from syncline.sync.options import OnNonFinite
 from syncline.transport.base import Transport
@@ -62,21 +63,30 @@ class NonFiniteWatch:
     """Looks at the gradients of one module, and applies a policy to those that are not finite.
 
     One backward is `step_begins`, `look_at` for each bucket, `has_found` when the control data leave, `conclude` when
-    `.grad` holds the mean, and `act`, which raises or warns when all else is done.
+    `.grad` holds the mean, and `act`, which raises or warns when all else is done; or `failed`.
 
     Args:
         policy: "raise", "skip" or "zero".
         names: of all parameters, by index.
+        gradients: asked for the tensors that are in `.grad`, or stand for them.
         transport: between the ranks.
     """
 
-    def __init__(self, policy: OnNonFinite, names: Sequence[str], transport: Transport) -> None:
-        self.discards = False
-        """Whether optimizers are to leave their steps undone until the next reduction."""
+    def __init__(
+        self,
+        policy: OnNonFinite,
+        names: Sequence[str],
+        gradients: Callable[[], Iterable[Tensor | None]],
+        transport: Transport,
+    ) -> None:
         self.last = _nothing_found("not reduced", num_steps=0)
         """Of the last reduction."""
         self._policy = policy
         self._names = names
+        self._gradients = gradients
+        self._discarded = DiscardedGradients()
+        self._is_bad: bool | None = None
+        """Whether what the backward under way leaves in `.grad` must not be stepped; None before that is decided."""
         self._transport = transport
         self._scalers = ScalerFinder()
         self._replaces = False
@@ -95,7 +105,7 @@ class NonFiniteWatch:
 
     def continues(self, former: NonFiniteWatch) -> None:
         """Take the place of another, for the module has changed."""
-        self.discards, self.last = former.discards, former.last
+        self._discarded, self.last = former._discarded, former.last
         self._told, self._warns_from = former._told, former._warns_from
 
     # ------------------------------------------------------------------ this rank's own
@@ -111,6 +121,7 @@ class NonFiniteWatch:
         self._own = {}
         self._sizes = []
         self._text = None
+        self._is_bad = None
         self.last = _nothing_found("not reduced", num_steps=self.last.num_steps)
 
     def look_at(self, bucket: _Holder) -> None:
@@ -254,7 +265,7 @@ class NonFiniteWatch:
             if self._policy == "zero" and in_mean:
                 for _, values in parts:
                     _zero_nonfinite_(values)
-        self.discards = outcome == "discarded"
+        self._is_bad = outcome == "discarded"
         self.last = NonFiniteRecord(
             found={rank: self._named(row) for rank, row in enumerate(found) if row},
             in_mean=self._named(in_mean),
@@ -264,6 +275,20 @@ class NonFiniteWatch:
         if outcome in _OUTCOMES.values():
             self._step = step
             self._text = self._in_words(found, in_mean)
+
+    def failed(self) -> None:
+        """The backward has ended by an error: what was not judged is not to be stepped either."""
+        if self._policy == "skip":
+            self._settle(is_bad=self._is_bad is not False)
+
+    def _settle(self, *, is_bad: bool) -> None:
+        """When nobody puts anything else into `.grad` any more."""
+        self._is_bad = None
+        self._discarded.are(self._gradients() if is_bad else ())
+
+    def discards_step(self) -> bool:
+        """Whether an optimizer is to leave its step undone: `.grad` is what was found to be not finite."""
+        return self._discarded.has_any_of(self._gradients())
 
     def _named(self, found: _Found) -> tuple[str, ...]:
         return tuple(self._names[index] for index in sorted(found))
@@ -278,6 +303,8 @@ class NonFiniteWatch:
         Raises:
             NonFiniteGradient: something was found, under "raise".
         """
+        if self._is_bad is not None:
+            self._settle(is_bad=self._is_bad)
         text, self._text = self._text, None
         if text is None:
             return
