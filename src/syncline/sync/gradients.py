@@ -560,7 +560,8 @@ class GradientSync:
                 bucket.hand_out(skip, any_missing=bool(missing))
         if self.nonfinite is not None:
             self._conclude(self.nonfinite, ranks, self._sent)
-        self._compare_replicas(ranks)
+        if self.watch is not None:
+            self._compare_replicas(self.watch, ranks)
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
         if not self.layout.order_is_learnt:
@@ -612,7 +613,8 @@ class GradientSync:
             self._check(ranks)
             if self.nonfinite is not None:
                 self._conclude(self.nonfinite, ranks, ())
-            self._compare_replicas(ranks)
+            if self.watch is not None:
+                self._compare_replicas(self.watch, ranks)
             if not self.layout.order_is_learnt:
                 self.layout.learn_order(())
             if self.nonfinite is not None:
@@ -669,14 +671,14 @@ class GradientSync:
             facts=self.guard.facts,
         )
 
-    def _compare_replicas(self, ranks: Sequence[RankControl]) -> None:
+    def _compare_replicas(self, watch: ReplicaWatch, ranks: Sequence[RankControl]) -> None:
         """Raise, on every rank alike, if they are found to differ: last, for `.grad` may be stepped all the same."""
-        if self.watch is not None and ranks and not any(control.joined for control in ranks):
-            self.watch.compare([control.replica for control in ranks], self.step)
+        if ranks and not any(control.joined for control in ranks):
+            watch.compare([control.replica for control in ranks], self.step)
             if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
                 dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
                 is_finite = not any(control.nonfinite for control in ranks)
-                self.watch.mean_is(is_finite and all(bucket.looks_finite() for bucket in dense), self.step)
+                watch.mean_is(is_finite and all(bucket.looks_finite() for bucket in dense), self.step)
 
     def _conclude(
         self,
