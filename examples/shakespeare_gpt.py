@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,21 +69,26 @@ class GPT(nn.Module):
 
 
 class Windows:
-    """Draws places in a text, each rank its own; has a state, so that a run that goes on draws what it would have."""
+    """Draws places in a text, each rank its own; has a state, so that a run that goes on draws what it would have.
+
+    A rank that was not there when it was saved gets rank 0's state, which it must not draw from, too.
+    """
 
     def __init__(self, text: Tensor, seed: int) -> None:
         self._text = text
+        self._seed = seed
         self._randomness = torch.Generator().manual_seed(seed)
 
     def draw(self, number: int) -> tuple[Tensor, Tensor]:
         starts = torch.randint(len(self._text) - CONTEXT, (number,), generator=self._randomness)
         return windows(self._text, starts)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"randomness": self._randomness.get_state()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._seed, "randomness": self._randomness.get_state()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._randomness.set_state(state["randomness"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["seed"] == self._seed:
+            self._randomness.set_state(state["randomness"])
 
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +169,7 @@ def train(
             if checkpointer is not None:
                 checkpointer.stop_if_asked(state)
     if checkpointer is not None:
-        checkpointer.close()
+        checkpointer.wait()
         if first == state.step:  # all steps were made before
             loss = validation_loss(ddp, validation)
     return loss

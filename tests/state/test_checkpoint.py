@@ -8,6 +8,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,11 @@ def test_another_number_of_ranks_loads_it(before: int, after: int) -> None:
         assert same(run.model.state_dict(), Run(0).model.state_dict())
         return run.mine.value.item()
 
-    assert in_files(files, load, size=after) == [rank if rank < before else 0 for rank in range(after)]
+    # Of a save by one rank nobody can tell what is its own.
+    told = {(2, 3): "rank 2 got what rank 0 had", (3, 1): "what ranks 1, 2 had is left"}.get((before, after))
+    expected = [rank if rank < before else 0 for rank in range(after)]
+    with pytest.warns(RuntimeWarning, match=f"each with mine of its own.*{told}") if told else nullcontext():
+        assert in_files(files, load, size=after) == expected
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 2)])

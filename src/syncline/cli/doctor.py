@@ -100,6 +100,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--step {args.step}: expected at least 1, the first training forward")
     if args.module and not args.script:
         raise UsageError("-m: expected the name of a module")
+    if not args.script and argv:
+        raise UsageError(f"{argv[0]}: expected a script that it is for; without one the host is looked at")
     if args.script:
         check_program(args.script, is_module=args.module, is_python=True)
     if args.arguments[:1] == ["--"]:

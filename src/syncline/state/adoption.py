@@ -95,13 +95,20 @@ class Matched:
     def check_complete(self, path: str) -> None:
         """Raise a ValueError if anything did not fit."""
         if self.missing or self.unused:
-            name = self.missing[0] if self.missing else "optimizer"
-            key = self.unused[0] if self.unused else "epoch"
+            ways = []
+            if self.missing:
+                name = self.missing[0]
+                key = self.unused[0] if self.unused else "..."
+                ways.append(
+                    f'say where something is, names={{"{name}": "{key}"}}, or that it is not there and stays as it is, '
+                    f'names={{"{name}": None}}'
+                )
+            if self.unused:
+                ways.append(f'what is of no name here comes back with besides=["{self.unused[0]}"]')
+            remedy = "; ".join([*ways, "strict=False takes what there is"])
             raise ValueError(
                 "\n  ".join([f"{path} does not fit what is named:", *self.left()])
-                + f'\nSay where something is, names={{"{name}": "{key}"}}, or that it is not there and stays as it is, '
-                f'names={{"{name}": None}}; what is of no name here comes back with besides=["{key}"]; '
-                "strict=False takes what there is"
+                + f"\n{remedy[0].upper()}{remedy[1:]}"
             )
 
 

@@ -17,7 +17,9 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from syncline.contract import format_count
 from syncline.errors import CheckpointCorrupt, SynclineError
+from syncline.plan.difference import describe_ranks
 from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
 from syncline.state.found import Found
@@ -364,6 +366,7 @@ class Checkpointer:
                     stacklevel=2,
                 )
             self._apply(state, found)
+            self._tell_strangers(save, found)
             self._newest = (save.step, self._shelf.path_of(save))
             return save.step
         if damaged:
@@ -372,6 +375,23 @@ class Checkpointer:
                 + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
             )
         return None
+
+    def _tell_strangers(self, save: Save, found: Found) -> None:
+        """Say what ranks got that was another's, or that nobody got."""
+        before, now = found.manifest.num_ranks, self._transport.size
+        names = found.own_names()
+        if before == now or not names or self._transport.rank:
+            return
+        if now > before:
+            what = f"{describe_ranks(range(before, now))} got what rank 0 had"
+        else:
+            what = f"what {describe_ranks(range(now, before))} had is left"
+        warnings.warn(
+            f"{save.name} is of {format_count(before, 'rank')}, each with {', '.join(names)} of its own, and there are "
+            f"{now} now: {what}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _read(self, save: Save) -> Found:
         """What this rank needs of a save, checked on all ranks.

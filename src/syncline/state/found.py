@@ -66,6 +66,20 @@ class Found:
         """Of what there is."""
         return list(self._trees[self._place])
 
+    def own_names(self) -> list[str]:
+        """The names of what each rank had of its own, beside chance and what is divided evenly anyway."""
+        stored = self.manifest.files.get(SHARED_FILE)
+        shared = stored.tensors.keys() if stored is not None else set()
+        names = []
+        for name, tree in self._trees[0].items():
+            if name == "rng" or name in self.manifest.sharded:
+                continue
+            kept = tree["module"] if is_wrapped(tree) else tree
+            is_own = name not in self.manifest.shared and not is_wrapped(tree)
+            if is_own or not shared >= set(tensors_in(kept)):
+                names.append(name)
+        return names
+
     def decoded(self, name: str, one: Any) -> Any:
         """The state of something named, for `one` to load; of what was sharded, all shares joined."""
         if name not in self.manifest.sharded:

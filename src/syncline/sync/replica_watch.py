@@ -10,7 +10,6 @@ Buffers change in forward; those that were just synchronized are hashed before i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +28,7 @@ from syncline.sync.replica_leaves import Coverage, Leaf, optimizer_leaves_of, pa
 from syncline.sync.replicas import LocatedDifference, divergence_error, locate
 from syncline.sync.tensors import distinct_tensors
 from syncline.transport.base import Transport
+from syncline.transport.user_code import warn_user
 
 __all__ = ["ReplicaCheck", "ReplicaWatch"]
 
@@ -251,12 +251,13 @@ class ReplicaWatch:
             )
             return
         self.last_compared = (step, False)
+        can_repair = self.check.on_divergence == "repair" and all(one.difference.majority for one in found)
         error = divergence_error(
             title,
             [one.among(self._ranks) for one in found],
             num_compared=num_compared,
             num_ranks=self._transport.size,
-            remedy=self._remedy(found, agreed_at, are_buffers=are_buffers),
+            remedy=self._remedy(found, agreed_at, are_buffers=are_buffers, can_repair=can_repair),
             agreed_at=agreed_at,
             step=step,
             where="" if len(self._ranks) == max(self._ranks) + 1 else describe_ranks(self._ranks),
@@ -266,12 +267,18 @@ class ReplicaWatch:
                 error, {one.name for one in found}, repair=lambda: "The next forward synchronizes them again."
             )
             return
-        can_repair = all(one.difference.majority for one in found)
         repair = (lambda: self._repaired(found, leaves, step)) if can_repair else None
         self._act(error, {one.name for one in found}, repair=repair)
 
-    def _remedy(self, found: Sequence[LocatedDifference], agreed_at: int | None, *, are_buffers: bool) -> str:
-        back = "To go on," if not agreed_at else f"Go back to a checkpoint of step {agreed_at} or before, or"
+    def _remedy(
+        self,
+        found: Sequence[LocatedDifference],
+        agreed_at: int | None,
+        *,
+        are_buffers: bool,
+        can_repair: bool,
+    ) -> str:
+        back = "To go on," if agreed_at is None else "Go back to a checkpoint that is older than that, or"
         names = [one.name for one in found]
         targets = [
             target
@@ -288,6 +295,8 @@ class ReplicaWatch:
             else "A bit that flipped, a write on some ranks only, or an operation whose result differs between ranks "
             "(`syncline doctor` looks for such)."
         )
+        if are_buffers or can_repair or self.check.on_divergence == "warn":
+            return cause
         return f"{cause} {back} make them equal by {' and '.join(targets)}."
 
     def _check_structure(self, title: str, leaves: Sequence[Leaf], step: int) -> None:
@@ -344,7 +353,7 @@ class ReplicaWatch:
         if policy == "warn":
             self._warned |= names
         if self._transport.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warn_user(text)
 
     def _repaired(self, found: Sequence[LocatedDifference], leaves: Sequence[Leaf], step: int) -> str:
         """Give all ranks the majority's values; what was done. A collective call."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.contract import format_count
 from syncline.errors import ReplicaDivergence
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import gather_rows
@@ -176,6 +177,8 @@ def divergence_error(
     window = ""
     if agreed_at is not None:
         when = "when the module was wrapped" if not agreed_at else f"at step {agreed_at}"
+        if agreed_at and step is not None:
+            when += f", {format_count(step - agreed_at, 'step')} before"
         window = f"All ranks agreed on {found[0].name} last {when}. "
     return ReplicaDivergence(
         "\n".join([problem, *shown, f"{window}{who} {remedy}"]),
