@@ -197,7 +197,10 @@ def test_the_error_says_all_there_is_to_say() -> None:
         r"All ranks agreed on one.weight last at step [45], [12] steps? before\. In the minority: rank 1\.",
         text,
     )
-    assert "Go back to a checkpoint of step" in text
+    assert (
+        "Go back to a checkpoint that is older than that, or make them equal by sl.broadcast_(ddp, src=...)."
+        in text
+    )
 
 
 def test_of_two_ranks_it_does_not_guess() -> None:
