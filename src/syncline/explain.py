@@ -291,7 +291,7 @@ def _when_replicas_are_compared(plan: Plan, rule: ReplicaRule) -> list[str]:
         return ["never: there is one rank"]
     within = f"all within {format_count(rule.every, 'step')}"
     if plan.rules is None:
-        return [f"in every synchronized backward a slice, {within}"]
+        return [f"in synchronized backwards a slice, {within}"]
     when = []
     if plan.rules.reduces and (plan.rules.gradients is None or plan.rules.gradients.how != "-"):
         among = "" if plan.num_reducing is None else f" among the {plan.num_reducing} ranks of a worker"

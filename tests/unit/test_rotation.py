@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.plan.rotation import rotation
+from syncline.plan.rotation import rotation, spread
 
 sizes_lists = st.lists(
     st.tuples(st.integers(0, 200_000), st.sampled_from([1, 2, 4, 8, 16])), min_size=0, max_size=20
@@ -37,3 +37,17 @@ def test_pieces_but_the_last_are_whole_words(sizes: list[tuple[int, int]], num_s
         for piece in pieces:
             assert piece.start % 64 == 0
             assert piece.stop % 64 == 0 or piece.stop == sizes[piece.leaf][0]
+
+
+@given(sizes_lists, st.integers(1, 50))
+def test_a_round_of_turns_has_it_all_and_no_more_slices_than_are_worth_it(
+    sizes: list[tuple[int, int]], num_turns: int
+) -> None:
+    turns = spread(sizes, num_turns)
+    assert len(turns) == num_turns
+    numels = [0] * len(sizes)
+    for piece in (piece for pieces in turns for piece in pieces):
+        numels[piece.leaf] += piece.stop - piece.start
+    assert numels == [numel for numel, _ in sizes]
+    cost = sum(numel * itemsize for numel, itemsize in sizes) + len(sizes) * 2**14
+    assert sum(map(bool, turns)) <= max(1, cost // 2**18 + 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Piece", "rotation"]
+__all__ = ["Piece", "rotation", "spread"]
 
 _OVERHEAD_BYTES = 1 << 14
 """What looking at one more tensor costs, however small it is: about as much as so many of its bytes."""
+_LEAST_BYTES = 1 << 18
+"""A slice of less is not worth the look: then there are fewer of them."""
 _ALIGNMENT_NUMEL = 64
 """Tensors are cut at multiples of this, so that each piece but the last is made of whole words."""
 
@@ -55,3 +57,18 @@ def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Pi
                 break
         at = begins + numel * itemsize
     return [tuple(pieces) for pieces in slices]
+
+
+def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece, ...]]:
+    """The same for a number of turns; where there is little, some turns, evenly spread, have nothing.
+
+    Example:
+        >>> [len(pieces) for pieces in spread([(50_000, 4), (50_000, 4)], 5)]
+        [1, 0, 1, 0, 0]
+    """
+    total_bytes = sum(numel * itemsize + _OVERHEAD_BYTES for numel, itemsize in sizes)
+    num_slices = max(1, min(num_turns, -(-total_bytes // _LEAST_BYTES)))
+    turns: list[tuple[Piece, ...]] = [()] * num_turns
+    for index, pieces in enumerate(rotation(sizes, num_slices)):
+        turns[index * num_turns // num_slices] = pieces
+    return turns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.plan.rotation import Piece, rotation
+from syncline.plan.rotation import Piece, spread
 from syncline.sync.optimizers import parameters_of
 
 __all__ = ["Coverage", "Leaf", "optimizer_leaves_of", "parameter_leaves"]
@@ -30,7 +30,8 @@ class Leaf(NamedTuple):
         """What it is now; None where it is gone."""
         found = self.root
         for key in self.keys:
-            found = _child(found, key)
+            # Nearly always a dict: asking for Mapping takes as long as all the rest.
+            found = found.get(key) if isinstance(found, dict) else _child(found, key)
         return found if isinstance(found, Tensor | int) else None
 
     def write(self, value: int) -> None:
@@ -123,7 +124,7 @@ class Coverage:
     def __init__(self, leaves: Sequence[Leaf], num_slices: int, agreed_at: int | None) -> None:
         self.leaves = leaves
         self._forms = _forms(leaves)
-        self._slices = rotation([form[1:] for form in self._forms], num_slices)
+        self._slices = spread([form[1:] for form in self._forms], num_slices)
         self._agreed_at = [agreed_at] * num_slices
 
     def found_again(self, leaves: Sequence[Leaf]) -> Coverage:
