@@ -105,8 +105,8 @@ class ReplicaWatch:
         self.check = check
         self.last_compared: tuple[int, bool] | None = None
         """The step of the last comparison, and whether all were equal."""
-        self.num_compared = 0
-        """Comparisons so far."""
+        self.num_looks = 0
+        """Backwards so far, whether anything had its turn or not."""
         self.num_repairs = 0
         self._title = title
         self._transport = transport
@@ -134,7 +134,7 @@ class ReplicaWatch:
 
     def continues(self, former: ReplicaWatch) -> None:
         """Take the place of another, of the same module before it was changed."""
-        self.last_compared, self.num_compared = former.last_compared, former.num_compared
+        self.last_compared, self.num_looks = former.last_compared, former.num_looks
         self.num_repairs, self._warned, self._was_finite = (
             former.num_repairs,
             former._warned,
@@ -165,6 +165,7 @@ class ReplicaWatch:
         Args:
             steps: since the last comparison, up to the one under way; the same on all ranks.
         """
+        self.num_looks += 1
         optimizers = self._optimizers()
         every = self.check.every
         # State of an optimizer appears with its first step, and is replaced by what is loaded. To list it anew costs
@@ -208,7 +209,6 @@ class ReplicaWatch:
         if not any(told):
             return
         assert self._coverage is not None
-        self.num_compared += 1
         self.last_compared = (step, len(set(told)) == 1)
         if len(set(told)) == 1:
             self._coverage.agreed(self._steps, step)
