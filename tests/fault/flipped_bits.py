@@ -155,7 +155,8 @@ def main() -> None:
         time.sleep(rng.uniform(0, 0.01))
         num_events, before = len(job.events()), job.step()
         job.flip(rank, address + at, bit)
-        after = job.step() + 1  # the step under way
+        # Rank 0 may not have told its last step yet, while this rank has begun the next backward but one.
+        after = job.step() + 2
         job.wait_until(lambda after=after: job.step() > after + 2 * EVERY)
         told = job.events()[num_events:]
         found = {
