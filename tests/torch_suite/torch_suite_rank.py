@@ -124,6 +124,16 @@ def load(class_name: str) -> ModuleType:
     ):
         sys.modules[spec.name] = module  # pickle looks the classes of the file up by its name
         spec.loader.exec_module(module)
+    remove_at_once = module._rank_temp_file
+
+    @contextlib.contextmanager
+    def remove_when_all_have_read() -> Iterator[str]:
+        """torch's, whose rank 0 may remove the file before another rank has opened it."""
+        with remove_at_once() as name:
+            yield name
+            dist.barrier()
+
+    module._rank_temp_file = remove_when_all_have_read
     return module
 
 
