@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from syncline import EXIT_STOPPED
 from syncline.launch.report import Failure, LastWords, describe, first_failure, read_last_words
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:7"
@@ -22,6 +23,11 @@ def after_a_lost_peer(rank: int, *, at: int) -> Failure:
     traceback = f"Traceback\n{LOST}\n\nDuring handling ...\n\nTraceback\nKeyError: 'loss'\n"
     words = LastWords(summary="KeyError: 'loss'", traceback=traceback, time_ns=at, exit_code=1)
     return Failure(rank=rank, pid=100 + rank, return_code=1, words=words)
+
+
+def stopped(rank: int, *, at: int) -> Failure:
+    words = LastWords(summary="SystemExit: 75", traceback="", time_ns=at, exit_code=EXIT_STOPPED)
+    return Failure(rank=rank, pid=100 + rank, return_code=EXIT_STOPPED, words=words)
 
 
 def silent(rank: int, return_code: int, *tail: str) -> Failure:
@@ -46,6 +52,9 @@ TERMINATED = -int(signal.SIGTERM)
         ([silent(2, 7), silent(1, TERMINATED), silent(3, KILLED)], 2),
         ([silent(1, TERMINATED)], 1),
         ([silent(1, TERMINATED), spoke(0, LOST, at=10)], 1),
+        ([stopped(0, at=10), silent(1, 3)], 1),
+        ([stopped(0, at=10), spoke(1, LOST, at=20)], 1),
+        ([stopped(0, at=10), silent(1, TERMINATED)], 0),
     ],
     ids=[
         "by time, not by rank",
@@ -59,6 +68,9 @@ TERMINATED = -int(signal.SIGTERM)
         "of the silent, the first that was seen",
         "ended by SIGTERM from elsewhere",
         "ended by SIGTERM from elsewhere, then noticed by a peer",
+        "a rank that has stopped has not failed: one that fails later did",
+        "not even where that one only says that it lost its peer",
+        "a rank that did not end after another had stopped was ended by the launcher",
     ],
 )
 def test_the_first_failure(failures: list[Failure], rank: int) -> None:
@@ -83,6 +95,14 @@ def test_the_report_is_one_line_and_the_traceback() -> None:
     failures = [spoke(0, LOST, at=20), spoke(1, "ValueError: x", at=10), silent(2, TERMINATED)]
     assert describe(failures, host="h") == (
         "rank 1 (pid 101 on h) failed with exit code 1; after it rank 0 (exit code 1):\nTraceback\nValueError: x"
+    )
+
+
+def test_ranks_that_have_stopped_are_told_apart() -> None:
+    text = describe([stopped(0, at=10), silent(1, 3), silent(2, 4)], host="a")
+    assert text == (
+        "rank 1 (pid 101 on a) failed with exit code 3; after it rank 2 (exit code 4); "
+        "not failed but stopped, as asked: rank 0 (exit code 75)"
     )
 
 

@@ -224,13 +224,20 @@ def pids_of_rank_0(launcher: Launcher) -> list[int]:
     return [int(line.split()[-1]) for line in launcher.wait_for_lines(2) if line.startswith("[rank 0] pid")]
 
 
-def test_a_rank_that_fails_while_others_stop_is_a_failure(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "end").touch()
+@pytest.mark.parametrize("is_later", [True, False])
+def test_a_rank_that_fails_while_others_stop_is_a_failure(
+    server: Server, tmp_path: Path, is_later: bool
+) -> None:
     launcher, _ = started(server, tmp_path, "program.py", "fails", code=STOPS)
+    if not is_later:
+        (tmp_path / "end").touch()
     os.kill(launcher.pid, signal.SIGUSR1)
+    if is_later:
+        assert_gone(pids_of_rank_0(launcher))
+        (tmp_path / "end").touch()
     done = launcher.wait()
     assert done.returncode == 3
-    assert "rank 1 " in done.stderr
+    assert "rank 1 " in done.stderr.splitlines()[0]
 
 
 def test_sigusr1_changes_nothing_for_ranks_that_go_on(server: Server, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncline.stopping import EXIT_STOPPED
+
 __all__ = ["Failure", "LastWords", "describe", "first_failure", "read_last_words"]
 
 _MAX_TAIL_LINES = 20
@@ -60,6 +62,11 @@ class Failure:
         return code & 0xFF or 1
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether it ended because the ranks had agreed to stop."""
+        return self.exit_code == EXIT_STOPPED
+
+    @property
     def ending(self) -> str:
         """How it ended, after the rank's name."""
         if self.words is None and self.return_code < 0:
@@ -93,11 +100,12 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     connections before the launcher sees the death; so a silent death comes before such an error, but after
     an exception that has a reason of its own. A rank that closes its connections while its exception is still on
     the way out (`finally: destroy_process_group()`) speaks after its peers. SIGTERM is how the launcher ends the
-    ranks that are left.
+    ranks that are left. A rank that has stopped because it was asked to has not failed, whenever that was.
 
     Args:
         failures: at least one, those first that the launcher saw first.
     """
+    failures = [failure for failure in _by_themselves(failures) if not failure.has_stopped] or failures
     spoke = sorted((f for f in failures if f.words is not None), key=_time_ns)
     silent = [f for f in _by_themselves(failures) if f.words is None]
     if spoke and not _blames_a_peer(spoke[0]):
@@ -139,10 +147,12 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     first = first_failure(failures)
     line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
     others = [failure for failure in _by_themselves(failures) if failure is not first]
+    stopped = [other for other in others if other.has_stopped and not first.has_stopped]
+    others = [other for other in others if other not in stopped]
     if others:
-        named = [f"rank {other.rank} {_briefly(other)}" for other in others[:_MAX_OTHERS]]
-        hidden = len(others) - len(named)
-        line += "; after it " + ", ".join(named) + (f" and {hidden} more" if hidden else "")
+        line += f"; after it {_named(others)}"
+    if stopped:
+        line += f"; not failed but stopped, as asked: {_named(stopped)}"
     if more_hosts:
         line += "; it is the first on this host, look at the others' output as well"
     details = _details(first)
@@ -157,6 +167,12 @@ def _seen_by_another(others: Sequence[Failure]) -> list[str]:
         if other.words is not None and _blames_a_peer(other):
             return [f"as rank {other.rank} saw it:", *other.words.summary.rstrip().split("\n")]
     return []
+
+
+def _named(failures: Sequence[Failure]) -> str:
+    named = [f"rank {failure.rank} {_briefly(failure)}" for failure in failures[:_MAX_OTHERS]]
+    hidden = len(failures) - len(named)
+    return ", ".join(named) + (f" and {hidden} more" if hidden else "")
 
 
 def _briefly(failure: Failure) -> str:
