@@ -241,7 +241,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             sparse=chosen.sparse,
             delayed=frozenset(name for name, _ in chosen.delayed),
             sharded=sharded and transport.size > 1,
-            compares_replicas=replica_check is not None and transport.size > 1,
             on_nonfinite=on_nonfinite,
         )
         self._replica = Replica(

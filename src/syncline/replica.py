@@ -219,7 +219,7 @@ class Replica:
         """Put the hooks on. A collective only with sharded=True."""
         self.selection = chosen
         self.ignored = set(chosen.ignored)
-        # A group of one rank may have become a larger one.
+        # Here, for a group of one rank may have become a larger one.
         self.options = replace(self.options, compares_replicas=self.checks.are_needed(self.transport))
         self.gradients = GradientSync(
             [*chosen.trained, *chosen.delayed],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import json
 import os
@@ -14,7 +13,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -26,6 +24,7 @@ from syncline.bench.ranks import Plan
 from syncline.bench.summary import summarize
 from syncline.bench.tables import parse_size, report, size_text
 from syncline.cli.options import UsageError
+from syncline.cli.parser import CommandParser
 from syncline.launch.supervise import Job, supervise, worker_command
 
 __all__ = ["main"]
@@ -63,14 +62,6 @@ _COPIES = 8
 """Tensors of a size that a rank and its engines hold at most, roughly."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see syncline bench --help")
-
-    def format_help(self) -> str:
-        return _HELP
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
@@ -103,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="syncline bench", allow_abbrev=False)
+    parser = CommandParser("syncline bench", _HELP)
     parser.add_argument("-n", type=int, default=2)
     parser.add_argument("--sizes", action="append")
     parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True)
@@ -111,12 +102,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "see syncline bench --help"
-        raise UsageError(f"unknown argument {unknown[0]}: {remedy}")
+    args = parser.parse_all(argv)
     if args.n < 2:
         raise UsageError(f"-n {args.n}: expected at least 2 ranks, as one has nobody to synchronize with")
     if args.rounds is not None and args.rounds < 2:

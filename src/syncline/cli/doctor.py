@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import sys
@@ -12,12 +11,12 @@ import textwrap
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from torch.distributed.launcher.api import LaunchConfig
 
 from syncline import environment
 from syncline.cli.options import UsageError
+from syncline.cli.parser import CommandParser
 from syncline.cli.run import check_program
 from syncline.debug.host import findings
 from syncline.debug.watch import Orders
@@ -54,14 +53,6 @@ usage, or there was no such step; else that of the script, where it failed.
 _WIDTH = 100
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see syncline doctor --help")
-
-    def format_help(self) -> str:
-        return _HELP
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
@@ -81,19 +72,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="syncline doctor", allow_abbrev=False)
+    parser = CommandParser("syncline doctor", _HELP)
     parser.add_argument("-n", type=int, default=2)
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("script", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "see syncline doctor --help"
-        raise UsageError(f"unknown option {unknown[0]}: {remedy} (options of the program follow its name)")
+    args = parser.parse_all(argv, what="option", hint=" (options of the program follow its name)")
     if args.n < 1:
         raise UsageError(f"-n {args.n}: expected at least 1 process")
     if args.step < 1:

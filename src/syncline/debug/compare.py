@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from syncline.debug.recording import Call, Recording
 from syncline.debug.values import Value
+from syncline.plan.difference import groups_of
 
-__all__ = ["Found", "first_difference", "first_nan", "groups_of"]
+__all__ = ["Found", "first_difference", "first_nan"]
 
 Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "result"]
 
@@ -31,19 +32,6 @@ class Found(NamedTuple):
     """Name of the tensor or of the place."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Which recordings are equal there, the largest group first."""
-
-
-def groups_of(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Indices with equal keys, the largest group first (of several, that with the lowest index).
-
-    Example:
-        >>> groups_of(["a", "b", "b"])
-        ((1, 2), (0,))
-    """
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
-    return tuple(map(tuple, sorted(groups.values(), key=lambda group: (-len(group), group))))
 
 
 def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = False) -> Found | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from syncline.debug.aligning import align_chance, align_inputs, align_tensors
 from syncline.debug.chance import positions
-from syncline.debug.compare import Found, first_difference, first_nan, groups_of
+from syncline.debug.compare import Found, first_difference, first_nan
 from syncline.debug.diagnosis import Evidence, between_ranks, never_written, of_gradients, within_a_rank
 from syncline.debug.facts import facts
 from syncline.debug.recording import Recorder, Recording, named_modules
@@ -24,7 +24,7 @@ from syncline.debug.report import Finding, Report
 from syncline.debug.subject import Subject
 from syncline.debug.values import Kept, Value, how_they_differ, values_of_named
 from syncline.debug.wrappers import Synchronization
-from syncline.plan.difference import describe_ranks
+from syncline.plan.difference import describe_ranks, groups_of
 from syncline.plan.trees import map_leaves
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.broadcasting import broadcast_tensors

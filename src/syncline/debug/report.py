@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from syncline.errors import SynclineError
-from syncline.plan.difference import describe_ranks
+from syncline.plan.difference import describe_ranks, ranks_with
 
 __all__ = ["Disagreement", "Finding", "Report", "by_value"]
 
@@ -95,9 +95,7 @@ def by_value(values: Sequence[str]) -> str:
         >>> by_value(["1", "1"]), by_value(["1", "2"])
         ('1', '1 (rank 0), 2 (rank 1)')
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
+    ranks = ranks_with(dict(enumerate(values)))
     if len(ranks) == 1:
         return values[0]
     return ", ".join(f"{value} ({describe_ranks(held)})" for value, held in ranks.items())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
-__all__ = ["DEFAULT_REMEDY", "describe_difference", "describe_ranks"]
+__all__ = ["DEFAULT_REMEDY", "describe_difference", "describe_ranks", "groups_of", "ranks_with"]
+
+K = TypeVar("K", bound=Hashable)
 
 DEFAULT_REMEDY = "Give every rank the same, in the same order."
 
@@ -39,9 +42,7 @@ def describe_difference(
             got      (2, 4) (rank 1)
         Give every rank the same, in the same order.
     """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, lines in enumerate(descriptions):
-        groups.setdefault(tuple(lines), []).append(rank)
+    groups = ranks_with({rank: tuple(lines) for rank, lines in enumerate(descriptions)})
     if len(groups) < 2:
         return None
     reference = min(groups, key=lambda lines: (-len(groups[lines]), groups[lines]))
@@ -55,6 +56,30 @@ def describe_difference(
             text.append(f"{here} against {there}:")
             text += _capped(_entries(lines, reference, here, there))
     return "\n".join([*text, remedy])
+
+
+def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
+    """The ranks that have each value, in the order in which values and ranks occur.
+
+    Example:
+        >>> ranks_with({0: "a", 1: "b", 3: "a"})
+        {'a': [0, 3], 'b': [1]}
+    """
+    found: dict[K, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Indices with equal values, the largest group first (of several, that with the lowest index).
+
+    Example:
+        >>> groups_of(["a", "b", "b"])
+        ((1, 2), (0,))
+    """
+    groups = ranks_with(dict(enumerate(values))).values()
+    return tuple(map(tuple, sorted(groups, key=lambda group: (-len(group), group))))
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from syncline.contract import format_count
 from syncline.errors import CheckpointCorrupt, SynclineError
-from syncline.plan.difference import describe_ranks
+from syncline.plan.difference import describe_ranks, ranks_with
 from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
 from syncline.state.found import Found
@@ -28,7 +28,7 @@ from syncline.state.shelf import Save, Shelf
 from syncline.state.snapshot import SHARED_FILE, Manifest, own_file, read_manifest, write_manifest
 from syncline.state.stopping import JointStop
 from syncline.state.tensor_file import StoredFile, write_tensors
-from syncline.state.together import Refused, everywhere, on_rank_0, ranks_with
+from syncline.state.together import Refused, everywhere, on_rank_0
 from syncline.state.train_state import TrainState
 from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
@@ -453,7 +453,9 @@ class Checkpointer:
             host, path, _ = seen[0]
             raise SynclineError(
                 f"sl.Checkpointer: what rank 0 wrote into {path} on {host} is not in "
-                + "; ".join(f"{where} ({ranks})" for where, ranks in ranks_with(blind).items())
+                + "; ".join(
+                    f"{where} ({describe_ranks(ranks)})" for where, ranks in ranks_with(blind).items()
+                )
                 + ". Give the same directory on all ranks, on a file system that all hosts have mounted at the same "
                 "place"
             )

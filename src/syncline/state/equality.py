@@ -13,12 +13,17 @@ from syncline.errors import ReplicaDivergence
 from syncline.state.encoding import encode
 from syncline.state.tensor_file import checksum, memory_of
 from syncline.sync.agreement import exchange
-from syncline.sync.fingerprint import Difference, differences, fingerprint_of_number, fingerprints
+from syncline.sync.fingerprint import (
+    Difference,
+    differences,
+    fingerprint_of_number,
+    fingerprints,
+    first_of,
+    minority_of,
+)
 from syncline.transport.base import Transport
 
 __all__ = ["agree_on_loaded"]
-
-_MAX_SHOWN = 5
 
 
 def agree_on_loaded(
@@ -98,10 +103,6 @@ def _text(tree: Any) -> str:
 
 
 def _divergence(title: str, found: list[Difference], num_leaves: int, num_ranks: int) -> ReplicaDivergence:
-    minority = sorted({rank for difference in found for rank in difference.minority})
-    shown = [f"  {difference}" for difference in found[:_MAX_SHOWN]]
-    if len(found) > _MAX_SHOWN:
-        shown.append(f"  and {len(found) - _MAX_SHOWN} more")
     problem = (
         f"{title}: expected what is the same for all ranks to be the same on all {num_ranks} after it was loaded, but "
         f"{len(found)} of {num_leaves} tensors and others differ, the first of them {found[0].name}. Who is equal with "
@@ -112,8 +113,8 @@ def _divergence(title: str, found: list[Difference], num_leaves: int, num_ranks:
         "loaded changes it (a load_state_dict, or a hook on it, that goes by the rank). Do not train on with this"
     )
     return ReplicaDivergence(
-        "\n".join([problem, *shown, remedy]),
+        "\n".join([problem, *first_of(found), remedy]),
         tensor=found[0].name,
         num_differing=len(found),
-        minority_ranks=tuple(minority),
+        minority_ranks=minority_of(found),
     )

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.errors import SynclineError
-from syncline.plan.difference import describe_ranks
+from syncline.plan.difference import describe_ranks, ranks_with
 from syncline.state.train_state import TrainState
 from syncline.stopping import EXIT_STOPPED, Stopped, StopRequest, checked_signals, forget, listen, rearm
 from syncline.sync.stop_vote import StopVote, Told
@@ -147,7 +147,4 @@ class JointStop:
 def _in_words(whys: dict[int, str], num_ranks: int) -> str:
     if num_ranks == 1:
         return f"this process {whys[0]}"
-    by_why: dict[str, list[int]] = {}
-    for rank, why in whys.items():
-        by_why.setdefault(why, []).append(rank)
-    return ", ".join(f"{describe_ranks(ranks)} {why}" for why, ranks in by_why.items())
+    return ", ".join(f"{describe_ranks(ranks)} {why}" for why, ranks in ranks_with(whys).items())

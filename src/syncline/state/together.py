@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from syncline.errors import CheckpointCorrupt, SynclineError
-from syncline.plan.difference import describe_ranks
+from syncline.plan.difference import describe_ranks, ranks_with
 from syncline.transport.base import Transport
 
-__all__ = ["Refused", "everywhere", "on_rank_0", "ranks_with"]
+__all__ = ["Refused", "everywhere", "on_rank_0"]
 
 T = TypeVar("T")
 
@@ -23,15 +23,7 @@ def _by_ranks(texts: Mapping[int, str], num_ranks: int) -> str:
     """Each text with the ranks that gave it; without, where all did."""
     if len(texts) == num_ranks and len(set(texts.values())) == 1:
         return texts[0]
-    return "; ".join(f"{ranks}: {text}" for text, ranks in ranks_with(texts).items())
-
-
-def ranks_with(texts: Mapping[int, str]) -> dict[str, str]:
-    """The ranks that gave a text, by text."""
-    found: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        found.setdefault(text, []).append(rank)
-    return {text: describe_ranks(ranks) for text, ranks in found.items()}
+    return "; ".join(f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_with(texts).items())
 
 
 def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from syncline.plan.difference import describe_ranks
+from syncline.plan.difference import describe_ranks, groups_of
 from syncline.sync.tensors import as_bytes, as_flat, is_dense, is_plain, parts_of
 
 __all__ = [
@@ -27,6 +27,9 @@ __all__ = [
     "digest_of",
     "fingerprint_of_number",
     "fingerprints",
+    "first_of",
+    "minority_of",
+    "mixed",
 ]
 
 _CPU_CHUNK_BYTES = 1 << 18
@@ -191,14 +194,14 @@ class SliceHash:
         """Of all pieces, in order."""
         total = 0
         for leaf, number in self._resolved():
-            total = ((total ^ leaf) * _MIXING + number) % _WORD
+            total = mixed(total ^ leaf, number)
         return total
 
     def by_leaf(self) -> dict[int, int]:
         """Of the pieces of each tensor or number."""
         found: dict[int, int] = {}
         for leaf, number in self._resolved():
-            found[leaf] = (found.get(leaf, 0) * _MIXING + number) % _WORD
+            found[leaf] = mixed(found.get(leaf, 0), number)
         return found
 
 
@@ -206,7 +209,9 @@ def _is_in_host_memory(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-_MIXING = 0x9E3779B97F4A7C15  # odd, so that nothing is lost by multiplying
+def mixed(total: int, number: int) -> int:
+    """One more number of 64 bits taken into a sum of them in which their order counts."""
+    return (total * (_GOLDEN % _WORD) + number) % _WORD  # odd, so that nothing is lost by multiplying
 
 
 def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
@@ -244,6 +249,17 @@ class Difference(NamedTuple):
         return f"{self.name}  {' | '.join(map(describe_ranks, self.groups))}"
 
 
+def minority_of(found: Iterable[Difference]) -> tuple[int, ...]:
+    """The ranks that are in the minority in any of them."""
+    return tuple(sorted({rank for difference in found for rank in difference.minority}))
+
+
+def first_of(found: Sequence[object], num_shown: int = 5) -> list[str]:
+    """A line each of the first differences, and how many more there are."""
+    more = len(found) - num_shown
+    return [f"  {one}" for one in found[:num_shown]] + ([f"  and {more} more"] if more > 0 else [])
+
+
 def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Difference]:
     """What differs, in order.
 
@@ -258,10 +274,7 @@ def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Dif
     """
     found = []
     for index, name in enumerate(names):
-        groups: dict[int, list[int]] = {}
-        for rank, row in enumerate(rows):
-            groups.setdefault(row[index], []).append(rank)
+        groups = groups_of([row[index] for row in rows])
         if len(groups) > 1:
-            ordered = sorted(groups.values(), key=lambda group: (-len(group), group))
-            found.append(Difference(name, tuple(map(tuple, ordered))))
+            found.append(Difference(name, groups))
     return found

@@ -195,12 +195,14 @@ class GradientSync:
         if self._used_since_reduction and not self._sends:
             # A world of one, in which what ran under no_sync may be stepped without any reduction.
             self._used_since_reduction.clear()
-            self.nonfinite.conclude_alone(
-                [(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step
-            )
+            self._conclude_alone(self.nonfinite)
             self.ledger.note_judgement(self.nonfinite.last)
             self.nonfinite.act()
         return self.nonfinite.discards_step()
+
+    def _conclude_alone(self, nonfinite: NonFiniteWatch) -> None:
+        """Judge all that is in `.grad`: there is one rank."""
+        nonfinite.conclude_alone([(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step)
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -499,9 +501,7 @@ class GradientSync:
         if self._static is not None:
             self._static.learn()
         if self.nonfinite is not None and self.transport.size == 1:
-            self.nonfinite.conclude_alone(
-                [(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step
-            )
+            self._conclude_alone(self.nonfinite)
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
 

@@ -23,7 +23,7 @@ from syncline.plan.difference import describe_ranks
 from syncline.plan.rotation import Piece
 from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.control import MAX_REPLICA_FINGERPRINT
-from syncline.sync.fingerprint import SliceHash
+from syncline.sync.fingerprint import SliceHash, mixed
 from syncline.sync.replica_leaves import Coverage, Leaf, optimizer_leaves_of, parameter_leaves
 from syncline.sync.replicas import LocatedDifference, divergence_error, locate
 from syncline.sync.tensors import distinct_tensors
@@ -193,7 +193,7 @@ class ReplicaWatch:
             return 0
         total = 0
         for one in (self._hash, *self._buffer_hashes):
-            total = (total * 0x9E3779B97F4A7C15 + (0 if one is None else one.value())) % (1 << 64)
+            total = mixed(total, 0 if one is None else one.value())
         return 1 + total % MAX_REPLICA_FINGERPRINT
 
     def compare(self, told: Sequence[int], step: int) -> None:
@@ -348,7 +348,7 @@ class ReplicaWatch:
         hashes: dict[int, int] = {}
         for one in self._buffer_hashes:
             for leaf, number in one.by_leaf().items():
-                hashes[leaf] = (hashes.get(leaf, 0) * 0x9E3779B97F4A7C15 + number) % (1 << 64)
+                hashes[leaf] = mixed(hashes.get(leaf, 0), number)
         leaves = self._buffer_coverage.leaves
         names = [leaves[index].name for index in hashes]
         found = locate(names, [None] * len(names), self._transport, mine=list(hashes.values()))

@@ -13,7 +13,14 @@ from syncline.contract import format_count
 from syncline.errors import ReplicaDivergence
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import gather_rows
-from syncline.sync.fingerprint import Difference, differences, fingerprint_of_number, fingerprints
+from syncline.sync.fingerprint import (
+    Difference,
+    differences,
+    fingerprint_of_number,
+    fingerprints,
+    first_of,
+    minority_of,
+)
 from syncline.transport.base import Transport
 
 __all__ = ["LocatedDifference", "divergence_error", "locate", "values_fingerprints"]
@@ -160,16 +167,13 @@ def divergence_error(
         step: the step at which it differed.
         where: the ranks that were compared, where these are not all.
     """
-    minority = sorted({rank for one in found for rank in one.difference.minority})
+    minority = minority_of(one.difference for one in found)
     if minority:
         who = f"In the minority: {describe_ranks(minority)}."
     elif num_ranks == 2:
         who = "With two ranks nobody can tell which one is right."
     else:
         who = "No more than half of the ranks agree, so nobody can tell which are right."
-    shown = [f"  {one}" for one in found[:_MAX_LOCATED]]
-    if len(found) > _MAX_LOCATED:
-        shown.append(f"  and {len(found) - _MAX_LOCATED} more")
     problem = (
         f"{title}: expected the same bits on {where or f'all {num_ranks} ranks'}, but {len(found)} of {num_compared} "
         f"tensors and numbers differ, the first of them {found[0].name}. Who is equal with whom:"
@@ -181,10 +185,10 @@ def divergence_error(
             when += f", {format_count(step - agreed_at, 'step')} before"
         window = f"All ranks agreed on {found[0].name} last {when}. "
     return ReplicaDivergence(
-        "\n".join([problem, *shown, f"{window}{who} {remedy}"]),
+        "\n".join([problem, *first_of(found, _MAX_LOCATED), f"{window}{who} {remedy}"]),
         tensor=found[0].name,
         num_differing=len(found),
-        minority_ranks=tuple(minority),
+        minority_ranks=minority,
         elements=found[0].elements,
         agreed_at_step=agreed_at,
         found_at_step=step,

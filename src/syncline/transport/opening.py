@@ -16,7 +16,7 @@ import torch
 
 from syncline.board import Place
 from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
-from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, describe_ranks
+from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, describe_ranks, ranks_with
 from syncline.transport.calls import SAME_CALLS
 from syncline.transport.user_code import user_code
 
@@ -110,14 +110,12 @@ def _tell(
 
 
 def _refusal(title: str, reasons: dict[int, tuple[str, str]]) -> Exception:
-    ranks_with: dict[tuple[str, str], list[int]] = {}
-    for rank, reason in reasons.items():
-        ranks_with.setdefault(reason, []).append(rank)
+    refusing = ranks_with(reasons)
     text = [f"{title}: refused, nothing was sent"]
-    for (name, message), ranks in ranks_with.items():
+    for (name, message), ranks in refusing.items():
         cause = message if name in ("TypeError", "ValueError") else f"{name}: {message}"
         text.append(f"{describe_ranks(ranks)}: {cause}")
-    names = {name for name, _ in ranks_with}
+    names = {name for name, _ in refusing}
     error_class: type[Exception] = SynclineError
     if names <= {"TypeError", "ValueError"}:
         error_class = TypeError if names == {"TypeError"} else ValueError
