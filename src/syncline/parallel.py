@@ -535,6 +535,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         return self._replica.replicated()
 
     @property
+    def steps_alike(self) -> bool:
+        """Whether all ranks step their replicas alike: not where these drift apart by a strategy or in `sl.diverge`."""
+        return self._replica.steps_alike
+
+    @property
     def last_round(self) -> RoundRecord | None:
         """The most recent meeting of parameters as it was recorded on this rank; None before the first."""
         return None if self._replica.rounds is None else self._replica.rounds.last

@@ -117,7 +117,7 @@ class Replica:
         self._ignore = tuple(ignore)
         self.checks = ReplicaChecks(replica_check)
         """What compares this replica with the others."""
-        self._equal_after_backward = 0 if init_sync else -1
+        self._equal_after_backward = 0
         """How many backwards there were when all parameters were equal for sure."""
         agree_on_module(chosen, contract_of(self.plan), options, transport)
         former = one_copy_of(module)
@@ -174,7 +174,7 @@ class Replica:
 
     def _was_written(self) -> None:
         """A verb has made all parameters equal."""
-        self._equal_after_backward = self.gradients.step
+        self._equal_after_backward = self.gradients.num_backwards
         if self.rounds is not None:
             self.rounds.restart()
 
@@ -203,6 +203,7 @@ class Replica:
             equalize_buffers=_weakly(self._equalize_buffers_at_meeting),
             present_buffers=_weakly(self._present_buffers),
         )
+        rounds.are_equal = self.plan.init_sync
         for lane in rounds.lanes:
             if lane is not self.transport:
                 weakref.finalize(self, lane.close)
@@ -281,19 +282,28 @@ class Replica:
 
     def _are_equal_after(self, step: int) -> None:
         """A meeting has made all parameters equal."""
-        self._equal_after_backward = self.gradients.step
+        self._equal_after_backward = self.gradients.num_backwards
         self.checks.compare_after_meeting(self.transport, step)
 
     def before_forward_of_equal_buffers(self) -> None:
         """Buffers were synchronized for a forward that is about to change them."""
         watch = self.gradients.watch
         if watch is not None and self.rounds is None and self.buffers.were_sent:
-            watch.buffers_are_equal(self.gradients.step + 1)
+            watch.buffers_are_equal(self.gradients.num_backwards + 1)
+
+    def _are_equal(self, rounds: Rounds) -> bool:
+        """Whether nobody can have stepped since all parameters were equal, with an optimizer that is not attached."""
+        return rounds.are_equal and self._equal_after_backward == self.gradients.num_backwards
+
+    @property
+    def steps_alike(self) -> bool:
+        """See `DistributedDataParallel.steps_alike`."""
+        return self.rounds is None and not self.divergence.is_open and not self.divergence.has_diverged
 
     def replicated(self) -> list[tuple[str, Tensor]]:
         """What the contract says is equal on all ranks now, by name."""
         named: list[tuple[str, Tensor]] = []
-        drifts = self.rounds is not None and self._equal_after_backward != self.gradients.step
+        drifts = self.rounds is not None and not self._are_equal(self.rounds)
         if not drifts and not self.divergence.is_open and not self.divergence.has_diverged:
             named += self.selection.parameters
         if self._buffer_policy != "none" and self.buffers.are_equal:
@@ -509,7 +519,7 @@ class Replica:
             )
         name = type(optimizer).__name__
         if self.sharding is not None:
-            has_begun = bool(self.gradients.step)
+            has_begun = bool(self.gradients.num_backwards)
             name = self.sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
         attached = AttachedOptimizer(
             optimizer,
@@ -611,6 +621,8 @@ class Replica:
 
     def sync_state_dict(self) -> dict[str, Any]:
         """See `DistributedDataParallel.sync_state_dict`."""
+        if self.rounds is not None:
+            self.rounds.are_equal = self._are_equal(self.rounds)
         return {name: part.state_dict() for name, part in self._remembering().items()}
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -624,6 +636,9 @@ class Replica:
             )
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        self._equal_after_backward = self.gradients.num_backwards
+        if self.checks.after_meetings is not None:
+            self.checks.after_meetings.agreed_at(None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds hooks and connections."""

@@ -276,7 +276,7 @@ class TorchNames:
         if self.static_graph:
             warnings.warn("static_graph is True already: no need to set it again", stacklevel=2)
             return
-        if self._replica.gradients.step:
+        if self._replica.gradients.num_backwards:
             raise RuntimeError(
                 "_set_static_graph should be called before training loop starts, got it after step "
                 f"{self._replica.gradients.step}"

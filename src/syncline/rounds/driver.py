@@ -82,6 +82,8 @@ class Rounds:
         """The most recent one that moved something."""
         self.when_equal: Callable[[int], object] | None = None
         """Called with the step after a meeting that has made all parameters equal; on all ranks."""
+        self.are_equal = False
+        """Whether nobody has stepped since all parameters were equal for sure."""
         self._title = title
         self._parameters = [parameter for _, parameter in named]
         self._equalize_buffers = equalize_buffers
@@ -180,6 +182,7 @@ class Rounds:
 
     def restart(self) -> None:
         """What the ranks have now, which is equal, is where an outer optimizer goes on from."""
+        self.are_equal = True
         if self.outer is not None and not self.outer.is_under_way:
             self.outer.restart()
 
@@ -192,6 +195,7 @@ class Rounds:
                 "optimizer of the same parameters was attached after it, whose steps count: use that one"
             )
         self._num_steps[at] += 1
+        self.are_equal = False
         if min(self._num_steps) == self.step:
             return
         self.step += 1
@@ -273,7 +277,8 @@ class Rounds:
                 waited_seconds=sent.waited_seconds,
                 duration_seconds=time.perf_counter() - start,
             )
-        if self.when_equal is not None and self._makes_equal(done):
+        self.are_equal = self._makes_equal(done)
+        if self.when_equal is not None and self.are_equal:
             self.when_equal(self.step)
 
     def _makes_equal(self, actions: Sequence[Action]) -> bool:
@@ -424,6 +429,7 @@ class Rounds:
             "strategy": str(self.strategy),
             "step": self.step,
             "has_started": self._has_started,
+            "are_equal": self.are_equal,
             "state": self._state._asdict(),
             **parts,
         }
@@ -444,6 +450,9 @@ class Rounds:
             part.load_state_dict(saved[name])
         self._state = self.strategy.state_from(saved["state"])
         self.step, self._has_started = saved["step"], saved["has_started"]
+        self.are_equal = saved.get(
+            "are_equal", False
+        )  # not in what was saved before there were replica checks
         self._met_out_of_turn_at = self.step
         self._num_steps = [self.step] * len(self._num_steps)
 

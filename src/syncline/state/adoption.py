@@ -209,7 +209,7 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
             ) from error
         if isinstance(one, Optimizer) and not gives_share(one):
             loaded[name] = one.state_dict()
-    state.step = matched.found.get("step", state.step)
+    state.goes_on_after(matched.found.get("step", state.step))
     return loaded
 
 

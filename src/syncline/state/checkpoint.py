@@ -422,6 +422,7 @@ class Checkpointer:
         except Exception as error:
             fault = error
         agree_on_loaded(self._transport, "sl.Checkpointer.load", same, fault=fault)
+        state.replicas_agree()
 
     # ------------------------------------------------------------------ the directory
 

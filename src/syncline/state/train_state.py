@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
 from syncline.state.adoption import Key, adopt
+from syncline.sync.caretakers import caretakers_of
+from syncline.sync.gradients import GradientSync
 from syncline.sync.part import gives_share, whole_of
 from syncline.world import transport_of
 
@@ -145,7 +147,7 @@ class TrainState:
             )
         for name, one in self.named.items():
             _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
-        self.step = state["step"]
+        self.goes_on_after(state["step"])
         if "rng" in state:
             rng = state["rng"]
             set_rng_state(rng)
@@ -154,6 +156,21 @@ class TrainState:
             sampler = _dealer(self.named.get("sampler"))
             if sampler is not None:
                 sampler.when_resumed = lambda: set_rng_state(rng)
+
+    def goes_on_after(self, step: int) -> None:
+        """So many steps were made of what has been loaded: `step`, and what messages of wrapped modules count from."""
+        self.step = step
+        for one in self._caretakers():
+            one.goes_on_after(step)
+
+    def replicas_agree(self) -> None:
+        """All ranks have compared what was loaded: a later divergence has come about since."""
+        for one in self._caretakers():
+            one.replicas_agree()
+
+    def _caretakers(self) -> list[GradientSync]:
+        modules = [one for one in self.named.values() if isinstance(one, nn.Module)]
+        return caretakers_of(parameter for module in modules for parameter in module.parameters())
 
     def load_torch(
         self,

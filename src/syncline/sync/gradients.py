@@ -89,6 +89,8 @@ class GradientSync:
             gradients = partial(_gradients_of, self.parameters, self.layout)
             self.nonfinite = NonFiniteWatch(options.on_nonfinite, self.names, gradients, transport)
         self.step = 0
+        """Steps of the run so far, as messages and records count them: those before it went on here, too."""
+        self._steps_before = 0
         self.comm_hook: CommHook | None = None
         self._has_own_connection = has_own_connection
         self.num_contributing: int | None = None
@@ -141,7 +143,8 @@ class GradientSync:
     def continues(self, former: GradientSync) -> None:
         """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
         former.remove_hooks()
-        self.step, self.enabled = former.step, former.enabled
+        self.step, self._steps_before = former.step, former._steps_before
+        self.enabled = former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
         self.before_first, self.on_reduced = former.before_first, former.on_reduced
         self.decide, self.stop_vote = former.decide, former.stop_vote
@@ -221,12 +224,33 @@ class GradientSync:
                 "register_comm_hook or register_builtin_comm_hook can only be called once: "
                 f"{self.comm_hook.name} is registered"
             )
-        if self.step or self._turns.is_running:
+        if self.num_backwards or self._turns.is_running:
             raise RuntimeError(
                 f"register_comm_hook must be called before the first backward, got it after step {self.step}"
             )
         self.comm_hook = hook
         self.layout.build(hook)
+
+    @property
+    def num_backwards(self) -> int:
+        """Synchronized ones so far, by this object and those whose place it took."""
+        return self.step - self._steps_before
+
+    def goes_on_after(self, step: int) -> None:
+        """What the ranks train has been loaded, and was saved after this step.
+
+        What this rank alone loads may be given to the others by a broadcast, so that nothing but words may follow from
+        it.
+        """
+        self.step, self._steps_before = step, step - self.num_backwards
+        if self.watch is not None:
+            self.watch.steps_before = self._steps_before
+            self.watch.agreed_at(None)
+
+    def replicas_agree(self) -> None:
+        """All ranks have compared all that has to be equal, just now."""
+        if self.watch is not None:
+            self.watch.agreed_at(self.num_backwards)
 
     # ------------------------------------------------------------------ during backward
 
@@ -377,7 +401,7 @@ class GradientSync:
         for bucket in self.layout.buckets:
             bucket.reset()
         if self.watch is not None:
-            self.watch.begin(range(self._step_under_way, self._step_under_way + 1))
+            self.watch.begin(range(self.num_backwards + 1, self.num_backwards + 2))
 
     def _mark_absent(self, absent: frozenset[int]) -> None:
         """What this backward will not reach need not be waited for."""
@@ -674,11 +698,13 @@ class GradientSync:
     def _compare_replicas(self, watch: ReplicaWatch, ranks: Sequence[RankControl]) -> None:
         """Raise, on every rank alike, if they are found to differ: last, for `.grad` may be stepped all the same."""
         if ranks and not any(control.joined for control in ranks):
-            watch.compare([control.replica for control in ranks], self.step)
+            watch.compare([control.replica for control in ranks], self.num_backwards)
             if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
                 dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
                 is_finite = not any(control.nonfinite for control in ranks)
-                watch.mean_is(is_finite and all(bucket.looks_finite() for bucket in dense), self.step)
+                watch.mean_is(
+                    is_finite and all(bucket.looks_finite() for bucket in dense), self.num_backwards
+                )
 
     def _conclude(
         self,

@@ -151,6 +151,10 @@ class Coverage:
         """What has its turn in these steps."""
         return [piece for index in self._indices(steps) for piece in self._slices[index]]
 
+    def all_agreed(self, at: int | None) -> None:
+        """All ranks had the same in all of it; None: that is not known any more."""
+        self._agreed_at = [at] * len(self._slices)
+
     def agreed(self, steps: range, at: int) -> None:
         """All ranks had the same in what has its turn in these steps."""
         for index in self._indices(steps):

@@ -108,10 +108,12 @@ class ReplicaWatch:
         self.num_looks = 0
         """Backwards so far, whether anything had its turn or not."""
         self.num_repairs = 0
+        self.steps_before = 0
+        """What messages count besides: the steps before the run went on here."""
         self._title = title
         self._transport = transport
         self._ranks = ranks
-        self._agreed_at = agreed_at
+        self._agreed_at = self._buffers_agreed_at = agreed_at
         named = distinct_tensors(parameters, for_writing=False)
         self._parameters = parameter_leaves(named)
         self._own = {id(tensor) for _, tensor in parameters}
@@ -140,8 +142,19 @@ class ReplicaWatch:
             former._warned,
             former._was_finite,
         )
+        self.steps_before = former.steps_before
         if former._coverage is not None:
             self._agreed_at = former._coverage.all_agreed_at
+        else:
+            self._agreed_at, self._buffers_agreed_at = former._agreed_at, former._buffers_agreed_at
+
+    def agreed_at(self, step: int | None) -> None:
+        """All ranks have compared parameters and optimizer state after this step; None: these were replaced."""
+        self._agreed_at, self._buffers_agreed_at = step, None
+        if self._coverage is not None:
+            self._coverage.all_agreed(step)
+        if self._buffer_coverage is not None:
+            self._buffer_coverage.all_agreed(None)
 
     # ------------------------------------------------------------------ each step
 
@@ -150,7 +163,7 @@ class ReplicaWatch:
         coverage = self._buffer_coverage
         if coverage is None:
             coverage = self._buffer_coverage = Coverage(
-                self._buffer_leaves, self.check.every, self._agreed_at
+                self._buffer_leaves, self.check.every, self._buffers_agreed_at
             )
         elif step % self.check.every == 0:
             coverage = self._buffer_coverage = coverage.found_again(self._buffer_leaves)
@@ -209,7 +222,7 @@ class ReplicaWatch:
         if not any(told):
             return
         assert self._coverage is not None
-        self.last_compared = (step, len(set(told)) == 1)
+        self.last_compared = (self.steps_before + step, len(set(told)) == 1)
         if len(set(told)) == 1:
             self._coverage.agreed(self._steps, step)
             if self._buffer_hashes and self._buffer_coverage is not None:
@@ -240,15 +253,18 @@ class ReplicaWatch:
     def _differ(self, step: int, *, must: bool = True) -> None:
         """Look for what differs, all over the replica; `must`: something does."""
         assert self._coverage is not None
-        title = f"{self._title}, step {step}, replica check"
+        in_run = self.steps_before + step
+        title = f"{self._title}, step {in_run}, replica check"
         leaves = self._coverage.leaves
-        self._check_structure(title, leaves, step)
+        self._check_structure(title, leaves, in_run)
         found = locate([leaf.name for leaf in leaves], [leaf.value() for leaf in leaves], self._transport)
         agreed_at = self._coverage.agreed_at(found[0].index) if found else None
         num_compared = len(leaves)
         are_buffers = not found and bool(self._buffer_hashes)
         if are_buffers:
             found, num_compared, agreed_at = self._differing_buffers()
+        if agreed_at is not None:
+            agreed_at += self.steps_before
         if not found and not must:
             return
         if not found:
@@ -260,13 +276,13 @@ class ReplicaWatch:
                     tensor="",
                     num_differing=0,
                     minority_ranks=(),
-                    found_at_step=step,
+                    found_at_step=in_run,
                 ),
                 {""},
                 repair=lambda: "They are equal now.",
             )
             return
-        self.last_compared = (step, False)
+        self.last_compared = (in_run, False)
         can_repair = self.check.on_divergence == "repair" and all(one.difference.majority for one in found)
         error = divergence_error(
             title,
@@ -275,7 +291,7 @@ class ReplicaWatch:
             num_ranks=self._transport.size,
             remedy=self._remedy(found, agreed_at, are_buffers=are_buffers, can_repair=can_repair),
             agreed_at=agreed_at,
-            step=step,
+            step=in_run,
             where="" if len(self._ranks) == max(self._ranks) + 1 else describe_ranks(self._ranks),
         )
         if are_buffers:
@@ -387,7 +403,7 @@ class ReplicaWatch:
                 self._transport.broadcast(told, src).wait()
                 leaf.write(int(told.item()))
         self.num_repairs += 1
-        self.last_compared = (step, True)
+        self.last_compared = (self.steps_before + step, True)
         self._coverage.agreed(range(self.check.every), step)
         return f"the values of {describe_ranks(sorted(sources))} were broadcast."
 

@@ -17,7 +17,7 @@ from syncline.state.train_state import TrainState
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.divergence import have_met
 from syncline.sync.fingerprint import digest_of
-from syncline.sync.optimizers import OptimizerNumbers, optimizer_leaves
+from syncline.sync.optimizers import OptimizerNumbers, optimizer_leaves, parameters_of
 from syncline.sync.replicas import LocatedDifference, divergence_error, locate, values_fingerprints
 from syncline.sync.tensors import named_tensors
 from syncline.verbs.common import Group
@@ -42,7 +42,8 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
             groups), a Tensor, or nested dicts, lists and tuples of tensors. Tied tensors are looked at once. Of a
             `TrainState`: its step, its modules, optimizers, scheduler and scaler; not what is each rank's own (random
             numbers, the sampler's place, a share of a sharded optimizer, other objects of yours), nor what a wrapped
-            module's contract lets differ (buffers after a forward, parameters between two meetings of a strategy).
+            module's contract lets differ (buffers after a forward; under a strategy that lets replicas drift, the
+            scaler, the optimizer's state and, between two meetings, parameters).
         group: see `broadcast_`.
 
     Raises:
@@ -111,6 +112,7 @@ class _Read:
         """What all ranks have in common."""
         self.names.append("step")
         self.values.append(state.step)
+        own = _stepped_apart(state)
         for name, one in state.named.items():
             prefix = f"{name}."
             if isinstance(one, DistributedDataParallel):
@@ -120,13 +122,23 @@ class _Read:
             elif isinstance(one, nn.Module):
                 self.add(one, prefix)
             elif isinstance(one, Optimizer):
-                if not is_sharded(one):
+                if not is_sharded(one) and not any(id(p) in own for p in parameters_of(one)):
                     self.add(one, prefix)
-            elif name in ("scheduler", "scaler"):
+            elif name == "scheduler" or (name == "scaler" and not own):
                 tree, tensors = encode(one.state_dict(), name)
                 self.add_tensors(list(tensors.items()), "")
                 self.names.append(name)
                 self.values.append(json.dumps(tree))
+
+
+def _stepped_apart(state: TrainState) -> set[int]:
+    """Ids of the parameters that ranks step by themselves, so that they have what is stepped with by themselves."""
+    return {
+        id(parameter)
+        for one in state.named.values()
+        if not getattr(one, "steps_alike", True)
+        for parameter in one.parameters()
+    }
 
 
 def _divergence(found: Sequence[LocatedDifference], num_compared: int, num_ranks: int) -> ReplicaDivergence:

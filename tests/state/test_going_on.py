@@ -1,0 +1,166 @@
+"""What is known of synchronization after a state was loaded: which step it is, who is equal. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import syncline as sl
+from syncline.errors import ReplicaDivergence
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+torch.manual_seed(0)
+NET = nn.Linear(6, 3)
+
+
+def training(t: Transport, **kwargs: Any) -> tuple[sl.DistributedDataParallel, Any, sl.TrainState]:
+    ddp = sl.DistributedDataParallel(copy.deepcopy(NET), process_group=t, **kwargs)
+    optimizer = ddp.attach(torch.optim.Adam(ddp.parameters()))
+    return ddp, optimizer, sl.TrainState(model=ddp, optimizer=optimizer)
+
+
+def train(t: Transport, ddp: Any, optimizer: Any, state: sl.TrainState, *, num_steps: int) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * state.step + t.rank)
+        ddp(torch.randn(5, 6, generator=generator)).square().sum().backward()
+        optimizer.step()
+        state.commit()
+
+
+def write_one_weight(ddp: Any) -> None:
+    ddp.module.weight.data[1, 2] += 1
+
+
+def test_messages_and_records_count_on_from_a_loaded_step(tmp_path: Path) -> None:
+    def program(t: Transport) -> tuple[ReplicaDivergence, str]:
+        former = training(t)
+        train(t, *former, num_steps=40)
+        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+            checkpointer.save(former[2])
+            ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=1))
+            checkpointer.load(state)
+        train(t, ddp, optimizer, state, num_steps=2)
+        assert ddp.last_step.step == 42
+        assert ddp.contract["replica check"].last_done == "step 42: equal"
+        assert ddp._get_ddp_logging_data()["iteration"] == 42
+        if t.rank == 1:
+            write_one_weight(ddp)
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, state, num_steps=1)
+        return caught.value, str(t.board.step)
+
+    for error, step in run_ranks(3, program):
+        assert "Linear, step 43, replica check" in str(error)
+        assert (error.found_at_step, error.agreed_at_step, error.minority_ranks) == (43, 42, (1,))
+        assert step == "43"
+
+
+def test_what_a_checkpointer_has_loaded_is_known_to_be_equal_since(tmp_path: Path) -> None:
+    def program(t: Transport) -> ReplicaDivergence:
+        former = training(t)
+        train(t, *former, num_steps=7)
+        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+            checkpointer.save(former[2])
+            ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=1))
+            checkpointer.load(state)
+        if t.rank == 0:
+            write_one_weight(ddp)
+        with pytest.raises(ReplicaDivergence, match="last at step 7, 1 step before") as caught:
+            train(t, ddp, optimizer, state, num_steps=1)
+        return caught.value
+
+    assert {error.agreed_at_step for error in run_ranks(2, program)} == {7}
+
+
+def test_what_was_loaded_otherwise_is_not_said_to_have_been_equal() -> None:
+    def program(t: Transport) -> ReplicaDivergence:
+        ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=1))
+        train(t, ddp, optimizer, state, num_steps=3)
+        before = copy.deepcopy(state.state_dict())
+        train(t, ddp, optimizer, state, num_steps=2)
+        state.load_state_dict(before)
+        if t.rank == 0:
+            write_one_weight(ddp)
+        with pytest.raises(ReplicaDivergence, match="step 4, replica check") as caught:
+            train(t, ddp, optimizer, state, num_steps=1)
+        return caught.value
+
+    assert {error.agreed_at_step for error in run_ranks(2, program)} == {None}
+
+
+def test_one_rank_may_load_and_give_it_to_the_others() -> None:
+    def program(t: Transport) -> tuple[int, list[torch.Tensor]]:
+        ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=2))
+        if t.rank == 0:
+            other = sl.TrainState(model=copy.deepcopy(NET), optimizer=optimizer)
+            other.step = 100
+            saved = other.state_dict()
+            saved["model"]["weight"].fill_(0.5)
+            state.load_state_dict(saved)
+        sl.broadcast_(ddp, src=0, group=t)
+        train(t, ddp, optimizer, sl.TrainState(), num_steps=5)
+        return ddp.last_step.step, list(ddp.parameters())
+
+    (step_0, weights), (step_1, others) = run_ranks(2, program)
+    assert (step_0, step_1) == (105, 5)
+    assert all(map(torch.equal, weights, others))
+
+
+def test_a_hook_can_be_registered_after_loading_and_not_after_a_backward() -> None:
+    def program(t: Transport) -> None:
+        _, _, former = training(t)
+        former.step = 12
+        ddp, optimizer, state = training(t)
+        state.load_state_dict(former.state_dict())
+        ddp.register_comm_hook(None, lambda _, bucket: t_future(bucket.buffer()))
+        train(t, ddp, optimizer, state, num_steps=1)
+        ddp, optimizer, state = training(t)
+        state.load_state_dict(former.state_dict())
+        train(t, ddp, optimizer, state, num_steps=1)
+        with pytest.raises(RuntimeError, match="got it after step 13"):
+            ddp.register_comm_hook(None, lambda _, bucket: t_future(bucket.buffer()))
+
+    run_ranks(2, program)
+
+
+def t_future(tensor: torch.Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+@pytest.mark.parametrize("num_steps", [6, 8], ids=["between two meetings", "right after one"])
+def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(
+    tmp_path: Path, num_steps: int
+) -> None:
+    """Nor are moments, which ranks have of their own all the time."""
+
+    def program(t: Transport) -> list[str]:
+        former = training(t, strategy=sl.LocalSGD(4))
+        train(t, *former, num_steps=num_steps)
+        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+            checkpointer.save(former[2])
+            ddp, optimizer, state = training(t, strategy=sl.LocalSGD(4))
+            checkpointer.load(state)
+        found = []
+        sl.check_replicas(state, group=t)
+        for _ in range(2):
+            if t.rank == 0:
+                write_one_weight(ddp)
+            try:
+                sl.check_replicas(state, group=t)
+                found.append("not compared")
+            except ReplicaDivergence as error:
+                found.append(error.tensor)
+            train(t, ddp, optimizer, state, num_steps=2)
+        return found
+
+    expected = ["not compared", "model.weight"] if num_steps == 6 else ["model.weight", "not compared"]
+    assert run_ranks(2, program) == [expected, expected]
