@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
+from syncline.given import checked_count
 from syncline.state.adoption import Key, adopt
 from syncline.sync.part import gives_share, whole_of
 from syncline.world import transport_of
@@ -93,9 +94,11 @@ class TrainState:
                 is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead.
 
         Raises:
-            TypeError: it is needed, and missing.
-            ValueError: more than are left of the epoch.
+            TypeError: it is needed, and missing; it is no integer.
+            ValueError: below 0, or more than are left of the epoch.
         """
+        if num_samples is not None:
+            checked_count("num_samples", num_samples, at_least=0)
         advance = getattr(self.named.get("sampler"), "advance", None)
         if advance is not None:
             if num_samples is None:
@@ -130,8 +133,13 @@ class TrainState:
         Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: names are missing, or there are others; nothing was changed.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"expected what state_dict() gives, a dict by names; got a {type(state).__name__}"
+            )
         missing = sorted({"step", *self.named} - state.keys())
         unknown = sorted(state.keys() - {"step", "rng", *self.named})
         if missing or unknown:
@@ -184,6 +192,7 @@ class TrainState:
             What the file has besides what was loaded, by key.
 
         Raises:
+            TypeError: an argument is of another type; on every rank.
             ValueError: something is missing, or is left over; the file is not what torch.save writes, has objects of
                 other types, or what is in it fits not what is named. On every rank. Before what does not fit into an
                 object is found, others may have been loaded.
@@ -201,9 +210,8 @@ class TrainState:
             >>> state.step
             1200
         """
-        besides = [besides] if isinstance(besides, str) else besides
         transport = transport_of(group)
-        return adopt(self, path, names=names or {}, besides=besides, strict=strict, transport=transport)
+        return adopt(self, path, names=names, besides=besides, strict=strict, transport=transport)
 
 
 def copies(one: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from syncline.contract import Rule, Rules, format_count
+from syncline.given import checked_count
 from syncline.plan.fragments import plan_fragments
 from syncline.strategy.actions import (
     Action,
@@ -22,7 +23,7 @@ from syncline.strategy.actions import (
     RestartOuter,
     SendOuter,
 )
-from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import Mechanism, OuterCopies
 from syncline.strategy.words import every_words, value_in_words
 from syncline.strategy.workers import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from syncline.contract import Rule, format_count
+from syncline.given import checked_count
 from syncline.strategy.actions import Action, ReduceGradients
-from syncline.strategy.base import Progress, Spec, checked_count
+from syncline.strategy.base import Progress, Spec
 
 __all__ = [
     "OWN_OPTIMIZER",
