@@ -20,6 +20,7 @@ from syncline.optim.attached import is_sharded
 from syncline.state.train_state import TrainState
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 from syncline.verbs.common import Group
 from syncline.world import transport_of
 
@@ -159,7 +160,8 @@ def _compared(
     }
 
     def run(given: tuple[Any, ...]) -> tuple[Any, Mapping[str, Tensor | None]]:
-        result = fn(*given)
+        with calling("the function"):
+            result = fn(*given)
         return result, {name: parameter.grad for name, parameter in parameters.items()}
 
     step = Step(
@@ -222,7 +224,7 @@ def _found_by_a_run(
 
     fault: Exception | None = None
     try:
-        with before.guarded(), watching_for_roots(met):
+        with before.guarded(), watching_for_roots(met), calling("the function"):
             fn(*arguments)
     except Exception as error:
         fault = error

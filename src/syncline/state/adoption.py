@@ -21,6 +21,7 @@ from syncline.state.torch_file import read_torch_file
 from syncline.sync.agreement import exchange
 from syncline.sync.part import gives_share
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 
 if TYPE_CHECKING:
     from syncline.state.train_state import TrainState
@@ -233,7 +234,8 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
             continue
         try:
             # Who keeps what it gets must not keep the file; who takes a share of it does not.
-            one.load_state_dict(found if gives_share(one) else deepcopy(found))
+            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+                one.load_state_dict(found if gives_share(one) else deepcopy(found))
         except (KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"

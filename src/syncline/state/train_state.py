@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count
 from syncline.state.adoption import Key, adopt
 from syncline.sync.part import gives_share, whole_of
+from syncline.transport.user_code import calling
 from syncline.world import transport_of
 
 __all__ = ["TrainState", "copies", "is_wrapped", "rng_state", "set_rng_state"]
@@ -111,15 +112,17 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
-        states = {name: _state_of(one) for name, one in self.named.items()}
-        return {"step": self.step, **states, "rng": rng_state()}
+        return self._states(_state_of)
 
     def share_state_dict(self) -> dict[str, Any]:
         """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
-        states = {
-            name: one.share_state_dict() if gives_share(one) else _state_of(one)
-            for name, one in self.named.items()
-        }
+        return self._states(lambda one: one.share_state_dict() if gives_share(one) else _state_of(one))
+
+    def _states(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
+        states = {}
+        for name, one in self.named.items():
+            with calling(f"state_dict() of {name} ({type(one).__name__})"):
+                states[name] = state_of(one)
         return {"step": self.step, **states, "rng": rng_state()}
 
     @property
@@ -152,7 +155,8 @@ class TrainState:
                 + ". Name the same things as when it was saved"
             )
         for name, one in self.named.items():
-            _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
+            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+                _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
         self.step = state["step"]
         if "rng" in state:
             rng = state["rng"]
