@@ -74,7 +74,8 @@ def examine(step: Step, subject: Subject) -> Report:
         ContractMismatch: the ranks do not have the same modules, or ask for different things.
         SynclineError, TypeError, ValueError: it failed on a rank; the same text on every rank.
     """
-    return _Examination(step, subject).report()
+    with step.transport.board.called(step.title):
+        return _Examination(step, subject).report()
 
 
 @dataclass

@@ -107,7 +107,9 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer", lines, fault=fault)
-        self._lane = self._transport.lane("checkpoints")
+        self._board = self._transport.board
+        with self._board.called("sl.Checkpointer"):
+            self._lane = self._transport.lane("checkpoints")
         self._shelf = Shelf(self._files, self._path, keep)
         self._damaged: set[Save] = set()
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
@@ -120,7 +122,8 @@ class Checkpointer:
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At the end of the program saves are waited for first (`before_shutdown`), and then all lanes are closed.
         self._end.atexit = False
-        self._check_directory()
+        with self._board.called("sl.Checkpointer"):
+            self._check_directory()
         before_shutdown(self.wait)
 
     # ------------------------------------------------------------------ closed when it is done
@@ -219,7 +222,8 @@ class Checkpointer:
     def wait(self) -> str | None:
         """Wait for the save that is under way, if any; what it returns."""
         under_way, self._under_way = self._under_way, None
-        return under_way.result() if under_way else None
+        with self._board.called("sl.Checkpointer.save"):
+            return under_way.result() if under_way else None
 
     def _saved(self, step: int, parts: Parts) -> str | None:
         try:
@@ -337,13 +341,14 @@ class Checkpointer:
             True
         """
         self._check(state)
-        if not self._stop.is_agreed(state):
-            return
-        with contextlib.suppress(SynclineError):  # it was said where it happened
-            self.wait()
-        is_saved = self._newest is not None and self._newest[0] == state.step
-        last = self._newest and self._newest[1]
-        self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
+        with self._board.called("sl.Checkpointer.stop_if_asked"):
+            if not self._stop.is_agreed(state):
+                return
+            with contextlib.suppress(SynclineError):  # it was said where it happened
+                self.wait()
+            is_saved = self._newest is not None and self._newest[0] == state.step
+            last = self._newest and self._newest[1]
+            self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
 
     def ask_to_stop(self, why: str = "asked to stop") -> None:
         """As a signal does: this rank asks all to stop. From any thread, also on one rank only.
@@ -386,32 +391,33 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
-        saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
-        damaged: list[str] = []
-        for save in saves:
-            try:
-                found = self._read(save)
-            except Refused as refused:
-                self._damaged.add(save)
-                damaged.append(f"{save.name}: {refused}")
-                continue
-            if damaged and self._transport.rank == 0:
-                warnings.warn(
-                    "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
-                    + f"\nLoaded instead: {save.name}",
-                    RuntimeWarning,
-                    stacklevel=2,
+        with self._board.called("sl.Checkpointer.load"):
+            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+            damaged: list[str] = []
+            for save in saves:
+                try:
+                    found = self._read(save)
+                except Refused as refused:
+                    self._damaged.add(save)
+                    damaged.append(f"{save.name}: {refused}")
+                    continue
+                if damaged and self._transport.rank == 0:
+                    warnings.warn(
+                        "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
+                        + f"\nLoaded instead: {save.name}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                self._apply(state, found)
+                self._tell_strangers(save, found)
+                self._newest = (save.step, self._shelf.path_of(save))
+                return save.step
+            if damaged:
+                raise CheckpointCorrupt(
+                    "\n  ".join([f"no save in {self._path} is sound:", *damaged])
+                    + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
                 )
-            self._apply(state, found)
-            self._tell_strangers(save, found)
-            self._newest = (save.step, self._shelf.path_of(save))
-            return save.step
-        if damaged:
-            raise CheckpointCorrupt(
-                "\n  ".join([f"no save in {self._path} is sound:", *damaged])
-                + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
-            )
-        return None
+            return None
 
     def _tell_strangers(self, save: Save, found: Found) -> None:
         """Say what ranks got that was another's, or that nobody got."""

@@ -75,11 +75,11 @@ def exchange(
         + bytes([fault is not None])
         + payload.ljust(PAYLOAD_BYTES, b"\0")
     )
-    transport.board.opening = title
+    before, transport.board.opening = transport.board.opening, title
     try:
         records = _gathered(transport, record)
     finally:
-        transport.board.opening = None
+        transport.board.opening = before
     if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
         _tell(transport, title, lines, fault, remedy, refusal)
     return [record[_DIGEST_BYTES + 1 :] for record in records]
