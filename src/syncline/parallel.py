@@ -666,7 +666,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     @property
     def last_step(self) -> BackwardRecord | None:
-        """The most recent backward as it was recorded on this rank; None before the first."""
+        """The most recent backward as it was recorded on this rank; None before the first.
+
+        Printed, a summary; `pprint.pprint(ddp.last_step)` prints all of it.
+        """
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.contract import Contract, Row, format_bytes, format_count
+from syncline.contract import Contract, Row
 from syncline.errors import PeerFailed, SynclineError
 from syncline.events import EvolutionRecord
 from syncline.evolution.members import Members, Settings, trained_parameters
@@ -36,6 +36,7 @@ from syncline.sync.optimizers import parameters_of
 from syncline.sync.tensors import named_tensors
 from syncline.transport.base import Statistics, Transport
 from syncline.transport.user_code import calling
+from syncline.words import format_bytes, format_count
 from syncline.world import transport_of
 
 __all__ = ["EvolutionStrategy"]

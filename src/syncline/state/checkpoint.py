@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline.contract import format_count
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.given import checked_count, checked_flag
 from syncline.plan.difference import describe_ranks, ranks_with
@@ -34,6 +33,7 @@ from syncline.state.train_state import TrainState
 from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.words import format_count
 from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]

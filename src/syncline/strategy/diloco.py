@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.contract import Rule, Rules, format_count
+from syncline.contract import Rule, Rules
 from syncline.given import checked_count
 from syncline.plan.fragments import plan_fragments
 from syncline.strategy.actions import (
@@ -36,6 +36,7 @@ from syncline.strategy.workers import (
     warmup_words,
     workers_of,
 )
+from syncline.words import format_count
 
 __all__ = ["DiLoCo", "OuterFactory"]
 
