@@ -7,7 +7,7 @@ The state is that of real training: the 91 MB of weights of a sentence encoder (
 moments of each. One process with one thread. Competitors take turns, in another order in each round, on the same file
 system; nothing else is done to make it sync, and what was written is read back while it is in memory, so reading
 measures programs, not disks. A ratio is the median over rounds of the two times of one round; its 95 % interval is
-bootstrapped over rounds.
+bootstrapped over rounds. A goal is judged by the median; "within noise" says that the interval holds both answers.
 
 "stall" is how long training waits for a save that goes on by itself; it is waited for afterwards, outside of what is
 measured. Loading means that module and optimizer have the values.
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import syncline as sl
 from syncline.bench.rounds import ratio
-from syncline.bench.tables import table
+from syncline.bench.tables import judged, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import Package, fetch
@@ -166,14 +166,13 @@ def rows(found: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def goals(found: Mapping[str, Sequence[float]]) -> list[list[str]]:
-    lines = [["goal", "ratio", ""]]
+    lines = [["goal", "ratio"]]
     for what, ours, theirs, goal in (
         (f"a stall: at most {STALL_GOAL} of torch.save", STALL, SAVE, STALL_GOAL),
         ("a stall: no longer than that of async_save", STALL, DCP_STALL, 1.0),
         (f"a verified load: at most {LOAD_GOAL} of torch.load", LOAD, TORCH_LOAD, LOAD_GOAL),
     ):
-        middle, low, high = ratio(found[ours], found[theirs])
-        lines.append([what, f"{middle:.2f} [{low:.2f}, {high:.2f}]", "met" if middle <= goal else "not met"])
+        lines.append([what, judged(ratio(found[ours], found[theirs]), at_most=goal)])
     return lines
 
 

@@ -35,7 +35,7 @@ from syncline.bench.ranks import Plan, measure
 from syncline.bench.reductions import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
 from syncline.bench.rounds import median_interval, ratio
 from syncline.bench.summary import summarize
-from syncline.bench.tables import parse_size, report, size_text, table
+from syncline.bench.tables import judged, parse_size, report, size_text, table
 
 SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "25M", "100M"]
 K, M = 1 << 10, 1 << 20
@@ -101,7 +101,7 @@ def _against_mpi(size_bytes: int, rounds: Rounds, mpis: Sequence[str]) -> list[l
     cells = _cells(rounds, lambda ours: compare(ours, rounds[best]), goal, form)
     sums = "-"
     if best_sum is not None and OURS_SUM in rounds:
-        sums = _cell(compare(rounds[OURS_SUM], rounds[best_sum]), goal, form)
+        sums = judged(compare(rounds[OURS_SUM], rounds[best_sum]), at_least=goal, form=form)
     return [[f"{size_text(size_bytes)}: {what}", *cells, sums]]
 
 
@@ -121,20 +121,10 @@ def _times_as_fast(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 def _cells(
     rounds: Rounds, figure: Callable[[Sequence[float]], tuple[float, float, float]], goal: float, form: str
 ) -> list[str]:
-    return [_cell(figure(rounds[name]), goal, form) if name in rounds else "-" for name in (OURS, IN_PLACE)]
-
-
-def _cell(found: tuple[float, float, float], goal: float, form: str) -> str:
-    """A figure and whether it is at least `goal`.
-
-    Example:
-        >>> _cell((12.0, 11.0, 13.0), 10, "{:.0f}x"), _cell((9.0, 8.0, 11.0), 10, "{:.0f}x")
-        ('12x [11x, 13x] met', '9x [8x, 11x] not met, within noise')
-    """
-    middle, low, high = found
-    verdict = "met" if middle >= goal else "not met"
-    noise = ", within noise" if low < goal <= high else ""
-    return f"{form.format(middle)} [{form.format(low)}, {form.format(high)}] {verdict}{noise}"
+    return [
+        judged(figure(rounds[name]), at_least=goal, form=form) if name in rounds else "-"
+        for name in (OURS, IN_PLACE)
+    ]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -346,6 +346,18 @@ def test_goals_are_judged_with_their_figures() -> None:
     assert rows["100 MiB: at least 80% of a copy's speed"][0] == "50% [50%, 50%] not met"
 
 
+def test_goals_of_saving_say_what_is_within_noise() -> None:
+    checkpoint = program("checkpoint")
+    seconds = {name: [1.0] * 5 for name in (checkpoint.SAVE, checkpoint.DCP_STALL, checkpoint.TORCH_LOAD)}
+    seconds |= {checkpoint.STALL: [0.2] * 5, checkpoint.LOAD: [1.0, 1.1, 1.2, 2.0, 2.1]}
+    assert checkpoint.goals(seconds) == [
+        ["goal", "ratio"],
+        ["a stall: at most 0.25 of torch.save", "0.20 [0.20, 0.20] met"],
+        ["a stall: no longer than that of async_save", "0.20 [0.20, 0.20] met"],
+        ["a verified load: at most 1.3 of torch.load", "1.20 [1.00, 2.10] met, within noise"],
+    ]
+
+
 def test_more_ranks_than_cores_have_a_goal_of_their_own() -> None:
     rows = program("collectives").goals(summarize(raw(num_ranks=4)))
     assert [row[0] for row in rows] == ["1 KiB: at least 5x Gloo", "100 MiB: at least 5x Gloo"]
