@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import syncline as sl
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.rounds import ratio
 from syncline.bench.tables import judged, table
 
@@ -177,12 +178,9 @@ def goals(found: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = RoundsParser(__doc__, rounds=15, quick=2)
     parser.add_argument("--directory", type=Path, help="of the file system that is measured")
-    parser.add_argument("--quick", action="store_true", help="figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the rounds")
-    return parser.parse_args()
+    return parser.parse_figures()
 
 
 def main() -> None:
@@ -196,9 +194,7 @@ def main() -> None:
         store = dist.FileStore(f"{directory}/store", 1)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # async_save wants one
         try:
-            found = measure(
-                Competitors(module, Path(directory)).calls, 2 if arguments.quick else arguments.rounds
-            )
+            found = measure(Competitors(module, Path(directory)).calls, arguments.rounds)
         finally:
             dist.destroy_process_group()
     print(f"{len(list(module.parameters()))} parameters, {num_bytes / 1e6:.0f} MB, and twice that of AdamW's")

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import syncline as sl
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.mpi import find_mpi
 from syncline.bench.ranks import Plan, measure
 from syncline.bench.reductions import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
@@ -128,13 +129,10 @@ def _cells(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = RoundsParser(__doc__, rounds=40, quick=3)
     parser.add_argument("--mpi-venvs", type=Path, help="a folder with a virtual environment for each MPI")
     parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
+    arguments = parser.parse_figures()
     if arguments.mpi_venvs is not None and not arguments.mpi_venvs.is_dir():
         sys.exit(f"--mpi-venvs {arguments.mpi_venvs}: no such folder")
     try:
@@ -162,7 +160,7 @@ def main() -> None:
         sys.exit("expected at least 2 ranks: syncline run -n 2 benchmarks/collectives.py")
     plan = Plan(
         sizes_bytes=arguments.sizes,
-        num_rounds=3 if arguments.quick else arguments.rounds,
+        num_rounds=arguments.rounds,
         turn_seconds=0.002 if arguments.quick else 0.01,
         mpis=mpis_in(arguments.mpi_venvs) if world.rank == 0 else (),
         with_sum=True,

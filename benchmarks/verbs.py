@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, Chain
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.rounds import alternate, calls_for, ratio, timer
 from syncline.bench.tables import judged, table
 from syncline.transport.base import Transport
@@ -100,11 +100,7 @@ def goals(large: Mapping[str, Rounds], small: Rounds) -> list[list[str]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the rounds")
-    return parser.parse_args()
+    return RoundsParser(__doc__, rounds=40, quick=3).parse_figures()
 
 
 def main() -> None:
@@ -127,7 +123,7 @@ def main() -> None:
             rounds = measure(
                 make(),
                 transport,
-                num_rounds=3 if arguments.quick else arguments.rounds,
+                num_rounds=arguments.rounds,
                 turn_seconds=0.002 if arguments.quick else 0.1,
             )
             found[title][transport.name] = rounds

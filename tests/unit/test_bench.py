@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from syncline.bench import reductions
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.mpi import MPI, MPIPeer, find_mpi
 from syncline.bench.plot import can_plot, plot
 from syncline.bench.rounds import alternate, calls_for, ratio, timer
@@ -335,6 +336,21 @@ def test_open_mpi_is_not_bound_to_cores() -> None:
 
 
 # ---------------------------------------------------------------------- the programs in benchmarks/
+
+
+def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = RoundsParser("What it costs.\n\n    more of it", rounds=40, quick=3)
+    parser.add_argument("--every", type=int, default=100)
+    told = parser.parse_figures(["--rounds", "7", "--every", "5", "--json", str(tmp_path)])
+    assert (told.rounds, told.every, told.quick, told.json) == (7, 5, False, tmp_path)
+    told = parser.parse_figures(["--quick", "--rounds", "7"])
+    assert (told.rounds, told.every, told.quick, told.json) == (3, 100, True, None)
+    with pytest.raises(SystemExit):
+        parser.parse_figures(["--help"])
+    shown = capsys.readouterr().out
+    assert "What it costs." in shown
+    assert "more of it" not in shown
+    assert "3 short rounds: figures without meaning" in shown
 
 
 def test_goals_are_judged_with_their_figures() -> None:
