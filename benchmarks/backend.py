@@ -17,7 +17,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import syncline as sl
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.models import GPT, SIZES, random_batch
 from syncline.bench.rounds import Timer, alternate, calls_for, ratio, timer
 from syncline.bench.tables import parse_size, seconds_text, size_text, table
@@ -141,14 +141,9 @@ def report(seconds: Mapping[str, Mapping[str, list[float]]]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = RoundsParser(__doc__, rounds=20, quick=2)
     parser.add_argument("--sizes", nargs="+", default=["1K", "64K", "1M", "25M"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="2 short rounds: figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds = 2
+    arguments = parser.parse_figures()
     try:
         arguments.sizes = sorted({parse_size(text) for text in arguments.sizes})
     except ValueError as error:

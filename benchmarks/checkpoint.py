@@ -7,7 +7,7 @@ The state is that of real training: the 91 MB of weights of a sentence encoder (
 moments of each. One process with one thread. Competitors take turns, in another order in each round, on the same file
 system; nothing else is done to make it sync, and what was written is read back while it is in memory, so reading
 measures programs, not disks. A ratio is the median over rounds of the two times of one round; its 95 % interval is
-bootstrapped over rounds.
+bootstrapped over rounds. A goal is judged by the median; "within noise" says that the interval holds both answers.
 
 "stall" is how long training waits for a save that goes on by itself; it is waited for afterwards, outside of what is
 measured. Loading means that module and optimizer have the values.
@@ -37,8 +37,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import syncline as sl
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.rounds import ratio
-from syncline.bench.tables import table
+from syncline.bench.tables import judged, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import Package, fetch
@@ -166,24 +167,20 @@ def rows(found: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def goals(found: Mapping[str, Sequence[float]]) -> list[list[str]]:
-    lines = [["goal", "ratio", ""]]
+    lines = [["goal", "ratio"]]
     for what, ours, theirs, goal in (
         (f"a stall: at most {STALL_GOAL} of torch.save", STALL, SAVE, STALL_GOAL),
         ("a stall: no longer than that of async_save", STALL, DCP_STALL, 1.0),
         (f"a verified load: at most {LOAD_GOAL} of torch.load", LOAD, TORCH_LOAD, LOAD_GOAL),
     ):
-        middle, low, high = ratio(found[ours], found[theirs])
-        lines.append([what, f"{middle:.2f} [{low:.2f}, {high:.2f}]", "met" if middle <= goal else "not met"])
+        lines.append([what, judged(ratio(found[ours], found[theirs]), at_most=goal)])
     return lines
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = RoundsParser(__doc__, rounds=15, quick=2)
     parser.add_argument("--directory", type=Path, help="of the file system that is measured")
-    parser.add_argument("--quick", action="store_true", help="figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the rounds")
-    return parser.parse_args()
+    return parser.parse_figures()
 
 
 def main() -> None:
@@ -197,9 +194,7 @@ def main() -> None:
         store = dist.FileStore(f"{directory}/store", 1)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # async_save wants one
         try:
-            found = measure(
-                Competitors(module, Path(directory)).calls, 2 if arguments.quick else arguments.rounds
-            )
+            found = measure(Competitors(module, Path(directory)).calls, arguments.rounds)
         finally:
             dist.destroy_process_group()
     print(f"{len(list(module.parameters()))} parameters, {num_bytes / 1e6:.0f} MB, and twice that of AdamW's")

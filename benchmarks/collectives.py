@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import syncline as sl
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.mpi import find_mpi
 from syncline.bench.ranks import Plan, measure
 from syncline.bench.reductions import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
 from syncline.bench.rounds import median_interval, ratio
 from syncline.bench.summary import summarize
-from syncline.bench.tables import parse_size, report, size_text, table
+from syncline.bench.tables import judged, parse_size, report, size_text, table
 
 SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "25M", "100M"]
 K, M = 1 << 10, 1 << 20
@@ -101,7 +102,7 @@ def _against_mpi(size_bytes: int, rounds: Rounds, mpis: Sequence[str]) -> list[l
     cells = _cells(rounds, lambda ours: compare(ours, rounds[best]), goal, form)
     sums = "-"
     if best_sum is not None and OURS_SUM in rounds:
-        sums = _cell(compare(rounds[OURS_SUM], rounds[best_sum]), goal, form)
+        sums = judged(compare(rounds[OURS_SUM], rounds[best_sum]), at_least=goal, form=form)
     return [[f"{size_text(size_bytes)}: {what}", *cells, sums]]
 
 
@@ -121,30 +122,17 @@ def _times_as_fast(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 def _cells(
     rounds: Rounds, figure: Callable[[Sequence[float]], tuple[float, float, float]], goal: float, form: str
 ) -> list[str]:
-    return [_cell(figure(rounds[name]), goal, form) if name in rounds else "-" for name in (OURS, IN_PLACE)]
-
-
-def _cell(found: tuple[float, float, float], goal: float, form: str) -> str:
-    """A figure and whether it is at least `goal`.
-
-    Example:
-        >>> _cell((12.0, 11.0, 13.0), 10, "{:.0f}x"), _cell((9.0, 8.0, 11.0), 10, "{:.0f}x")
-        ('12x [11x, 13x] met', '9x [8x, 11x] not met, within noise')
-    """
-    middle, low, high = found
-    verdict = "met" if middle >= goal else "not met"
-    noise = ", within noise" if low < goal <= high else ""
-    return f"{form.format(middle)} [{form.format(low)}, {form.format(high)}] {verdict}{noise}"
+    return [
+        judged(figure(rounds[name]), at_least=goal, form=form) if name in rounds else "-"
+        for name in (OURS, IN_PLACE)
+    ]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = RoundsParser(__doc__, rounds=40, quick=3)
     parser.add_argument("--mpi-venvs", type=Path, help="a folder with a virtual environment for each MPI")
     parser.add_argument("--sizes", nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
+    arguments = parser.parse_figures()
     if arguments.mpi_venvs is not None and not arguments.mpi_venvs.is_dir():
         sys.exit(f"--mpi-venvs {arguments.mpi_venvs}: no such folder")
     try:
@@ -172,7 +160,7 @@ def main() -> None:
         sys.exit("expected at least 2 ranks: syncline run -n 2 benchmarks/collectives.py")
     plan = Plan(
         sizes_bytes=arguments.sizes,
-        num_rounds=3 if arguments.quick else arguments.rounds,
+        num_rounds=arguments.rounds,
         turn_seconds=0.002 if arguments.quick else 0.01,
         mpis=mpis_in(arguments.mpi_venvs) if world.rank == 0 else (),
         with_sum=True,

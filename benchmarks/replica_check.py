@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import nn
 
 import syncline as sl
 from models import CNN, GPT, SIZES, Chain, random_batch, random_images
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.rounds import ratio, take_turns
 from syncline.bench.tables import table
 
@@ -107,13 +107,10 @@ def measure(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = RoundsParser(__doc__, rounds=20, quick=2)
     parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=0, help="of one turn; 0: about half a second's")
-    parser.add_argument("--quick", action="store_true", help="2 short rounds: figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the rounds")
-    return parser.parse_args()
+    return parser.parse_figures()
 
 
 def main() -> None:
@@ -122,12 +119,11 @@ def main() -> None:
     if world.size == 1:
         sys.exit("expected at least 2 ranks: syncline run -n 2 benchmarks/replica_check.py")
     torch.set_num_threads(1)
-    num_rounds = 2 if arguments.quick else arguments.rounds
     found = {}
     rows = [["model", "parameters", "ms a step", "with the check", "in the check", f"goal: {GOAL_SHARE:.0%}"]]
     for name, (make, inputs) in cases(quick=arguments.quick).items():
         num_steps = 2 if arguments.quick else arguments.steps or (4 if "19M" in name else 16)
-        one = measure(make, inputs, every=arguments.every, num_rounds=num_rounds, num_steps=num_steps)
+        one = measure(make, inputs, every=arguments.every, num_rounds=arguments.rounds, num_steps=num_steps)
         found[name] = one
         middle, low, high = ratio(one["seconds"][WITH], one["seconds"][WITHOUT])
         step_seconds = statistics.median(one["seconds"][WITHOUT])

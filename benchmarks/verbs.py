@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, Chain
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.rounds import alternate, calls_for, ratio, timer
-from syncline.bench.tables import table
+from syncline.bench.tables import judged, table
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.world import transport_of
@@ -87,37 +87,20 @@ def rows(rounds: Rounds) -> list[list[str]]:
     return found
 
 
-def verdict(found: tuple[float, float, float], goal: float, *, is_upper: bool) -> str:
-    """A ratio and whether it meets its goal.
-
-    Example:
-        >>> verdict((1.1, 1.0, 1.3), 1.2, is_upper=True), verdict((4.0, 3.0, 4.5), 5.0, is_upper=False)
-        ('1.10 [1.00, 1.30] met, within noise', '4.00 [3.00, 4.50] not met')
-    """
-    middle, low, high = found
-    is_met = middle <= goal if is_upper else middle >= goal
-    noise = ", within noise" if low < goal < high else ""
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}] {'met' if is_met else 'not met'}{noise}"
-
-
 def goals(large: Mapping[str, Rounds], small: Rounds) -> list[list[str]]:
     """What was promised of average_, and what was found."""
     found = [["goal", "ratio"]]
     for name, rounds in large.items():
         times = ratio(rounds[AVERAGE], rounds[FLAT])
         what = f"19 M parameters, {name}: at most {TIMES_FLAT:g}x one flat all_reduce"
-        found.append([what, verdict(times, TIMES_FLAT, is_upper=True)])
+        found.append([what, judged(times, at_most=TIMES_FLAT)])
     times = ratio(small[LOOP], small[AVERAGE])
     what = f"500 parameters, gloo: at least {TIMES_LOOP:g}x as fast as the loop"
-    return [*found, [what, verdict(times, TIMES_LOOP, is_upper=False)]]
+    return [*found, [what, judged(times, at_least=TIMES_LOOP)]]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="3 short rounds: figures without meaning")
-    parser.add_argument("--json", type=Path, help="where to write the rounds")
-    return parser.parse_args()
+    return RoundsParser(__doc__, rounds=40, quick=3).parse_figures()
 
 
 def main() -> None:
@@ -140,7 +123,7 @@ def main() -> None:
             rounds = measure(
                 make(),
                 transport,
-                num_rounds=3 if arguments.quick else arguments.rounds,
+                num_rounds=arguments.rounds,
                 turn_seconds=0.002 if arguments.quick else 0.1,
             )
             found[title][transport.name] = rounds

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.compression import Compression
+from syncline.given import checked_choice
 from syncline.plan.buckets import MIB, BucketCaps
 from syncline.strategy import EveryStep, Strategy
 from syncline.sync.buffers import BufferPolicy
@@ -83,6 +84,8 @@ def checked_buffers(
             FutureWarning,
             stacklevel=3,
         )
+    if buffers is not None:
+        checked_choice("buffers", buffers, get_args(BufferPolicy))
     init_buffers = True
     if forward_sync_buffers is None:
         init_buffers = forward_sync_buffers = broadcast_buffers is not False
@@ -151,11 +154,9 @@ def checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNonF
     """What becomes of gradients that are not finite.
 
     Raises:
-        ValueError: there is no such policy; or under this strategy the ranks agree on nothing in a backward.
+        TypeError, ValueError: there is no such policy; or under this strategy the ranks agree on nothing in a backward.
     """
-    known: tuple[str, ...] = get_args(OnNonFinite)
-    if policy not in known:
-        raise ValueError(f"expected on_nonfinite= to be one of {', '.join(map(repr, known))}, got {policy!r}")
+    checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
     if policy != "ignore" and strategy.drifts:
         raise ValueError(
             f"on_nonfinite={policy!r} does not go with strategy={strategy}, under which ranks step by themselves and "

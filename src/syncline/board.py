@@ -7,7 +7,8 @@ that travels as text. Errors about a rank that is missing are made of places.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 __all__ = ["MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
@@ -35,6 +36,16 @@ class Board:
         self.phase = _BEFORE
         self.bucket: int | None = None
         self.opening: str | None = None
+
+    @contextmanager
+    def called(self, title: str) -> Iterator[None]:
+        """All collectives inside belong to the call of this name, where that is not part of another."""
+        before = self.opening
+        self.opening = before or title
+        try:
+            yield
+        finally:
+            self.opening = before
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Contract", "Row", "Rule", "Rules", "format_bytes", "format_count", "table"]
+__all__ = ["Contract", "Row", "Rule", "Rules", "table"]
 
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
@@ -105,25 +105,3 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Three digits and a decimal unit: `421 kB`.
-
-    Example:
-        >>> format_bytes(0), format_bytes(1234), format_bytes(421_000), format_bytes(76_800_000)
-        ('0 B', '1.23 kB', '421 kB', '76.8 MB')
-    """
-    if num_bytes < 1000:
-        return f"{num_bytes} B"
-    value, unit = num_bytes / 1000, "kB"
-    for larger in ("MB", "GB", "TB", "PB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
-
-
-def format_count(number: int, noun: str) -> str:
-    """`1 tensor`, `8 tensors`, `1,234 tensors`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -3,7 +3,7 @@
     SynclineError
     +-- ContractMismatch       ranks were given different modules, arguments or trees
     +-- UnreducedGradients     a parameter received no gradient in this backward
-    +-- UnevenInputs           a rank ran fewer steps than its peers, or skipped a batch
+    +-- UnevenInputs           a rank ran fewer steps than its peers, skipped a batch, or left out a call
     +-- NonFiniteGradient      gradients hold NaN or infinity
     +-- ReplicaDivergence      replicas that have to be equal are not
     +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
@@ -82,7 +82,7 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 
 class UnevenInputs(SynclineError):
-    """The ranks do not run the same number of steps: one skipped a batch, or has ended while others go on."""
+    """A rank skipped a batch, or has ended while others go on: with more steps, or a call that all ranks make."""
 
 
 class CheckpointCorrupt(SynclineError):

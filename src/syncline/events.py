@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from syncline.words import format_bytes, format_count, format_names
+
 __all__ = [
     "BackwardRecord",
     "BucketRecord",
@@ -13,6 +15,10 @@ __all__ = [
     "NonFiniteRecord",
     "RoundRecord",
 ]
+
+_MAX_BUCKETS = 6
+"""Shown of one backward; the others are counted."""
+_MAX_RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +39,12 @@ class BucketRecord:
     waited_seconds: float
     """Time blocked at the end of backward until this bucket was reduced."""
 
+    def __str__(self) -> str:
+        when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
+        size, names = format_bytes(self.payload_bytes), format_names(self.parameters, 2)
+        sent = f"sent {when}, at {_ms(self.launched_seconds)}"
+        return f"bucket {self.index}, {size}: {names}; {sent}, waited {_ms(self.waited_seconds)}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteRecord:
@@ -47,10 +59,34 @@ class NonFiniteRecord:
     num_steps: int
     """Steps so far, this one included, to which the policy was applied: discarded ones under `on_nonfinite="skip"`."""
 
+    def __str__(self) -> str:
+        where = [f"on rank {rank}: {format_names(names)}" for rank, names in self.found.items()]
+        if len(where) > _MAX_RANKS + 1:
+            where[_MAX_RANKS:] = [f"and on {len(where) - _MAX_RANKS} more ranks"]
+        if self.in_mean:
+            where.append(f"in the mean of finite gradients: {format_names(self.in_mean)}")
+        steps = f"{format_count(self.num_steps, 'step')} so far"
+        return (
+            f"not finite {'; '.join(where)} -> {self.outcome} ({steps})"
+            if where
+            else f"not finite: nothing ({steps})"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardRecord:
-    """One backward, as it was seen on one rank."""
+    """One backward, as it was seen on one rank.
+
+    `print(record)` is a summary of about 12 lines at most, however large the module; `pprint.pprint(record)` shows
+    every field, with all names.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> ddp(torch.ones(1, 2)).sum().backward()
+        >>> print(ddp.last_step)
+        step 1: 2 gradients, not reduced: under no_sync, or this rank is alone
+    """
 
     step: int
     """Synchronized backwards so far, this one included if it was one. The first is step 1."""
@@ -73,6 +109,30 @@ class BackwardRecord:
     """From the first gradient to the last reduced one."""
     nonfinite: NonFiniteRecord | None = None
     """What was found by `on_nonfinite`; None where nobody looks."""
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._what_became()}"]
+        num_shown = len(self.buckets) if len(self.buckets) <= _MAX_BUCKETS + 1 else _MAX_BUCKETS
+        others = self.buckets[num_shown:]
+        lines += map(str, self.buckets[:num_shown])
+        if others:
+            num_bytes = format_bytes(sum(bucket.payload_bytes for bucket in others))
+            waited = _ms(sum(bucket.waited_seconds for bucket in others))
+            lines.append(f"and {len(others)} more buckets, {num_bytes}, waited {waited} in all")
+        if self.unused:
+            lines.append(f"no gradient on this rank: {format_names(self.unused)}")
+        if self.nonfinite is not None and self.synchronized:
+            lines.append(str(self.nonfinite))
+        return "\n  ".join(lines)
+
+    def _what_became(self) -> str:
+        mean = f"mean over {format_count(self.divisor, 'item' if self.counted_items else 'rank')}"
+        if self.reduced_afterwards:
+            return f"reduced after this backward: {mean}"
+        if not self.synchronized:
+            return "not reduced: under no_sync, or this rank is alone"
+        buckets = format_count(len(self.buckets), "bucket")
+        return f"{mean}, {self.num_reduced:,} elements in {buckets}, {_ms(self.duration_seconds)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,3 +175,7 @@ class EvolutionRecord:
     """The lowest of those that are finite."""
     num_nonfinite: int
     """How many members' losses are not finite, and so counted as the worst."""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

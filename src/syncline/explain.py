@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from syncline.contract import Contract, Row, Rules, format_bytes, format_count, table
+from syncline.contract import Contract, Row, Rules, table
 from syncline.events import BackwardRecord, BufferRecord, NonFiniteRecord, RoundRecord
 from syncline.plan.buckets import BucketPlan
+from syncline.words import format_bytes, format_count, format_names
 
 __all__ = ["Evidence", "Plan", "ReplicaRule", "Sizes", "contract_of", "explain"]
 
@@ -455,7 +456,7 @@ def _backward_planned(
     for bucket in buckets:
         members = [names[i] for i in sorted(bucket.parameters, reverse=True)]
         size = format_bytes(bucket.payload_bytes)
-        entries.append(("backward", f"{_names(members)} -> bucket {bucket.index} ({size})"))
+        entries.append(("backward", f"{format_names(members)} -> bucket {bucket.index} ({size})"))
         entries.append(("backward", f"  {_sent_by(plan)} when the last of its gradients is ready"))
     entries.append(("backward", _end_of_backward(plan)))
     return entries
@@ -474,7 +475,9 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
         entries = []
         for bucket in backward.buckets:
             size = format_bytes(bucket.payload_bytes)
-            entries.append(("backward", f"{_names(bucket.parameters)} -> bucket {bucket.index} ({size})"))
+            entries.append(
+                ("backward", f"{format_names(bucket.parameters)} -> bucket {bucket.index} ({size})")
+            )
             launched = f"{bucket.launched_seconds * 1e3:.1f} ms after the first gradient"
             if bucket.trigger is None:
                 sent = f"  {_sent_by(plan)} at the end of backward, {launched}"
@@ -497,14 +500,16 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
     if backward.nonfinite is not None:
         entries += _nonfinite_recorded(plan, backward.nonfinite)
     if backward.unused:
-        entries.append(("backward", f"no gradient on this rank, counted as zero: {_names(backward.unused)}"))
+        entries.append(
+            ("backward", f"no gradient on this rank, counted as zero: {format_names(backward.unused)}")
+        )
     return entries
 
 
 def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, str]]:
-    where = [f"on rank {rank}: {_names(names)}" for rank, names in record.found.items()]
+    where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
     if record.in_mean:
-        where.append(f"in the mean of finite gradients: {_names(record.in_mean)}")
+        where.append(f"in the mean of finite gradients: {format_names(record.in_mean)}")
     steps = f"{format_count(record.num_steps, 'step')} so far"
     if where:
         return [("backward", f"not finite {'; '.join(where)} -> {record.outcome} ({steps})")]
@@ -545,13 +550,6 @@ def _size(num_tensors: int, num_bytes: int) -> str:
 
 def _mean(backward: BackwardRecord) -> str:
     return f"mean over {format_count(backward.divisor, 'item' if backward.counted_items else 'rank')}"
-
-
-def _names(names: Sequence[str], num_shown: int = 4) -> str:
-    """All names, or the first ones and the last."""
-    if len(names) <= num_shown:
-        return ", ".join(names)
-    return ", ".join([*names[: num_shown - 1], "...", names[-1]]) + f" ({len(names)} parameters)"
 
 
 def _without_repeats(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

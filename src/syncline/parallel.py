@@ -52,7 +52,7 @@ from syncline.sync.stop_vote import StopVote, Told
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
-from syncline.wrapping import are_of_the_bare_module, broadcast_values, gather_hosts
+from syncline.wrapping import are_of_the_bare_module, broadcast_values, gather_hosts, refuse
 
 __all__ = ["DistributedDataParallel"]
 
@@ -185,17 +185,20 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         chosen = select(module, ignore=ignore, delayed=delay_all_reduce_named_params or ())
         self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
         caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
-        group = group_of_mesh(process_group, device_mesh, module)
-        strategy = checked_strategy(strategy)
-        replica_check = checked_replica_check(replica_check, sharded=sharded)
-        on_nonfinite = checked_on_nonfinite(on_nonfinite, strategy)
-        if (
-            strategy.drifts
-            and (buffers, forward_sync_buffers) == (None, None)
-            and broadcast_buffers is not False
-        ):
-            buffers, broadcast_buffers = "average", None
-        buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
+        transport = transport_of(group_of_mesh(process_group, device_mesh, module))
+        try:
+            strategy = checked_strategy(strategy)
+            replica_check = checked_replica_check(replica_check, sharded=sharded)
+            on_nonfinite = checked_on_nonfinite(on_nonfinite, strategy)
+            if (
+                strategy.drifts
+                and (buffers, forward_sync_buffers) == (None, None)
+                and broadcast_buffers is not False
+            ):
+                buffers, broadcast_buffers = "average", None
+            buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
+        except (TypeError, ValueError) as error:
+            refuse(transport, error)
         self.module = module
         self.dim = dim
         if device_mesh is not None:
@@ -215,7 +218,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if reduce_dtype is None and self._lowered is not None:
             reduce_dtype = self._lowered.reduce_dtype
         check_compression(compression, chosen, sharded=sharded)
-        transport = transport_of(group)
         check_sharded(
             module,
             chosen,
@@ -669,7 +671,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     @property
     def last_step(self) -> BackwardRecord | None:
-        """The most recent backward as it was recorded on this rank; None before the first."""
+        """The most recent backward as it was recorded on this rank; None before the first.
+
+        Printed, a summary; `pprint.pprint(ddp.last_step)` prints all of it.
+        """
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:

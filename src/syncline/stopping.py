@@ -10,7 +10,7 @@ arrive twice: a scheduler signals all processes of a job, and the launcher among
 comes within two seconds is taken for the same wish, and what comes later does what the signal did before anybody
 listened. Signals that end nobody by convention (SIGUSR1) may come as often as they like.
 
-This module needs nothing but the standard library.
+This module needs nothing but the standard library, and `given.py`, which needs no more.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
+
+from syncline.given import did_you_mean
 
 __all__ = [
     "EXIT_STOPPED",
@@ -142,6 +144,8 @@ def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
     """
     if isinstance(names, str):
         raise TypeError(f"expected signals as a tuple of names, got {names!r}: write ({names!r},)")
+    if not isinstance(names, Iterable):
+        raise TypeError(f"expected signals as a tuple of names, got {names!r}: write () for none")
     found = [_signal(name) for name in names]
     return tuple(dict.fromkeys(found))
 
@@ -156,10 +160,19 @@ def _signal(name: str | int) -> signal.Signals:
             upper = name.upper()
             found = signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
     except (KeyError, ValueError):
-        raise ValueError(f"expected the name of a signal, such as 'SIGUSR1', got {name!r}") from None
+        raise ValueError(
+            f"expected the name of a signal, such as 'SIGUSR1', got {name!r}{_near(name)}"
+        ) from None
     if found.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"{found.name} ends or halts a process without asking it: nobody can listen to it")
     return found
+
+
+def _near(name: str | int) -> str:
+    if not isinstance(name, str):
+        return ""
+    upper = name.upper()
+    return did_you_mean(upper if upper.startswith("SIG") else f"SIG{upper}", signal.Signals.__members__)
 
 
 def listen(request: StopRequest, signals: Sequence[signal.Signals]) -> bool:

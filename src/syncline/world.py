@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from syncline import environment, process
 from syncline.environment import Environment
 from syncline.errors import SynclineError
+from syncline.given import did_you_mean
 from syncline.handshake import Presence, backend_for, connect, meet
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
@@ -178,7 +179,10 @@ def init(
     """
     global _session
     if transport not in _TRANSPORTS:
-        raise ValueError(f"expected transport to be one of {', '.join(_TRANSPORTS)}; got {transport!r}")
+        raise ValueError(
+            f"expected transport to be one of {', '.join(_TRANSPORTS)}; got {transport!r}"
+            + did_you_mean(transport, _TRANSPORTS)
+        )
     asked = (transport, _seconds(timeout), torch.device(device) if device is not None else None)
     with _lock:
         if _session is not None and not _session.is_current():

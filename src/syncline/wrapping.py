@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ __all__ = [
     "gather_hosts",
     "plan_after_change",
     "plan_of",
+    "refuse",
     "spec_of",
 ]
 
@@ -69,6 +70,17 @@ def gather_hosts(transport: Transport) -> Hosts:
         )
     names = list(dict.fromkeys(row[0] for row in rows))
     return Hosts(hosts, tuple(names.index(row[0]) for row in rows))
+
+
+def refuse(transport: Transport, fault: Exception) -> NoReturn:
+    """This rank's arguments make no sense: so that no other waits for it, take part in `gather_hosts` and say why.
+
+    Raises:
+        TypeError, ValueError: on every rank.
+    """
+    if transport.size > 1:
+        exchange(transport, TITLE, [], fault=fault)
+    raise fault
 
 
 def plan_of(

@@ -19,7 +19,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "syncline"
 
 LEVELS = (
-    ("errors",),
+    ("errors", "given", "words"),
     ("events", "environment", "process", "stopping"),
     ("contract", "plan"),
     ("board",),

@@ -300,7 +300,7 @@ def test_an_optimizer_that_is_not_known_may_not_step() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"repeats": 1}, ValueError, "expected at least 2 runs to compare, got repeats=1"),
+        ({"repeats": 1}, ValueError, "expected repeats to be an integer of at least 2, got 1"),
         ({"inputs": [1]}, TypeError, "expected inputs to be a tuple"),
         ({"module": 3}, TypeError, "expected module to be a Module or a TrainState, got a int"),
     ],

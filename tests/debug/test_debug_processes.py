@@ -124,6 +124,7 @@ def test_the_same_seed_and_the_same_batch_are_notes() -> None:
     x = batch()
     report = told_alike(sl.debug.assert_replicas_agree(lambda: step_of(net)(x), net))
     assert noted(report, "all ranks were given the same batch")
+    assert "2 ranks, no disagreement, but all ranks were given the same batch" in str(report).splitlines()[0]
     assert noted(report, "All ranks draw the same ones (the same dropout masks)")
 
 
@@ -133,6 +134,10 @@ def test_other_data_are_a_note_or_what_was_asked_about() -> None:
     x = batch(dist.get_rank())
     report = told_alike(sl.debug.assert_replicas_agree(lambda: step_of(net)(x), net))
     assert noted(report, "the ranks have different data, as they should")
+    assert (
+        report.verdict
+        == "no disagreement, but what ranks make of their own data was not compared (see notes)"
+    )
     report = told_alike(sl.debug.compare_replicas(lambda: step_of(net)(x), net, same_inputs=True))
     (finding,) = report.findings
     assert (
@@ -302,6 +307,7 @@ def test_replicas_that_drift_on_purpose_are_not_compared() -> None:
     optimizer.step()
     report = told_alike(sl.debug.assert_replicas_agree(step_of(ddp), ddp, inputs=(batch(dist.get_rank()),)))
     assert noted(report, "between two meetings replicas may differ (strategy=LocalSGD")
+    assert "but ranks were not compared with one another" in report.verdict
 
 
 @pytest.mark.ranks(2)
@@ -318,7 +324,7 @@ def test_ranks_that_ask_for_different_things_or_fail_are_told_alike() -> None:
     net = made()
     with pytest.raises(sl.ContractMismatch, match="repeats"):
         sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),), repeats=2 + dist.get_rank())
-    with pytest.raises(ValueError, match=r"rank 1: not on this one"):
+    with pytest.raises(ValueError, match=r"rank 1: the function, at .* raised ValueError: not on this one"):
         sl.debug.compare_replicas(lambda: fails_on_rank_1(net), net)
     sl.debug.assert_replicas_agree(step_of(net), net, inputs=(batch(),))
 

@@ -128,6 +128,26 @@ def test_who_waits_for_a_rank_that_has_left_in_good_order_is_told_so() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("last_step", "remedy"), [(7, "sl.check_replicas is for all ranks"), (6, "drop_last")]
+)
+def test_who_calls_something_that_another_rank_has_left_out_is_told_so(last_step: int, remedy: str) -> None:
+    t = C10dTransport()
+    t.barrier().wait()
+    t.board.step, t.board.phase = 7, "after backward"
+    if t.rank == 1:
+        t.board.step = last_step
+        t.leave()
+        wait_for("told")
+        return
+    with pytest.raises(UnevenInputs, match="rank 1 has left in good order") as caught:
+        sl.check_replicas(torch.ones(1), group=t)
+    tell("told")
+    assert remedy in str(caught.value)
+    assert ("batches" in str(caught.value)) == (last_step == 6)
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_that_leaves_after_its_last_call_harms_nobody() -> None:
     t = C10dTransport()
     work = t.barrier()

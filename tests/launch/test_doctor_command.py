@@ -103,11 +103,21 @@ def test_a_module_that_is_not_deterministic_on_one_rank(doctor: Doctor) -> None:
     assert "global counter" in done.stdout
 
 
+def test_what_all_ranks_have_found_is_said_once(doctor: Doctor) -> None:
+    done = doctor(program(noise="+ next(self.numbers)"))
+    assert done.returncode == 1, done.stderr
+    text = words(done.stdout)
+    assert "2 ranks, 1 disagreement 1. ranks 0, 1, two runs from the same state: 2 (Part) makes" in text
+    assert text.count("global counter") == 1
+
+
 def test_the_same_batch_and_the_same_seed_are_said(doctor: Doctor) -> None:
     done = doctor(program(batch="0", seed="0"))
     assert done.returncode == 0, done.stderr
     text = words(done.stdout)
-    assert "all ranks were given the same batch" in text
+    assert "2 ranks, no disagreement, but all ranks were given the same batch (see notes) checked" in text
+    assert "all agrees" not in text
+    assert "- all ranks were given the same batch. In data-parallel training" in text
     assert "is the sampler distributed" in text
     assert "All ranks draw the same ones (the same dropout masks)" in text
 

@@ -328,7 +328,8 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5])
 def test_keep_is_a_positive_integer(keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected keep to be an integer of at least 1"):
+    error = TypeError if keep in (True, 1.5) else ValueError
+    with pytest.raises(error, match=f"expected keep to be an integer of at least 1, got {keep}"):
         run_ranks(2, lambda t: Checkpointer(tmp_path, keep=keep, group=t))
 
 

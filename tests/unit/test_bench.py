@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from syncline.bench import reductions
+from syncline.bench.arguments import RoundsParser
 from syncline.bench.mpi import MPI, MPIPeer, find_mpi
 from syncline.bench.plot import can_plot, plot
 from syncline.bench.rounds import alternate, calls_for, ratio, timer
@@ -337,6 +338,21 @@ def test_open_mpi_is_not_bound_to_cores() -> None:
 # ---------------------------------------------------------------------- the programs in benchmarks/
 
 
+def test_what_a_program_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = RoundsParser("What it costs.\n\n    more of it", rounds=40, quick=3)
+    parser.add_argument("--every", type=int, default=100)
+    told = parser.parse_figures(["--rounds", "7", "--every", "5", "--json", str(tmp_path)])
+    assert (told.rounds, told.every, told.quick, told.json) == (7, 5, False, tmp_path)
+    told = parser.parse_figures(["--quick", "--rounds", "7"])
+    assert (told.rounds, told.every, told.quick, told.json) == (3, 100, True, None)
+    with pytest.raises(SystemExit):
+        parser.parse_figures(["--help"])
+    shown = capsys.readouterr().out
+    assert "What it costs." in shown
+    assert "more of it" not in shown
+    assert "3 short rounds: figures without meaning" in shown
+
+
 def test_goals_are_judged_with_their_figures() -> None:
     rows = {row[0]: row[1:] for row in program("collectives").goals(summarize(raw()))}
     assert rows["1 KiB: at least 100x Gloo"] == ["10.0x [10.0x, 20.0x] not met", "-", "-"]
@@ -344,6 +360,18 @@ def test_goals_are_judged_with_their_figures() -> None:
     assert rows["100 MiB: at least 12x Gloo"][0] == "10.0x [10.0x, 20.0x] not met, within noise"
     assert rows["100 MiB: at least 2x Open MPI 5"][0] == "0.67x [0.50x, 0.75x] not met"
     assert rows["100 MiB: at least 80% of a copy's speed"][0] == "50% [50%, 50%] not met"
+
+
+def test_goals_of_saving_say_what_is_within_noise() -> None:
+    checkpoint = program("checkpoint")
+    seconds = {name: [1.0] * 5 for name in (checkpoint.SAVE, checkpoint.DCP_STALL, checkpoint.TORCH_LOAD)}
+    seconds |= {checkpoint.STALL: [0.2] * 5, checkpoint.LOAD: [1.0, 1.1, 1.2, 2.0, 2.1]}
+    assert checkpoint.goals(seconds) == [
+        ["goal", "ratio"],
+        ["a stall: at most 0.25 of torch.save", "0.20 [0.20, 0.20] met"],
+        ["a stall: no longer than that of async_save", "0.20 [0.20, 0.20] met"],
+        ["a verified load: at most 1.3 of torch.load", "1.20 [1.00, 2.10] met, within noise"],
+    ]
 
 
 def test_more_ranks_than_cores_have_a_goal_of_their_own() -> None:

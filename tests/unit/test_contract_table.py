@@ -4,7 +4,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from syncline.contract import Contract, Row, format_bytes, format_count, table
+from syncline.contract import Contract, Row, table
+from syncline.words import format_bytes, format_count
 
 
 def row(what: str) -> Row:

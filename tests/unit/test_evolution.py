@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.contract import format_bytes
 from syncline.evolution import strategy as strategy_module
 from syncline.plan.population import noise_, pair_weights
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
+from syncline.words import format_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 X = torch.linspace(-1, 1, 24).view(8, 3)

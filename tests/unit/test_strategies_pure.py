@@ -341,9 +341,9 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: sl.LocalSGD(0), "expected every to be at least 1, got 0"),
-        (lambda: sl.LocalSGD(2.0), "expected every to be an integer, got 2.0"),  # type: ignore[arg-type]
-        (lambda: sl.LocalSGD(2, warmup=-1), "expected warmup to be at least 0"),
+        (lambda: sl.LocalSGD(0), "expected every to be an integer of at least 1, got 0"),
+        (lambda: sl.LocalSGD(2.0), "expected every to be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
+        (lambda: sl.LocalSGD(2, warmup=-1), "expected warmup to be an integer of at least 0"),
         (lambda: sl.LocalSGD(2, every_step_within="node"), "a number of ranks, or None; got 'node'"),  # type: ignore[arg-type]
         (lambda: sl.DiLoCo(4, fragments=5), "at most one fragment a step: every=4, got fragments=5"),
         (lambda: sl.DiLoCo(4, delay=4), "expected a delay below every=4"),
@@ -354,7 +354,7 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         (lambda: sl.Gossip("star"), "expected topology to be one of ring, exponential, pairs; got 'star'"),  # type: ignore[arg-type]
         (lambda: sl.Gossip("ring", weight=0), "expected weight to be finite and above 0, got 0"),
         (lambda: sl.Gossip("ring", weight=float("nan")), "expected weight to be finite and above 0, got nan"),
-        (lambda: sl.ParameterServer(-1), "expected staleness to be at least 0"),
+        (lambda: sl.ParameterServer(-1), "expected staleness to be an integer of at least 0"),
         (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "expected between 1 and 4 fragments"),
         (lambda: workers_of(3, SPEC), "every_step_within=3 ranks, but there are 4"),
     ],

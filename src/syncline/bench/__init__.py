@@ -1,5 +1,6 @@
 """What the engines can do on this machine, measured in turns: `syncline bench` and the programs in benchmarks/.
 
+arguments.py   what the programs in benchmarks/ are told; --rounds, --quick, --json
 rounds.py      competitors take turns; medians, ratios and their intervals
 ranks.py       the program of each rank: measures, writes down what it saw
 reductions.py  all_reduce by each engine

@@ -46,7 +46,7 @@ something else is named, with the causes that were seen.
   -m, --module    SCRIPT is a module, as in python -m
   -h, --help      show this text
 
-Exit code: 0, all agrees; 1, something does not, or this host is not fit; 2, wrong
+Exit code: 0, nothing differs; 1, something does, or this host is not fit; 2, wrong
 usage, or there was no such step; else that of the script, where it failed.
 """
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
     Returns:
-        0 when all agrees; 1 when something does not, or the host is not fit; 2 for wrong usage, or where there was
+        0 when nothing differs; 1 when something does, or the host is not fit; 2 for wrong usage, or where there was
         nothing to examine; else the exit code of the script's rank that failed first.
     """
     try:

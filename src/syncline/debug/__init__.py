@@ -2,6 +2,7 @@
 
 replicas.py     compare_replicas and assert_replicas_agree
 report.py       what was found, as data and as a text
+own.py          pure: what several ranks have found alike, said once
 examine.py      the runs, within a rank and between ranks
 subject.py      what a run changes, put back
 recording.py    what a run did, module by module

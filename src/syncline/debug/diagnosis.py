@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.debug.compare import Found
+from syncline.debug.own import OwnFinding
 from syncline.debug.recording import Call, Recording
 from syncline.debug.report import Finding, by_value
 from syncline.plan.difference import describe_ranks
@@ -101,26 +102,19 @@ def _around(found: Found, calls: Sequence[Call]) -> Call | None:
 # ---------------------------------------------------------------------- within a rank
 
 
-def within_a_rank(
-    rank: int, found: Found, first: Recording, other: Recording, difference: str, evidence: Evidence
-) -> Finding:
-    """Two runs of one rank from the same state are not the same.
+def within_a_rank(found: Found, first: Recording, difference: str, evidence: Evidence) -> OwnFinding:
+    """Two runs of this rank from the same state are not the same.
 
     Args:
-        rank: which.
         found: where they part.
-        first: the one run.
-        other: the other.
+        first: one of the runs.
         difference: how far they are apart there, in words; "" where that is not known.
         evidence: what else was seen.
     """
     calls = first.calls
     blamed = _around(found, calls)
-    what = f"rank {rank}, two runs from the same state: {_what(found, calls, _given(found, calls))}"
-    if difference:
-        what += f": {difference}"
-    causes = _causes_within(found, blamed, first, evidence)
-    return _finding((rank,), blamed, what, causes)
+    what = f"two runs from the same state: {_what(found, calls, _given(found, calls))}"
+    return _own_finding(blamed, what, _causes_within(found, blamed, first, evidence), difference)
 
 
 def _given(found: Found, calls: Sequence[Call]) -> str:
@@ -191,16 +185,20 @@ def _is_generator(text: str) -> bool:
     return text.startswith(("a torch.Generator", "a random.Random", "a numpy.random."))
 
 
-def never_written(rank: int, call: Call | None) -> Finding:
+def never_written(call: Call | None) -> OwnFinding:
     """Memory that was never written reaches an output, whether or not two runs happened to differ."""
     named = _named(call) if call is not None else "the function itself"
-    what = f"rank {rank}: an output of {named} depends on memory that was never written"
-    return _finding((rank,), call, what, [_NEVER_WRITTEN])
+    what = f"in any run: an output of {named} depends on memory that was never written"
+    return _own_finding(call, what, [_NEVER_WRITTEN])
 
 
-def _finding(ranks: tuple[int, ...], blamed: Call | None, what: str, causes: Sequence[str]) -> Finding:
-    module, kind = (blamed.module, blamed.kind) if blamed is not None else ("", "")
-    return Finding(ranks=ranks, module=module, kind=kind, what=what, causes=tuple(causes))
+def _own_finding(blamed: Call | None, what: str, causes: Sequence[str], difference: str = "") -> OwnFinding:
+    module, kind = _of_call(blamed)
+    return OwnFinding(module=module, kind=kind, what=what, difference=difference, causes=tuple(causes))
+
+
+def _of_call(blamed: Call | None) -> tuple[str, str]:
+    return (blamed.module, blamed.kind) if blamed is not None else ("", "")
 
 
 # ---------------------------------------------------------------------- between ranks
@@ -235,7 +233,8 @@ def between_ranks(
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
         return Finding(ranks=minority, module=module, kind=kind, what=what, causes=tuple(causes))
-    return _finding(minority, blamed, what, causes)
+    module, kind = _of_call(blamed)
+    return Finding(ranks=minority, module=module, kind=kind, what=what, causes=tuple(causes))
 
 
 def _causes_between(

@@ -19,6 +19,7 @@ from syncline.debug.chance import positions
 from syncline.debug.compare import Found, first_difference, first_nan
 from syncline.debug.diagnosis import Evidence, between_ranks, never_written, of_gradients, within_a_rank
 from syncline.debug.facts import facts
+from syncline.debug.own import OwnFinding, put_together
 from syncline.debug.recording import Recorder, Recording, named_modules
 from syncline.debug.report import Finding, Report
 from syncline.debug.subject import Subject
@@ -73,7 +74,8 @@ def examine(step: Step, subject: Subject) -> Report:
         ContractMismatch: the ranks do not have the same modules, or ask for different things.
         SynclineError, TypeError, ValueError: it failed on a rank; the same text on every rank.
     """
-    return _Examination(step, subject).report()
+    with step.transport.board.called(step.title):
+        return _Examination(step, subject).report()
 
 
 @dataclass
@@ -111,6 +113,7 @@ class _Examination:
         )
         self._checked: list[str] = []
         self._notes: list[str] = []
+        self._doubts: list[str] = []
 
     def report(self) -> Report:
         step, transport = self._step, self._transport
@@ -126,7 +129,7 @@ class _Examination:
         if step.needs_warm_up:
             self._run(step.inputs)
         told = self._gathered(self._own_runs())
-        findings = [Finding(**_tupled(row)) for one in told for row in one.findings]
+        findings = put_together([[OwnFinding(**_tupled(row)) for row in one.findings] for one in told])
         if transport.size > 1:
             findings += self._between(told, is_deterministic=not findings)
         return Report(
@@ -135,6 +138,7 @@ class _Examination:
             checked=tuple(self._checked),
             findings=tuple(findings),
             notes=tuple(self._notes),
+            doubts=tuple(self._doubts),
             facts=tuple(one.facts for one in told),
         )
 
@@ -166,7 +170,7 @@ class _Examination:
 
     def _own_runs(self) -> _Told:
         """Run it several times with this rank's inputs and random numbers."""
-        step, transport = self._step, self._transport
+        step = self._step
         chance = positions()
         kept = Kept()
         first = self._run(step.inputs, kept=kept).recording
@@ -189,12 +193,10 @@ class _Examination:
                 is_reduced=self._is_reduced,
             )
             difference = other.difference if found.stage in ("input", "output") else ""
-            findings.append(
-                within_a_rank(transport.rank, found, first, other.recording, difference, evidence)
-            )
+            findings.append(within_a_rank(found, first, difference, evidence))
         if nan_call is not None and (found is None or found.call != nan_call):
             call = first.calls[nan_call] if nan_call >= 0 else None
-            findings.append(never_written(transport.rank, call))
+            findings.append(never_written(call))
         self._checked.append(
             f"{step.repeats} runs on each rank from the same state: {len(first.calls)} calls of "
             f"{len({call.module for call in first.calls})} modules, {len(first.gradients)} gradients; and one with "
@@ -246,6 +248,7 @@ class _Examination:
         self._note_data_and_chance(told)
         if step.synchronization.why_apart:
             self._notes.append(f"{step.synchronization.why_apart}: ranks were not compared with one another")
+            self._doubts.append("ranks were not compared with one another")
             return []
         findings = self._differing_gradients(told)
         aligned = align_inputs(step.inputs, self._transport) if step.aligns_inputs else None
@@ -276,6 +279,7 @@ class _Examination:
                 "the ranks have different data, as they should in data-parallel training, so what they make of them "
                 "was not compared. To compare it, hand the batch over as inputs=(...)"
             )
+            self._doubts.append("what ranks make of their own data was not compared")
         elif found.stage != "state" and not is_deterministic:
             self._notes.append(
                 "what ranks compute was not compared, as it is not the same on one rank, either"
@@ -353,6 +357,7 @@ class _Examination:
                 "all ranks were given the same batch. In data-parallel training each rank has samples of its own: is "
                 "the sampler distributed (sl.DistributedSampler), and does it know its rank?"
             )
+            self._doubts.append("all ranks were given the same batch")
         drew = told[0].drew
         if drew:
             names = ", ".join(drew[:_MAX_NAMED]) + (

@@ -15,10 +15,12 @@ from syncline.debug.recording import named_roots, watching_for_roots
 from syncline.debug.report import Disagreement, Report
 from syncline.debug.subject import Subject
 from syncline.debug.wrappers import Synchronization, synchronization_of, unwrapped
+from syncline.given import checked_count, checked_flag
 from syncline.optim.attached import is_sharded
 from syncline.state.train_state import TrainState
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 from syncline.verbs.common import Group
 from syncline.world import transport_of
 
@@ -126,8 +128,12 @@ def _compared(
     optimizers: list[Optimizer] = []
     others: list[Any] = []
     try:
-        if repeats < 2:
-            raise ValueError(f"expected at least 2 runs to compare, got repeats={repeats}")
+        if not callable(fn):
+            raise TypeError(f"expected fn to be a function that computes a step, got {fn!r}")
+        checked_count("repeats", repeats, at_least=2)
+        if same_inputs is not None:
+            checked_flag("same_inputs", same_inputs)
+        checked_flag("align_rng", align_rng)
         if inputs is not None and not isinstance(inputs, tuple):
             raise TypeError(
                 f"expected inputs to be a tuple, the arguments of fn; got a {type(inputs).__name__}"
@@ -154,7 +160,8 @@ def _compared(
     }
 
     def run(given: tuple[Any, ...]) -> tuple[Any, Mapping[str, Tensor | None]]:
-        result = fn(*given)
+        with calling("the function"):
+            result = fn(*given)
         return result, {name: parameter.grad for name, parameter in parameters.items()}
 
     step = Step(
@@ -182,7 +189,7 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
     if isinstance(target, nn.Module):
         return [target], [], []
     if not isinstance(target, TrainState):
-        raise TypeError(f"expected module to be a Module or a TrainState, got a {type(target).__name__}")
+        raise TypeError(f"expected module to be a Module or a TrainState, got {_kind(target)}")
     named = list(target.named.values())
     if any(is_sharded(one) for one in named):
         raise ValueError(
@@ -194,6 +201,10 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
         # A sampler's place is that between two steps: to load it in the middle of an epoch would begin another one.
         [one for one in named if not isinstance(one, nn.Module | Optimizer | DistributedSampler)],
     )
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}: call it" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _found_by_a_run(
@@ -213,7 +224,7 @@ def _found_by_a_run(
 
     fault: Exception | None = None
     try:
-        with before.guarded(), watching_for_roots(met):
+        with before.guarded(), watching_for_roots(met), calling("the function"):
             fn(*arguments)
     except Exception as error:
         fault = error

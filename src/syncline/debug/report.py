@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from syncline.errors import SynclineError
 from syncline.plan.difference import describe_ranks, ranks_with
@@ -45,6 +45,8 @@ class Report:
     """Disagreements: those within ranks, then those between them."""
     notes: tuple[str, ...] = ()
     """What is worth knowing, and no disagreement."""
+    doubts: tuple[str, ...] = ()
+    """Those of the notes without which the verdict says too much, in a few words each; they stand beside it."""
     facts: tuple[Mapping[str, str], ...] = field(default=(), repr=False)
     """What each rank computes with, in rank order."""
 
@@ -53,17 +55,42 @@ class Report:
         """Whether there is no finding."""
         return not self.findings
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """In one line: how many findings there are, and the doubts.
+
+        Example:
+            >>> report = Report(title="", num_ranks=2, checked=(), doubts=("all ranks were given the same batch",))
+            >>> report.verdict
+            'no disagreement, but all ranks were given the same batch (see notes)'
+        """
         num = len(self.findings)
+        if not num and not self.doubts:
+            return "all agrees"
+        found = f"{num or 'no'} disagreement{'s' if num > 1 else ''}"
+        if not self.doubts:
+            return found
+        return f"{found}, {'and' if num else 'but'} {', and '.join(self.doubts)} (see notes)"
+
+    def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
-        verdict = f"{num} disagreement{'s' if num > 1 else ''}" if num else "all agrees"
-        lines = [f"{self.title}: {ranks}, {verdict}"]
-        for number, finding in enumerate(self.findings, 1):
-            lines.append(_indented(str(finding), f"{number}. "))
+        lines = [_wrapped(f"{self.title}: {ranks}, {self.verdict}", "", indent="  "), *self._findings()]
         lines += ["checked", *(_wrapped(one, "  - ") for one in self.checked)]
         if self.notes:
             lines += ["notes", *(_wrapped(one, "  - ") for one in self.notes)]
         return "\n".join([*lines, *self._facts()])
+
+    def _findings(self) -> list[str]:
+        """Each with its number, and each cause where it is met first."""
+        lines: list[str] = []
+        said: dict[str, int] = {}
+        for number, finding in enumerate(self.findings, 1):
+            new = [cause for cause in finding.causes if cause not in said]
+            earlier = sorted({said[cause] for cause in finding.causes if cause in said})
+            causes = [*new, *(f"as said under {other}" for other in earlier)]
+            lines.append(_indented(str(replace(finding, causes=tuple(causes))), f"{number}. "))
+            said |= dict.fromkeys(new, number)
+        return lines
 
     def _facts(self) -> list[str]:
         """What the ranks compute with: in one line what they have in common, in one each what they have not."""
@@ -101,13 +128,13 @@ def by_value(values: Sequence[str]) -> str:
     return ", ".join(f"{value} ({describe_ranks(held)})" for value, held in ranks.items())
 
 
-def _wrapped(text: str, mark: str) -> str:
+def _wrapped(text: str, mark: str, *, indent: str | None = None) -> str:
     return "\n".join(
         textwrap.wrap(
             text,
             _WIDTH,
             initial_indent=mark,
-            subsequent_indent=" " * len(mark),
+            subsequent_indent=" " * len(mark) if indent is None else indent,
             break_long_words=False,
             break_on_hyphens=False,
         )

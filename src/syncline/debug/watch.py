@@ -29,6 +29,7 @@ from syncline.parallel import DistributedDataParallel
 from syncline.sync.compilation import NotTraced
 from syncline.sync.outputs import tensors_in
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 from syncline.world import transport_of
 
 __all__ = ["Orders", "main"]
@@ -135,9 +136,9 @@ def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor | None]]:
     """A loss, and its gradients, which do not reach `.grad`: nothing is reduced."""
-    outputs = [
-        tensor for tensor in tensors_in(module(*args, **kwargs)) if tensor.requires_grad and tensor.numel()
-    ]
+    with calling(f"the forward of {type(module).__name__}"):
+        found = module(*args, **kwargs)
+    outputs = [tensor for tensor in tensors_in(found) if tensor.requires_grad and tensor.numel()]
     if not outputs:
         return None, {}
     loss = torch.stack([_weighted_sum(output) for output in outputs]).sum()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.contract import Contract, Row, format_bytes, format_count
+from syncline.contract import Contract, Row
 from syncline.errors import PeerFailed, SynclineError
 from syncline.events import EvolutionRecord
 from syncline.evolution.members import Members, Settings, trained_parameters
@@ -35,6 +35,8 @@ from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.optimizers import parameters_of
 from syncline.sync.tensors import named_tensors
 from syncline.transport.base import Statistics, Transport
+from syncline.transport.user_code import calling
+from syncline.words import format_bytes, format_count
 from syncline.world import transport_of
 
 __all__ = ["EvolutionStrategy"]
@@ -338,7 +340,8 @@ def _made_optimizer(
 ) -> Optimizer:
     if not 0 <= float(lr) < math.inf:
         raise ValueError(f"expected a finite lr of at least 0, got {lr}")
-    optimizer = factory(parameters, lr=lr)
+    with calling("optimizer(parameters, lr=lr)"):
+        optimizer = factory(parameters, lr=lr)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected optimizer(parameters, lr=lr) to return a torch.optim.Optimizer, got {type(optimizer).__name__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +41,7 @@ from syncline.sync.fingerprint import digest_of, fingerprints
 from syncline.sync.optimizers import parameters_of
 from syncline.sync.reduction import TensorReducer
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 
 __all__ = ["Rounds"]
 
@@ -102,8 +104,11 @@ class Rounds:
         fault = None
         weight = 1.0
         try:
-            self._state = strategy.init(spec)
-            kept = strategy.mechanism(spec)
+            # Those that come with Syncline refuse what they cannot do.
+            is_ours = type(strategy).__module__.startswith("syncline.")
+            with nullcontext() if is_ours else calling(f"init() or mechanism() of {type(strategy).__name__}"):
+                self._state = strategy.init(spec)
+                kept = strategy.mechanism(spec)
             if isinstance(kept, OuterCopies):
                 self.outer = OuterLoop(
                     named, kept.fragments, kept.outer, kept.compression, lane, keeps_sent=kept.keeps_sent

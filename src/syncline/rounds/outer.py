@@ -12,6 +12,7 @@ from syncline.compression.exchange import MeanExchange
 from syncline.rounds.flat import FlatGroup, flat_groups
 from syncline.sync.optimizers import parameters_of
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 
 __all__ = ["OuterLoop"]
 
@@ -45,7 +46,9 @@ class OuterLoop:
         self._names = [name for name, _ in named]
         self._local = [parameter for _, parameter in named]
         self._common = [_copy_of(parameter) for parameter in self._local]
-        self.optimizer = _checked(outer(list(self._common)), self._common)
+        with calling("outer(parameters)"):
+            optimizer = outer(list(self._common))
+        self.optimizer = _checked(optimizer, self._common)
         self._fragments = [
             _Fragment(
                 [self._local[i] for i in members],

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline.given import checked_flag, did_you_mean
 from syncline.state.equality import agree_on_loaded
 from syncline.state.tensor_file import checksum_of_file
 from syncline.state.torch_file import read_torch_file
 from syncline.sync.agreement import exchange
 from syncline.sync.part import gives_share
 from syncline.transport.base import Transport
+from syncline.transport.user_code import calling
 
 if TYPE_CHECKING:
     from syncline.state.train_state import TrainState
@@ -38,36 +40,65 @@ def adopt(
     state: TrainState,
     path: str | os.PathLike[str],
     *,
-    names: Mapping[str, Key | None],
+    names: Mapping[str, Key | None] | None,
     besides: Collection[str],
     strict: bool,
     transport: Transport,
 ) -> dict[str, Any]:
     """See `TrainState.load_torch`."""
-    path = os.fspath(path)
     fault: Exception | None = None
     matched, lines = Matched(), []
     try:
+        path, names, besides = _checked(path, names, besides)
+        checked_flag("strict", strict)
         lines = [f"file  {checksum_of_file(path)}", f"strict  {strict}"]
         matched = match(read_torch_file(path), state.named, names=names, besides=besides)
         if strict:
             matched.check_complete(path)
+        lines += [f"named  {name}" for name in state.named]
+        lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
+        lines += [f"besides  {key}" for key in besides]
     except Exception as error:
         fault = error
-    lines += [f"named  {name}" for name in state.named]
-    lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
-    lines += [f"besides  {key}" for key in besides]
     remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
     exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
     loaded: dict[str, Any] = {}
     try:
-        loaded = _load(state, matched, path, strict=strict)
+        loaded = _load(state, matched, os.fspath(path), strict=strict)
     except Exception as error:
         fault = error
     agree_on_loaded(transport, _TITLE, loaded, fault=fault)
     if transport.rank == 0 and (matched.missing or matched.unused):
         warnings.warn(f"{_TITLE} of {path}: {'; '.join(matched.left())}", RuntimeWarning, stacklevel=3)
     return matched.rest
+
+
+def _checked(path: object, names: object, besides: object) -> tuple[str, dict[str, Key | None], list[str]]:
+    """The arguments, if they are of the types that they should be.
+
+    Raises:
+        TypeError: one is not.
+    """
+    path = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(path, str):
+        raise TypeError(f"expected path to be that of a file, a str or an os.PathLike of one, got {path!r}")
+    names = {} if names is None else names
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'expected names to be a dict by what is named here, such as {{"model": "net"}}, got {names!r}'
+        )
+    for name, key in names.items():
+        keys = [key] if key is None or isinstance(key, str | int) else key
+        if not isinstance(keys, Sequence) or not all(
+            one is None or isinstance(one, str | int) for one in keys
+        ):
+            raise TypeError(
+                f"expected names[{name!r}] to be a key of the file, several as a tuple, or None; got {key!r}"
+            )
+    besides = [besides] if isinstance(besides, str) else besides
+    if not isinstance(besides, Collection) or not all(isinstance(key, str) for key in besides):
+        raise TypeError(f'expected besides to be keys of the file, such as ["epoch"], got {besides!r}')
+    return path, dict(names), list(besides)
 
 
 @dataclass
@@ -140,6 +171,7 @@ def match(
     if unknown:
         raise ValueError(
             f"expected names= of what is named ({', '.join(['step', *named])}), got {', '.join(unknown)}"
+            + did_you_mean(unknown[0], ["step", *named])
         )
     if not isinstance(content, dict):
         raise ValueError(
@@ -202,7 +234,8 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
             continue
         try:
             # Who keeps what it gets must not keep the file; who takes a share of it does not.
-            one.load_state_dict(found if gives_share(one) else deepcopy(found))
+            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+                one.load_state_dict(found if gives_share(one) else deepcopy(found))
         except (KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline.contract import format_count
 from syncline.errors import CheckpointCorrupt, SynclineError
+from syncline.given import checked_count, checked_flag
 from syncline.plan.difference import describe_ranks, ranks_with
 from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
@@ -33,11 +33,14 @@ from syncline.state.train_state import TrainState
 from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.words import format_count
 from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]
 
 T = TypeVar("T")
+
+_FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
 class Checkpointer:
@@ -62,7 +65,8 @@ class Checkpointer:
         stop_every: where `stop_if_asked` needs a collective of its own, one in so many calls makes it.
 
     Raises:
-        TypeError, ValueError: `keep` or `stop_every` is below 1, there is no such signal.
+        TypeError, ValueError: an argument makes no sense: `keep` or `stop_every` is below 1, there is no such signal;
+            on every rank.
         SynclineError: the directory cannot be written, or is not the same one on all ranks.
 
     Example:
@@ -88,18 +92,24 @@ class Checkpointer:
     ) -> None:
         self._transport = transport_of(group)
         self._files = files or LocalFiles()
-        self._path = os.path.abspath(os.fspath(directory))
+        self._path = ""
         fault: Exception | None = None
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            fault = ValueError(f"expected keep to be an integer of at least 1, got {keep!r}")
         lines = [f"keep  {keep}"]
         try:
+            self._path = _checked_path(directory)
+            checked_count("keep", keep, at_least=1)
+            if not all(callable(getattr(self._files, name, None)) for name in _FILE_METHODS):
+                raise TypeError(
+                    f"expected files to be a file system ({', '.join(_FILE_METHODS)}), got {files!r}"
+                )
             self._stop = JointStop(self._transport, stop_signals, stop_every)
             lines += self._stop.describe()
         except (TypeError, ValueError) as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer", lines, fault=fault)
-        self._lane = self._transport.lane("checkpoints")
+        self._board = self._transport.board
+        with self._board.called("sl.Checkpointer"):
+            self._lane = self._transport.lane("checkpoints")
         self._shelf = Shelf(self._files, self._path, keep)
         self._damaged: set[Save] = set()
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
@@ -112,7 +122,8 @@ class Checkpointer:
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At the end of the program saves are waited for first (`before_shutdown`), and then all lanes are closed.
         self._end.atexit = False
-        self._check_directory()
+        with self._board.called("sl.Checkpointer"):
+            self._check_directory()
         before_shutdown(self.wait)
 
     # ------------------------------------------------------------------ closed when it is done
@@ -138,8 +149,16 @@ class Checkpointer:
         with contextlib.suppress(SynclineError) if kind is not None else contextlib.nullcontext():
             self.close()
 
-    def _closed(self) -> Exception | None:
-        return None if self._end.alive else ValueError("it was closed: make another sl.Checkpointer")
+    def _check(self, state: object) -> None:
+        """Raise unless something can be done with `state` here."""
+        if not self._end.alive:
+            raise ValueError("it was closed: make another sl.Checkpointer")
+        if not isinstance(state, TrainState):
+            got = f"the class {state.__name__}" if isinstance(state, type) else f"a {type(state).__name__}"
+            raise TypeError(
+                f"expected a TrainState, got {got}: name what belongs to the run, sl.TrainState(model=..., "
+                "optimizer=...)"
+            )
 
     # ------------------------------------------------------------------ saving
 
@@ -172,18 +191,29 @@ class Checkpointer:
 
         Raises:
             ContractMismatch: ranks save different things, or at different steps.
-            TypeError, ValueError: something in the state cannot be stored; its place is named; on every rank.
+            TypeError, ValueError: `state` is none, or `step` no number of steps; something in the state cannot be
+                stored, its place is named; it was closed; on every rank.
         """
         self.wait()
-        if step is not None:
-            state.step = step
         parts: Parts | None = None
-        fault = self._closed()
+        lines: list[str] = []
+        fault: Exception | None = None
         try:
+            self._check(state)
+            checked_flag("blocking", blocking)
+            checked_count(
+                "state.step" if step is None else "step", state.step if step is None else step, at_least=0
+            )
+            if step is not None:
+                state.step = step
+            lines = [
+                f"step  {state.step}",
+                f"blocking  {blocking}",
+                *(f"named  {name}" for name in state.named),
+            ]
             parts = Parts(state, None if blocking else self._copies)
         except Exception as error:
             fault = error
-        lines = [f"step  {state.step}", *(f"named  {name}" for name in state.named)]
         exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
         assert parts is not None
         self._under_way = self._writer.submit(self._saved, state.step, parts)
@@ -192,7 +222,8 @@ class Checkpointer:
     def wait(self) -> str | None:
         """Wait for the save that is under way, if any; what it returns."""
         under_way, self._under_way = self._under_way, None
-        return under_way.result() if under_way else None
+        with self._board.called("sl.Checkpointer.save"):
+            return under_way.result() if under_way else None
 
     def _saved(self, step: int, parts: Parts) -> str | None:
         try:
@@ -290,7 +321,8 @@ class Checkpointer:
 
         Raises:
             SystemExit: of `sl.EXIT_STOPPED`: all ranks stop here, and `state` is saved.
-            ValueError: it was closed.
+            TypeError, ValueError: `state` is none, or it was closed; on this rank, for others may be told by their
+                backwards and wait for nobody here.
             SynclineError: all ranks stop here, but `state` could not be saved; or ranks must not wait for each other
                 here (`ParameterServer`: between two meetings).
 
@@ -308,23 +340,27 @@ class Checkpointer:
             ...         print(stopped.code == sl.EXIT_STOPPED)
             True
         """
-        closed = self._closed()
-        if closed is not None:
-            raise closed
-        if not self._stop.is_agreed(state):
-            return
-        with contextlib.suppress(SynclineError):  # it was said where it happened
-            self.wait()
-        is_saved = self._newest is not None and self._newest[0] == state.step
-        last = self._newest and self._newest[1]
-        self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
+        self._check(state)
+        with self._board.called("sl.Checkpointer.stop_if_asked"):
+            if not self._stop.is_agreed(state):
+                return
+            with contextlib.suppress(SynclineError):  # it was said where it happened
+                self.wait()
+            is_saved = self._newest is not None and self._newest[0] == state.step
+            last = self._newest and self._newest[1]
+            self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
 
     def ask_to_stop(self, why: str = "asked to stop") -> None:
         """As a signal does: this rank asks all to stop. From any thread, also on one rank only.
 
         Args:
             why: what this rank did or met, which follows its name in what is printed.
+
+        Raises:
+            TypeError: `why` is no text.
         """
+        if not isinstance(why, str):
+            raise TypeError(f"expected why as a text, what this rank did or met; got {why!r}")
         self._stop.request.ask(why)
 
     # ------------------------------------------------------------------ loading
@@ -342,39 +378,46 @@ class Checkpointer:
 
         Raises:
             CheckpointCorrupt: there are saves, but none that is sound; on every rank.
-            ValueError: it is the state of something else; on every rank.
+            TypeError, ValueError: `state` is none, or that of something else; it was closed; on every rank.
             ReplicaDivergence: what was saved as the same on all ranks is not the same in their modules and optimizers
                 now; on every rank.
         """
         self.wait()
-        lines = [f"named  {name}" for name in state.named]
-        exchange(self._transport, "sl.Checkpointer.load", lines, fault=self._closed())
-        saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
-        damaged: list[str] = []
-        for save in saves:
-            try:
-                found = self._read(save)
-            except Refused as refused:
-                self._damaged.add(save)
-                damaged.append(f"{save.name}: {refused}")
-                continue
-            if damaged and self._transport.rank == 0:
-                warnings.warn(
-                    "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
-                    + f"\nLoaded instead: {save.name}",
-                    RuntimeWarning,
-                    stacklevel=2,
+        lines: list[str] = []
+        fault: Exception | None = None
+        try:
+            self._check(state)
+            lines = [f"named  {name}" for name in state.named]
+        except (TypeError, ValueError) as error:
+            fault = error
+        exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
+        with self._board.called("sl.Checkpointer.load"):
+            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+            damaged: list[str] = []
+            for save in saves:
+                try:
+                    found = self._read(save)
+                except Refused as refused:
+                    self._damaged.add(save)
+                    damaged.append(f"{save.name}: {refused}")
+                    continue
+                if damaged and self._transport.rank == 0:
+                    warnings.warn(
+                        "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
+                        + f"\nLoaded instead: {save.name}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                self._apply(state, found)
+                self._tell_strangers(save, found)
+                self._newest = (save.step, self._shelf.path_of(save))
+                return save.step
+            if damaged:
+                raise CheckpointCorrupt(
+                    "\n  ".join([f"no save in {self._path} is sound:", *damaged])
+                    + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
                 )
-            self._apply(state, found)
-            self._tell_strangers(save, found)
-            self._newest = (save.step, self._shelf.path_of(save))
-            return save.step
-        if damaged:
-            raise CheckpointCorrupt(
-                "\n  ".join([f"no save in {self._path} is sound:", *damaged])
-                + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
-            )
-        return None
+            return None
 
     def _tell_strangers(self, save: Save, found: Found) -> None:
         """Say what ranks got that was another's, or that nobody got."""
@@ -468,6 +511,17 @@ class Checkpointer:
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         return on_rank_0(self._lane, fn)
+
+
+def _checked_path(directory: object) -> str:
+    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(path, str):
+        raise TypeError(f"expected directory to be a path, a str or an os.PathLike of one, got {directory!r}")
+    if not path:
+        raise ValueError(
+            "expected directory to be a path, got an empty text ('.' is where the program was started)"
+        )
+    return os.path.abspath(path)
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:

@@ -65,7 +65,7 @@ def agree_on_loaded(
             digest = _digest(trees, tensors)
     except Exception as error:
         fault = error
-    told = exchange(transport, title, [], payload=digest, fault=fault)
+    told = exchange(transport, title, [], payload=digest, fault=fault, refusal="could not be loaded")
     if len(set(told)) > 1:
         _tell(transport, title, trees, tensors)
 

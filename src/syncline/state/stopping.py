@@ -16,6 +16,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.errors import SynclineError
+from syncline.given import checked_count
 from syncline.plan.difference import describe_ranks, ranks_with
 from syncline.state.train_state import TrainState
 from syncline.stopping import EXIT_STOPPED, Stopped, StopRequest, checked_signals, forget, listen, rearm
@@ -38,8 +39,7 @@ class JointStop:
     """
 
     def __init__(self, transport: Transport, signals: Sequence[str | int], every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"expected stop_every to be an integer of at least 1, got {every!r}")
+        checked_count("stop_every", every, at_least=1)
         self.request = StopRequest()
         self._signals = checked_signals(signals)
         self._transport = transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.data.sampler import DistributedSampler
+from syncline.given import checked_count
 from syncline.state.adoption import Key, adopt
 from syncline.sync.caretakers import caretakers_of
 from syncline.sync.gradients import GradientSync
 from syncline.sync.part import gives_share, whole_of
+from syncline.transport.user_code import calling
 from syncline.world import transport_of
 
 __all__ = ["TrainState", "copies", "is_wrapped", "rng_state", "set_rng_state"]
@@ -95,9 +97,11 @@ class TrainState:
                 is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead.
 
         Raises:
-            TypeError: it is needed, and missing.
-            ValueError: more than are left of the epoch.
+            TypeError: it is needed, and missing; it is no integer.
+            ValueError: below 0, or more than are left of the epoch.
         """
+        if num_samples is not None:
+            checked_count("num_samples", num_samples, at_least=0)
         advance = getattr(self.named.get("sampler"), "advance", None)
         if advance is not None:
             if num_samples is None:
@@ -110,15 +114,17 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
-        states = {name: _state_of(one) for name, one in self.named.items()}
-        return {"step": self.step, **states, "rng": rng_state()}
+        return self._states(_state_of)
 
     def share_state_dict(self) -> dict[str, Any]:
         """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
-        states = {
-            name: one.share_state_dict() if gives_share(one) else _state_of(one)
-            for name, one in self.named.items()
-        }
+        return self._states(lambda one: one.share_state_dict() if gives_share(one) else _state_of(one))
+
+    def _states(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
+        states = {}
+        for name, one in self.named.items():
+            with calling(f"state_dict() of {name} ({type(one).__name__})"):
+                states[name] = state_of(one)
         return {"step": self.step, **states, "rng": rng_state()}
 
     @property
@@ -132,8 +138,13 @@ class TrainState:
         Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: names are missing, or there are others; nothing was changed.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"expected what state_dict() gives, a dict by names; got a {type(state).__name__}"
+            )
         missing = sorted({"step", *self.named} - state.keys())
         unknown = sorted(state.keys() - {"step", "rng", *self.named})
         if missing or unknown:
@@ -146,7 +157,8 @@ class TrainState:
                 + ". Name the same things as when it was saved"
             )
         for name, one in self.named.items():
-            _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
+            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+                _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
         self.goes_on_after(state["step"])
         if "rng" in state:
             rng = state["rng"]
@@ -201,6 +213,7 @@ class TrainState:
             What the file has besides what was loaded, by key.
 
         Raises:
+            TypeError: an argument is of another type; on every rank.
             ValueError: something is missing, or is left over; the file is not what torch.save writes, has objects of
                 other types, or what is in it fits not what is named. On every rank. Before what does not fit into an
                 object is found, others may have been loaded.
@@ -218,9 +231,8 @@ class TrainState:
             >>> state.step
             1200
         """
-        besides = [besides] if isinstance(besides, str) else besides
         transport = transport_of(group)
-        return adopt(self, path, names=names or {}, besides=besides, strict=strict, transport=transport)
+        return adopt(self, path, names=names, besides=besides, strict=strict, transport=transport)
 
 
 def copies(one: Any) -> bool:

@@ -18,7 +18,7 @@ from syncline.strategy.actions import Action, Message
 from syncline.strategy.mechanism import Mechanism, NothingKept
 from syncline.strategy.words import in_words
 
-__all__ = ["Progress", "Spec", "Strategy", "checked_count"]
+__all__ = ["Progress", "Spec", "Strategy"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,17 +107,3 @@ class Strategy(ABC, Generic[State]):
 
 def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def checked_count(name: str, value: object, *, at_least: int) -> int:
-    """An integer that is large enough.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: too small.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected {name} to be an integer, got {value!r}")
-    if value < at_least:
-        raise ValueError(f"expected {name} to be at least {at_least}, got {value}")
-    return value

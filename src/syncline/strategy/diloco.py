@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.contract import Rule, Rules, format_count
+from syncline.contract import Rule, Rules
+from syncline.given import checked_count
 from syncline.plan.fragments import plan_fragments
 from syncline.strategy.actions import (
     Action,
@@ -22,7 +23,7 @@ from syncline.strategy.actions import (
     RestartOuter,
     SendOuter,
 )
-from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import Mechanism, OuterCopies
 from syncline.strategy.words import every_words, value_in_words
 from syncline.strategy.workers import (
@@ -35,6 +36,7 @@ from syncline.strategy.workers import (
     warmup_words,
     workers_of,
 )
+from syncline.words import format_count
 
 __all__ = ["DiLoCo", "OuterFactory"]
 

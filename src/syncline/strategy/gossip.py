@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
+from syncline.given import checked_count
 from syncline.strategy.actions import Action, Average, Message, Push
-from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import Mechanism, PushSumWeight
 from syncline.strategy.topology import Topology, neighbours
 from syncline.strategy.words import every_words

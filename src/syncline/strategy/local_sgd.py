@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from syncline.contract import Rule, Rules, format_count
+from syncline.contract import Rule, Rules
+from syncline.given import checked_count
 from syncline.strategy.actions import Action, Average, AverageBuffers, Message
-from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.words import every_words
 from syncline.strategy.workers import (
     OWN_OPTIMIZER,
@@ -20,6 +21,7 @@ from syncline.strategy.workers import (
     warmup_words,
     workers_of,
 )
+from syncline.words import format_count
 
 __all__ = ["LocalSGD"]
 

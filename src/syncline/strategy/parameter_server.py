@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from syncline.contract import Rule, Rules, format_count
+from syncline.contract import Rule, Rules
+from syncline.given import checked_count
 from syncline.strategy.actions import Action, Adopt, AverageBuffers, Await, Close, Message, Update
-from syncline.strategy.base import Progress, Spec, Strategy, checked_count
+from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import Mechanism, ServerShard
 from syncline.strategy.workers import OWN_OPTIMIZER, gradients_rule
+from syncline.words import format_count
 
 __all__ = ["ParameterServer"]
 

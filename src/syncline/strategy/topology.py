@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
+from syncline.given import did_you_mean
+
 __all__ = ["Topology", "neighbours"]
 
 Topology = Literal["ring", "exponential", "pairs"]
@@ -30,7 +32,10 @@ def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) ->
         True
     """
     if topology not in _EDGES:
-        raise ValueError(f"expected topology to be one of {', '.join(get_args(Topology))}; got {topology!r}")
+        raise ValueError(
+            f"expected topology to be one of {', '.join(get_args(Topology))}; got {topology!r}"
+            + did_you_mean(topology, _EDGES)
+        )
     if num_ranks == 1:
         return ((),)
     return _EDGES[topology](num_ranks, round, seed)

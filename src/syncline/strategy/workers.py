@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from syncline.contract import Rule, format_count
+from syncline.contract import Rule
+from syncline.given import checked_count
 from syncline.strategy.actions import Action, ReduceGradients
-from syncline.strategy.base import Progress, Spec, checked_count
+from syncline.strategy.base import Progress, Spec
+from syncline.words import format_count
 
 __all__ = [
     "OWN_OPTIMIZER",

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline.errors import ReplicaDivergence
+from syncline.given import checked_choice, checked_count
 from syncline.plan.difference import describe_ranks
 from syncline.plan.rotation import Piece
 from syncline.sync.broadcasting import TensorBroadcaster
@@ -35,7 +36,6 @@ __all__ = ["ReplicaCheck", "ReplicaWatch"]
 OnDivergence = Literal["raise", "repair", "warn"]
 _LISTED_ANEW = 8
 """After so many rounds the tensors are listed anew, whatever has changed."""
-_POLICIES = ("raise", "repair", "warn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,8 @@ class ReplicaCheck:
     on_divergence: OnDivergence = "raise"
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int):
-            raise TypeError(f"expected every to be an integer of at least 1, got {self.every!r}")
-        if self.every < 1:
-            raise ValueError(f"expected every to be an integer of at least 1, got {self.every}")
-        if self.on_divergence not in _POLICIES:
-            raise ValueError(
-                f"expected on_divergence to be one of {', '.join(map(repr, _POLICIES))}, got {self.on_divergence!r}"
-            )
+        checked_count("every", self.every, at_least=1)
+        checked_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
 
 
 class ReplicaWatch:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.contract import format_count
 from syncline.errors import ReplicaDivergence
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import gather_rows
@@ -22,6 +21,7 @@ from syncline.sync.fingerprint import (
     minority_of,
 )
 from syncline.transport.base import Transport
+from syncline.words import format_count
 
 __all__ = ["LocatedDifference", "divergence_error", "locate", "values_fingerprints"]
 

@@ -122,13 +122,17 @@ def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield path, leaf
 
 
+def _kind(leaf: object) -> str:
+    return f"the class {leaf.__name__}" if isinstance(leaf, type) else type(leaf).__name__
+
+
 def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in leaves(tree):
         if not isinstance(leaf, Tensor):
             where = f" at {path}" if path else ""
             raise TypeError(
                 f"expected a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors; "
-                f"got {type(leaf).__name__}{where}: take it out, or make it a tensor"
+                f"got {_kind(leaf)}{where}: take it out, or make it a tensor"
             )
         yield path or "tensor", leaf
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from syncline.board import Place
 from syncline.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -17,7 +18,7 @@ from syncline.errors import (
     UnevenInputs,
 )
 
-__all__ = ["SAME_CALLS", "UNEVEN", "Call", "Failure", "lane_name", "named_ranks"]
+__all__ = ["SAME_CALLS", "Call", "Failure", "lane_name", "named_ranks", "remedy_for_left"]
 
 SAME_CALLS = (
     "every rank must make the same calls in the same order, with equal sizes and dtypes: "
@@ -25,12 +26,15 @@ SAME_CALLS = (
 )
 """What to do about ranks that called different things."""
 
-UNEVEN = (
+_UNEVEN = (
     "who has left made fewer steps than this rank: give every rank the same number of batches (DistributedSampler "
     "fills up, drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times "
     "(not with sharded=True)"
 )
-"""What to do about a rank that has ended too early."""
+_LEFT_OUT = (
+    "{call} is for all ranks to call, equally often, and who has left has ended without it: take it out of a branch "
+    "that depends on the rank (if rank == 0), and let no rank return before it"
+)
 
 _KINDS: dict[str, type[SynclineError]] = {
     kind.__name__: kind
@@ -105,6 +109,24 @@ def named_ranks(ranks: Iterable[int]) -> str:
     """
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
+    """What to do about ranks that have ended in good order while this one waits for them.
+
+    Args:
+        here: where this rank is.
+        left: where the others were at their end.
+
+    Example:
+        >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:38]
+        'who has left made fewer steps than thi'
+        >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:52]
+        'sl.Checkpointer.save is for all ranks to call, equal'
+    """
+    if here.opening is None or any((place.step or 0) < (here.step or 0) for place in left):
+        return _UNEVEN
+    return _LEFT_OUT.format(call=here.opening)
 
 
 def lane_name(purpose: str, nth: int) -> str:

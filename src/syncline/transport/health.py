@@ -20,7 +20,7 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
-from syncline.transport.calls import SAME_CALLS, UNEVEN, Call, Failure, named_ranks
+from syncline.transport.calls import SAME_CALLS, Call, Failure, named_ranks, remedy_for_left
 from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
 from syncline.transport.notices import Notices
 from syncline.transport.user_code import user_code
@@ -206,7 +206,7 @@ class Health:
         elif kind is PeerLost and places is not None:
             left = [rank for rank, place in sorted(places.items()) if place.has_left]
             if left:
-                return self._ended(work, UnevenInputs, _left(left), UNEVEN, places, None)
+                return self._left(work, left, places)
             if self.size == 2:
                 what = f"the connection to rank {1 - self.rank} is lost"
         return self._ended(work, kind, what, remedy, places, error)
@@ -219,9 +219,15 @@ class Health:
         places = self.places()
         left = [rank for rank in ranks if rank in places and places[rank].has_left]
         if left:
-            return self._ended(work, UnevenInputs, _left(left), UNEVEN, places, None)
+            return self._left(work, left, places)
         has = "its process has" if len(ranks) == 1 else "their processes have"
         return self._ended(work, PeerLost, f"{named_ranks(ranks)}: {has} ended", _LOST, places, None)
+
+    def _left(self, work: WatchedWork, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
+        """Some ranks have left in good order."""
+        what = f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} left in good order, and will not come"
+        remedy = remedy_for_left(self.place(code=None), [places[rank] for rank in ranks])
+        return self._ended(work, UnevenInputs, what, remedy, places, None)
 
     def mismatched(self, work: WatchedWork, calls: dict[int, Call]) -> SynclineError:
         """The ranks met in different calls.
@@ -277,7 +283,7 @@ class Health:
             return
         left = left_ranks(self.wait, places)
         if left:
-            raise self._ended(work, UnevenInputs, _left(left), UNEVEN, places, None)
+            raise self._left(work, left, places)
         what = ""
         if different_calls(places):
             what = "the ranks met in different calls:"
@@ -333,11 +339,6 @@ _LOST = (
     "its last lines say why"
 )
 _SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
-
-
-def _left(ranks: list[int]) -> str:
-    has = "has" if len(ranks) == 1 else "have"
-    return f"{named_ranks(ranks)} {has} left in good order, and will not come"
 
 
 def _without_cpp_frames(message: str) -> str:

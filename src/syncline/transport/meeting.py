@@ -16,7 +16,7 @@ from typing import Any
 
 from syncline.board import MAIN_LANE, Board, Place, Wait, who_is_where
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
-from syncline.transport.calls import SAME_CALLS, UNEVEN, Call, Failure, lane_name, named_ranks
+from syncline.transport.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks, remedy_for_left
 from syncline.transport.deadlock import stuck_among
 
 __all__ = ["Meeting", "MeetingRoom", "State"]
@@ -199,10 +199,13 @@ class MeetingRoom:
             return
         for rank in meeting.absent():
             if rank in self._family.gone:
+                boards = self._family.boards
+                waits = next(iter(meeting.calls))
+                remedy = remedy_for_left(Place.of(boards[waits]), [Place.of(boards[rank])])
                 text = (
                     f"{first} ({meeting.title} of this group of {self.size}) needs rank {rank}, "
                     f"which is gone: {self._family.gone[rank]}\n{meeting.who_called_what()}\n"
-                    f"{self._who_is_where()}\n{UNEVEN}"
+                    f"{self._who_is_where()}\n{remedy}"
                 )
                 self._break_locked(Failure(UnevenInputs, text))
                 return

@@ -18,7 +18,7 @@ from syncline.board import Place
 from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
 from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, describe_ranks, ranks_with
 from syncline.transport.calls import SAME_CALLS
-from syncline.transport.user_code import user_code
+from syncline.transport.user_code import called_in, user_code
 
 if TYPE_CHECKING:
     from syncline.transport.base import Transport
@@ -45,6 +45,7 @@ def exchange(
     fault: Exception | None = None,
     remedy: str = DEFAULT_REMEDY,
     digest: bytes | None = None,
+    refusal: str | None = None,
 ) -> list[bytes]:
     """Agree, and gather a small payload in the same collective.
 
@@ -56,6 +57,8 @@ def exchange(
         fault: why this rank cannot go on. Its peers are waiting, so it takes part, and every rank raises.
         remedy: what to do when they do not agree.
         digest: the `fingerprint` of title and lines, where that was kept.
+        refusal: what a fault means, after the title. None: "refused, nothing was sent"; or "failed", where it is not
+            ours but comes from what was called (see `calling`).
 
     Returns:
         Every rank's payload in rank order, filled up with zeros to 72 bytes.
@@ -72,13 +75,13 @@ def exchange(
         + bytes([fault is not None])
         + payload.ljust(PAYLOAD_BYTES, b"\0")
     )
-    transport.board.opening = title
+    before, transport.board.opening = transport.board.opening, title
     try:
         records = _gathered(transport, record)
     finally:
-        transport.board.opening = None
+        transport.board.opening = before
     if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
-        _tell(transport, title, lines, fault, remedy)
+        _tell(transport, title, lines, fault, remedy, refusal)
     return [record[_DIGEST_BYTES + 1 :] for record in records]
 
 
@@ -93,29 +96,40 @@ def _gathered(transport: Transport, record: bytes) -> list[bytes]:
 
 
 def _tell(
-    transport: Transport, title: str, lines: Sequence[str], fault: Exception | None, remedy: str
+    transport: Transport,
+    title: str,
+    lines: Sequence[str],
+    fault: Exception | None,
+    remedy: str,
+    refusal: str | None,
 ) -> NoReturn:
     """Exchange everything, and raise the same on every rank."""
-    reason = None if fault is None else [type(fault).__name__, str(fault)]
+    reason = None if fault is None else [type(fault).__name__, str(fault), called_in(fault)]
     place = Place.of(transport.board, code=user_code(sys._getframe()))
-    mine = json.dumps([title, list(lines), reason, remedy, str(place)]).encode()
+    mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()
     told = [json.loads(row) for row in transport.all_gather_bytes(mine)]
     reasons = {rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(told) if reason is not None}
     if reasons:
-        raise _refusal(told[min(reasons)][0], reasons) from fault
+        first = told[min(reasons)]
+        raise _refusal(first[0], reasons, first[4]) from fault
     if len({title for title, *_ in told}) > 1:
         who_is_where = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(told)]
         raise CollectiveMismatch("\n".join(["the ranks called different things:", *who_is_where, SAME_CALLS]))
     raise ContractMismatch(describe_difference(title, [lines for _, lines, *_ in told], remedy=told[0][3]))
 
 
-def _refusal(title: str, reasons: dict[int, tuple[str, str]]) -> Exception:
+def _refusal(title: str, reasons: dict[int, tuple[str, str, str | None]], refusal: str | None) -> Exception:
     refusing = ranks_with(reasons)
-    text = [f"{title}: refused, nothing was sent"]
-    for (name, message), ranks in refusing.items():
-        cause = message if name in ("TypeError", "ValueError") else f"{name}: {message}"
+    has_failed = any(called is not None for _, _, called in refusing)
+    text = [f"{title}: {refusal or ('failed' if has_failed else 'refused, nothing was sent')}"]
+    for (name, message, called), ranks in refusing.items():
+        cause = f"{name}: {message}" if message else name
+        if called is not None:
+            cause = f"{called} raised {cause}"
+        elif name in ("TypeError", "ValueError"):
+            cause = message
         text.append(f"{describe_ranks(ranks)}: {cause}")
-    names = {name for name, _ in refusing}
+    names = {name for name, _, _ in refusing}
     error_class: type[Exception] = SynclineError
     if names <= {"TypeError", "ValueError"}:
         error_class = TypeError if names == {"TypeError"} else ValueError

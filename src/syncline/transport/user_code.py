@@ -1,4 +1,7 @@
-"""Where in the user's code a thread is: the innermost frame that is neither torch's, ours, nor Python's own."""
+"""Where in the user's code a thread is: the innermost frame that is neither torch's, ours, nor Python's own.
+
+And what of theirs was called where an exception comes from.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import sys
 import sysconfig
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -16,8 +21,9 @@ import torch
 
 from syncline.transport.main_thread import dump_of_main_thread
 
-__all__ = ["user_code", "user_code_in_dump", "user_code_of_main_thread", "warn_user"]
+__all__ = ["called_in", "calling", "user_code", "user_code_in_dump", "user_code_of_main_thread", "warn_user"]
 
+_CALLED = "_syncline_called_in"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<thread>[0-9a-f]+) ")
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)')
 
@@ -51,6 +57,46 @@ def user_code(frame: FrameType | None) -> str | None:
     if frame is None:
         return None
     return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Code that is not ours is called: an exception that it raises says so, and `called_in` knows.
+
+    Args:
+        what: whose code.
+
+    Example:
+        >>> try:
+        ...     with calling("state_dict() of sampler (Mine)"):
+        ...         raise KeyError("place")
+        ... except KeyError as error:
+        ...     print(error.__notes__)
+        ['in state_dict() of sampler (Mine)']
+    """
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, _CALLED):  # the innermost says most
+            setattr(error, _CALLED, _called(what, error))
+            error.add_note(f"in {what}")
+        raise
+
+
+def called_in(error: BaseException) -> str | None:
+    """What was called that raised it, and the line of it where that can be told; None where the error is our own."""
+    found: str | None = getattr(error, _CALLED, None)
+    return found
+
+
+def _called(what: str, error: BaseException) -> str:
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if _is_users(code.co_filename):
+            place = _place(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return f"{what}, at {place}," if place else what
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:

@@ -20,6 +20,7 @@ from syncline.sync.fingerprint import digest_of
 from syncline.sync.optimizers import OptimizerNumbers, optimizer_leaves, parameters_of
 from syncline.sync.replicas import LocatedDifference, divergence_error, locate, values_fingerprints
 from syncline.sync.tensors import named_tensors
+from syncline.transport.user_code import calling
 from syncline.verbs.common import Group
 from syncline.world import transport_of
 
@@ -125,7 +126,9 @@ class _Read:
                 if not is_sharded(one) and not any(id(p) in own for p in parameters_of(one)):
                     self.add(one, prefix)
             elif name == "scheduler" or (name == "scaler" and not own):
-                tree, tensors = encode(one.state_dict(), name)
+                with calling(f"state_dict() of {name} ({type(one).__name__})"):
+                    content = one.state_dict()
+                tree, tensors = encode(content, name)
                 self.add_tensors(list(tensors.items()), "")
                 self.names.append(name)
                 self.values.append(json.dumps(tree))
