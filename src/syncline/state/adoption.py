@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.state.equality import agree_on_loaded
+from syncline.state.layout import lay_out_like_parameters
 from syncline.state.tensor_file import checksum_of_file
 from syncline.state.torch_file import read_torch_file
 from syncline.sync.agreement import exchange
@@ -208,6 +209,7 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
             ) from error
         if isinstance(one, Optimizer) and not gives_share(one):
+            lay_out_like_parameters(one)
             loaded[name] = one.state_dict()
     state.step = matched.found.get("step", state.step)
     return loaded

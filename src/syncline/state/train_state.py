@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from syncline.data.sampler import DistributedSampler
 from syncline.state.adoption import Key, adopt
+from syncline.state.layout import lay_out_like_parameters
 from syncline.sync.part import gives_share, whole_of
 from syncline.world import transport_of
 
@@ -260,6 +262,8 @@ def _load_into(one: Any, state: Any) -> None:
     module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
         one.load_state_dict(module_state)
+        if isinstance(one, Optimizer) and not gives_share(one):
+            lay_out_like_parameters(one)
         return
     one.module.load_state_dict(module_state)
     load: Any = getattr(one, "load_sync_state_dict", None)
