@@ -41,7 +41,8 @@ class TrainState:
         named: anything else with `state_dict()` and `load_state_dict(state)`, by a name of yours.
 
     Raises:
-        TypeError: something without these two methods; `step` and `rng` as names.
+        TypeError: something without these two methods; `step` and `rng` as names; a `DistributedSampler` by a name of
+            yours alone, which `commit` would not move on.
         ValueError: a sampler and the loader that has it inside: each would have the place in the data.
 
     Example:
@@ -86,16 +87,19 @@ class TrainState:
                     f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. Numbers and "
                     "tensors of your own belong into an object with these two methods"
                 )
+        if sampler is None:
+            _check_none_is_misnamed(self.named)
 
     def commit(self, num_samples: int | None = None) -> None:
         """One more step was made: `step` goes up, and the sampler's place moves on.
 
         Args:
             num_samples: how many samples this rank has used for it, of all its micro-batches; needed where the sampler
-                is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead.
+                is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead. Of one epoch: when
+                the next is begun, all that was used of this one has to be told.
 
         Raises:
-            TypeError: it is needed, and missing.
+            TypeError: it is needed, and missing; or there is no sampler that it could be for.
             ValueError: more than are left of the epoch.
         """
         advance = getattr(self.named.get("sampler"), "advance", None)
@@ -106,6 +110,11 @@ class TrainState:
                     "sampler's place moves on by them. len(batch), or the sum over the micro-batches of the step"
                 )
             advance(num_samples)
+        elif num_samples and "sampler" not in self.named:
+            raise TypeError(
+                f"got commit({num_samples}), but nobody remembers how many samples were used, and a run that goes on "
+                "would begin the epoch anew: name the sampler, sl.TrainState(sampler=...), or commit() without"
+            )
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +253,15 @@ def _check_one_place(named: Mapping[str, Any]) -> None:
             )
         if sampler is not None:
             owners[sampler] = name
+
+
+def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
+    for name, one in named.items():
+        if isinstance(one, DistributedSampler):
+            raise TypeError(
+                f"expected sampler={name}, got {name}={name}: by another name commit(num_samples) does not move a "
+                "DistributedSampler on, and a run that goes on would begin the epoch anew"
+            )
 
 
 def _what(one: Any) -> str:
