@@ -298,6 +298,14 @@ def test_what_cannot_be_stored_is_named_on_every_rank() -> None:
         in_files(FaultyFiles(), lambda t, c: c.save(TrainState(mine=Mine({1} if t.rank else 1))))
 
 
+@pytest.mark.parametrize("step", [5.0, True, torch.tensor(5), -1])
+def test_a_step_by_which_no_save_would_be_found_is_refused(step: Any, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises((TypeError, ValueError), match="expected step to be"):
+        checkpointer.save(Run(0).state, step=step)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_state_of_something_else_is_refused() -> None:
     files = FaultyFiles()
     in_files(files, lambda t, c: c.save(TrainState(mine=Mine(1))))

@@ -172,7 +172,8 @@ class Checkpointer:
 
         Raises:
             ContractMismatch: ranks save different things, or at different steps.
-            TypeError, ValueError: something in the state cannot be stored; its place is named; on every rank.
+            TypeError, ValueError: something in the state cannot be stored; its place is named; or `step` is not an
+                integer from 0 on; on every rank.
         """
         self.wait()
         if step is not None:
@@ -180,6 +181,7 @@ class Checkpointer:
         parts: Parts | None = None
         fault = self._closed()
         try:
+            _check_step(state.step)
             parts = Parts(state, None if blocking else self._copies)
         except Exception as error:
             fault = error
@@ -467,6 +469,14 @@ class Checkpointer:
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         return on_rank_0(self._lane, fn)
+
+
+def _check_step(step: Any) -> None:
+    # It is part of the name by which a save is found.
+    if type(step) is not int:
+        raise TypeError(f"expected step to be an integer, got {step!r}, a {type(step).__name__}: int(step)")
+    if step < 0:
+        raise ValueError(f"expected step to be at least 0, got {step}")
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
