@@ -537,6 +537,43 @@ def test_a_save_that_nobody_asks_after_fails_aloud() -> None:
     assert all(isinstance(error, SynclineError) for error in failed)
 
 
+class BrokenFiles(FaultyFiles):
+    """Of which writing a tensor fails otherwise than by the disk."""
+
+    is_broken = True
+
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        if self.is_broken and path.endswith("rank-1.safetensors"):
+            raise MemoryError("no room for a copy")
+        super().write(path, parts)
+
+
+def test_what_fails_on_one_rank_alone_is_said_and_all_go_on_alike() -> None:
+    files = BrokenFiles()
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files, stop_signals=())
+        run = Run(t.rank)
+        checkpointer.save(run.state, 1, blocking=False)
+        with pytest.raises(MemoryError if t.rank == 1 else SynclineError, match="no room for a copy"):
+            checkpointer.wait()
+        checkpointer.save(run.state, 2, blocking=False)
+        if t.rank == 0:
+            assert checkpointer._under_way is not None
+            checkpointer._under_way.exception()
+            files.is_broken = False
+            checkpointer.ask_to_stop()
+        checkpointer.stop_if_asked(run.state)
+
+    with (
+        pytest.warns(RuntimeWarning, match=r"at step \d could not be saved: .*no room") as warned,
+        pytest.raises(SystemExit),
+    ):
+        run_ranks(2, program)
+    assert len(warned) == 2
+    assert files.names("runs/one") == ["save-000001-step-2"]
+
+
 def test_what_version_1_has_written_is_read() -> None:
     # Written by two ranks, see fixtures/README.md. It has to be readable for ever.
     written = Path(__file__).with_name("fixtures") / "version-1"

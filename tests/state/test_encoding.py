@@ -104,6 +104,12 @@ def test_tensors_without_plain_values_are_refused(tensor: Tensor, why: str) -> N
         encode({"x": tensor}, "mine")
 
 
+def test_an_integer_that_python_would_not_read_is_refused() -> None:
+    assert decode(json.loads(json.dumps(encode({"x": -(2**8191)}, "mine")[0])), {}) == {"x": -(2**8191)}
+    with pytest.raises(ValueError, match=r"^mine\.x is an integer of 8193 bits"):
+        encode({"x": 2**8192}, "mine")
+
+
 def test_a_tensor_that_occurs_twice_is_stored_once_and_comes_back_as_one() -> None:
     shared = torch.ones(2)
     tree, tensors = encode({"a": shared, "b": shared, "c": torch.ones(2)}, "m")

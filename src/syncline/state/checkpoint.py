@@ -135,7 +135,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # What ends the block matters more than a save that fails with it, which was said where it happened.
-        with contextlib.suppress(SynclineError) if kind is not None else contextlib.nullcontext():
+        with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
             self.close()
 
     def _closed(self) -> Exception | None:
@@ -202,7 +202,7 @@ class Checkpointer:
         except Refused as refused:
             self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
             return None
-        except SynclineError as error:
+        except Exception as error:
             # Nobody may ever ask for the future's result.
             self._warn(step, f"{type(error).__name__}: {error}")
             raise
@@ -315,7 +315,7 @@ class Checkpointer:
             raise closed
         if not self._stop.is_agreed(state):
             return
-        with contextlib.suppress(SynclineError):  # it was said where it happened
+        with contextlib.suppress(Exception):  # it was said where it happened; other ranks may have another
             self.wait()
         is_saved = self._newest is not None and self._newest[0] == state.step
         last = self._newest and self._newest[1]

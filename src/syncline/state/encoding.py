@@ -30,6 +30,8 @@ from syncline.sync.part import TensorPart
 __all__ = ["decode", "encode", "tensors_in"]
 
 _KEPT = (str, bool, int, type(None))
+_MAX_INT_BITS = 8192
+"""Python writes no numbers of more than 4300 digits in decimal, and reads none."""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -44,7 +46,8 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
     Raises:
         TypeError: something else; its place is named.
-        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others.
+        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others; an
+            integer of thousands of digits.
 
     Example:
         >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
@@ -62,6 +65,10 @@ class _Encoder:
     def encode(self, value: Any, place: str) -> Any:
         # Exact types: a subclass (numpy.float64 is a float, an IntEnum is an int) would come back as another.
         kind = type(value)
+        if kind is int and value.bit_length() > _MAX_INT_BITS:
+            raise ValueError(
+                f"{place} is an integer of {value.bit_length()} bits: expected up to {_MAX_INT_BITS}, or bytes"
+            )
         if kind in _KEPT:
             return value
         if kind is float:
