@@ -39,6 +39,13 @@ class Mine:
         self.value = state["value"]
 
 
+class Plain(Mine):
+    """Whose state is its value."""
+
+    def state_dict(self) -> Any:
+        return self.value
+
+
 class Run:
     """A small training run of one rank."""
 
@@ -332,6 +339,38 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SynclineError, match=r"file/runs cannot be written: .*Not a directory"):
         run_ranks(2, lambda t: Checkpointer(tmp_path / "file" / "runs", group=t))
+
+
+class HiddenFiles(FaultyFiles):
+    """Of which, from some time on, nobody may see the names."""
+
+    is_hidden = False
+
+    def names(self, directory: str) -> list[str]:
+        if self.is_hidden:
+            raise PermissionError(13, "Permission denied", directory)
+        return super().names(directory)
+
+
+def test_a_directory_that_cannot_be_read_is_said_on_every_rank() -> None:
+    files = HiddenFiles()
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files)
+        t.barrier().wait()
+        files.is_hidden = True
+        with pytest.raises(SynclineError, match=r"/runs/one cannot be read: rank 0: .*Permission denied"):
+            checkpointer.load(Run(t.rank).state)
+
+    run_ranks(2, program)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    named: Any = {"a": Mine({"x.y": torch.zeros(1)}), "a.value": Mine(torch.zeros(1))}
+    Checkpointer(tmp_path).save(TrainState(**named))
+    named = {"a": Mine({"b": torch.zeros(1)}), "a.value": Plain({"b": torch.ones(1)})}
+    with pytest.raises(ValueError, match=r"a\.value\.b of a\.value is also the name of another tensor"):
+        Checkpointer(tmp_path).save(TrainState(**named))
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5])

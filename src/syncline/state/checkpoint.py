@@ -345,13 +345,17 @@ class Checkpointer:
         Raises:
             CheckpointCorrupt: there are saves, but none that is sound; on every rank.
             ValueError: it is the state of something else; on every rank.
+            SynclineError: the directory cannot be read; on every rank.
             ReplicaDivergence: what was saved as the same on all ranks is not the same in their modules and optimizers
                 now; on every rank.
         """
         self.wait()
         lines = [f"named  {name}" for name in state.named]
         exchange(self._transport, "sl.Checkpointer.load", lines, fault=self._closed())
-        saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+        try:
+            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+        except Refused as refused:
+            raise SynclineError(f"sl.Checkpointer.load: {self._path} cannot be read: {refused}") from None
         damaged: list[str] = []
         for save in saves:
             try:
