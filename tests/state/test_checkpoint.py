@@ -16,6 +16,7 @@ import pytest
 import torch
 from faulty_files import FaultyFiles, WrittenBefore
 from torch import nn
+from torch.optim import lr_scheduler as lr
 
 import syncline as sl
 from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
@@ -222,6 +223,45 @@ def test_chance_goes_on_where_it_was() -> None:
         assert draw() == drawn
 
     in_files(files, program, size=1)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: lr.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr.MultiStepLR(optimizer, [2, 4, 4, 6]),
+    "LambdaLR": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 0.9**step),
+    "SequentialLR": lambda optimizer: lr.SequentialLR(
+        optimizer, [lr.LinearLR(optimizer), lr.MultiStepLR(optimizer, [1, 2])], [4]
+    ),
+    "ChainedScheduler": lambda optimizer: lr.ChainedScheduler(
+        [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 9)]
+    ),
+    "CyclicLR": lambda optimizer: lr.CyclicLR(optimizer, 0.1, 0.2, 3),
+    "OneCycleLR": lambda optimizer: lr.OneCycleLR(optimizer, 0.1, 9),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr.CosineAnnealingWarmRestarts(optimizer, 3),
+    "ReduceLROnPlateau": lambda optimizer: lr.ReduceLROnPlateau(optimizer, patience=1),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_schedule_goes_on(kind: str, tmp_path: Path) -> None:
+    def made() -> TrainState:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        return TrainState(optimizer=optimizer, scheduler=SCHEDULERS[kind](optimizer))
+
+    def rates(state: TrainState, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            state.named["optimizer"].step()
+            state.named["scheduler"].step(*[1.0] * (kind == "ReduceLROnPlateau"))
+            found.append(state.named["optimizer"].param_groups[0]["lr"])
+        return found
+
+    first, second = made(), made()
+    rates(first, 3)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(first)
+    checkpointer.load(second)
+    assert rates(first, 5) == rates(second, 5)
 
 
 def test_a_damaged_save_is_named_and_the_one_before_is_loaded() -> None:
