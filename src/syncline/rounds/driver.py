@@ -83,6 +83,7 @@ class Rounds:
         self.when_equal: Callable[[int], object] | None = None
         """Called with the step after a meeting that has made all parameters equal; on all ranks."""
         self._title = title
+        self._spec = spec
         self._parameters = [parameter for _, parameter in named]
         self._equalize_buffers = equalize_buffers
         self._present_buffers = present_buffers
@@ -441,8 +442,11 @@ class Rounds:
             )
         self._check_settled()
         for name, part in self._parts():
-            part.load_state_dict(saved[name])
-        self._state = self.strategy.state_from(saved["state"])
+            if isinstance(part, ShardedServer) and name not in saved:
+                part.restart()  # one rank has saved it, which needs no servers
+            else:
+                part.load_state_dict(saved[name])
+        self._state = self.strategy.state_from(saved["state"], self._spec)
         self.step, self._has_started = saved["step"], saved["has_started"]
         self._met_out_of_turn_at = self.step
         self._num_steps = [self.step] * len(self._num_steps)
