@@ -45,6 +45,43 @@ def weights(state: sl.TrainState) -> list[float]:
     return [one for p in state.named["model"].parameters() for one in p.flatten().tolist()]
 
 
+COMPRESSED: dict[str, Callable[[], Any]] = {
+    "PowerSGD": lambda: sl.compression.PowerSGD(rank=1),
+    "TopK": lambda: sl.compression.TopK(0.1),
+}
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_what_is_owed_outlives_a_time_on_one_rank(kind: str, tmp_path: Path) -> None:
+    def owed(state: sl.TrainState) -> dict[str, list[float]]:
+        found = state.named["model"].sync_state_dict()["compression"]
+        return {name: one.flatten().tolist() for name, one in found.items() if name.endswith("residual")}
+
+    def life(t: Transport, num_steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        state = made(t, compression=COMPRESSED[kind]())
+        checkpointer = sl.Checkpointer(tmp_path, group=t, stop_signals=())
+        checkpointer.load(state)
+        before = owed(state)
+        for _ in range(num_steps):
+            step(state, t.rank)
+        checkpointer.save(state)
+        return before, owed(state)
+
+    ((nothing, still_nothing),) = run_ranks(1, lambda t: life(t, 2))
+    assert (nothing, still_nothing) == ({}, {})
+    left = [after for _, after in run_ranks(2, lambda t: life(t, 2))]
+    mean = {
+        name: [(a + b) / 2 for a, b in zip(one, left[1][name], strict=True)] for name, one in left[0].items()
+    }
+    assert any(any(one) for one in mean.values())
+    ((alone, _),) = run_ranks(1, lambda t: life(t, 2))
+    again = [before for before, _ in run_ranks(3, lambda t: life(t, 1))]
+    for found in (alone, *again):
+        assert found.keys() == mean.keys()
+        for name, one in found.items():
+            assert one == pytest.approx(mean[name])
+
+
 @pytest.mark.filterwarnings(
     "ignore:save-:RuntimeWarning"
 )  # whose replicas were left, which is as it should be
