@@ -135,6 +135,8 @@ class Replica:
         self._wire(chosen)
         self.compression: HookState | None = None
         """What encodes gradients, and what it keeps from step to step; None where they travel as they are."""
+        self._owed: Mapping[str, Any] = {}
+        """What it kept on several ranks, where there is one now: for when there are several again."""
         if compression is not None and transport.size > 1:
             self.compression = HookState(compression, self._gradient_lane)
             self._compress(self.compression)
@@ -623,12 +625,13 @@ class Replica:
         """See `DistributedDataParallel.sync_state_dict`."""
         if self.rounds is not None:
             self.rounds.are_equal = self._are_equal(self.rounds)
-        return {name: part.state_dict() for name, part in self._remembering().items()}
+        states = {name: part.state_dict() for name, part in self._remembering().items()}
+        return states | {"compression": dict(self._owed)} if self._rests() else states
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `DistributedDataParallel.load_sync_state_dict`."""
         parts = self._remembering()
-        if parts.keys() != state.keys():
+        if parts.keys() != state.keys() - ({"compression"} if self._rests() else set()):
             raise ValueError(
                 f"expected what sync_state_dict() gave under strategy={self.strategy} and compression="
                 f"{self.plan.compression}: the state of {', '.join(parts) or 'nothing'}; got that of "
@@ -639,6 +642,12 @@ class Replica:
         self._equal_after_backward = self.gradients.num_backwards
         if self.checks.after_meetings is not None:
             self.checks.after_meetings.agreed_at(None)
+        if self._rests():
+            self._owed = state.get("compression", {})
+
+    def _rests(self) -> bool:
+        """Whether there is a compression that nothing travels by, for there is one rank."""
+        return self.plan.compression is not None and self.compression is None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds hooks and connections."""
@@ -665,6 +674,7 @@ _KEPT = frozenset(
         "rounds",
         "sharding",
         "buffer_hook",
+        "_owed",
         "_buffer_policy",
         "_ignore",
         "_workers",

@@ -16,6 +16,7 @@ import pytest
 import torch
 from faulty_files import FaultyFiles, WrittenBefore
 from torch import nn
+from torch.optim import lr_scheduler as lr
 
 import syncline as sl
 from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
@@ -37,6 +38,13 @@ class Mine:
 
     def load_state_dict(self, state: Any) -> None:
         self.value = state["value"]
+
+
+class Plain(Mine):
+    """Whose state is its value."""
+
+    def state_dict(self) -> Any:
+        return self.value
 
 
 class Run:
@@ -217,6 +225,45 @@ def test_chance_goes_on_where_it_was() -> None:
     in_files(files, program, size=1)
 
 
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda optimizer: lr.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr.MultiStepLR(optimizer, [2, 4, 4, 6]),
+    "LambdaLR": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 0.9**step),
+    "SequentialLR": lambda optimizer: lr.SequentialLR(
+        optimizer, [lr.LinearLR(optimizer), lr.MultiStepLR(optimizer, [1, 2])], [4]
+    ),
+    "ChainedScheduler": lambda optimizer: lr.ChainedScheduler(
+        [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, 9)]
+    ),
+    "CyclicLR": lambda optimizer: lr.CyclicLR(optimizer, 0.1, 0.2, 3),
+    "OneCycleLR": lambda optimizer: lr.OneCycleLR(optimizer, 0.1, 9),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr.CosineAnnealingWarmRestarts(optimizer, 3),
+    "ReduceLROnPlateau": lambda optimizer: lr.ReduceLROnPlateau(optimizer, patience=1),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_schedule_goes_on(kind: str, tmp_path: Path) -> None:
+    def made() -> TrainState:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        return TrainState(optimizer=optimizer, scheduler=SCHEDULERS[kind](optimizer))
+
+    def rates(state: TrainState, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            state.named["optimizer"].step()
+            state.named["scheduler"].step(*[1.0] * (kind == "ReduceLROnPlateau"))
+            found.append(state.named["optimizer"].param_groups[0]["lr"])
+        return found
+
+    first, second = made(), made()
+    rates(first, 3)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(first)
+    checkpointer.load(second)
+    assert rates(first, 5) == rates(second, 5)
+
+
 def test_a_damaged_save_is_named_and_the_one_before_is_loaded() -> None:
     files = FaultyFiles()
 
@@ -298,6 +345,14 @@ def test_what_cannot_be_stored_is_named_on_every_rank() -> None:
         in_files(FaultyFiles(), lambda t, c: c.save(TrainState(mine=Mine({1} if t.rank else 1))))
 
 
+@pytest.mark.parametrize("step", [5.0, True, torch.tensor(5), -1])
+def test_a_step_by_which_no_save_would_be_found_is_refused(step: Any, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises((TypeError, ValueError), match="expected step to be"):
+        checkpointer.save(Run(0).state, step=step)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_state_of_something_else_is_refused() -> None:
     files = FaultyFiles()
     in_files(files, lambda t, c: c.save(TrainState(mine=Mine(1))))
@@ -324,6 +379,38 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SynclineError, match=r"file/runs cannot be written: .*Not a directory"):
         run_ranks(2, lambda t: Checkpointer(tmp_path / "file" / "runs", group=t))
+
+
+class HiddenFiles(FaultyFiles):
+    """Of which, from some time on, nobody may see the names."""
+
+    is_hidden = False
+
+    def names(self, directory: str) -> list[str]:
+        if self.is_hidden:
+            raise PermissionError(13, "Permission denied", directory)
+        return super().names(directory)
+
+
+def test_a_directory_that_cannot_be_read_is_said_on_every_rank() -> None:
+    files = HiddenFiles()
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files)
+        t.barrier().wait()
+        files.is_hidden = True
+        with pytest.raises(SynclineError, match=r"/runs/one cannot be read: rank 0: .*Permission denied"):
+            checkpointer.load(Run(t.rank).state)
+
+    run_ranks(2, program)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    named: Any = {"a": Mine({"x.y": torch.zeros(1)}), "a.value": Mine(torch.zeros(1))}
+    Checkpointer(tmp_path).save(TrainState(**named))
+    named = {"a": Mine({"b": torch.zeros(1)}), "a.value": Plain({"b": torch.ones(1)})}
+    with pytest.raises(ValueError, match=r"a\.value\.b of a\.value is also the name of another tensor"):
+        Checkpointer(tmp_path).save(TrainState(**named))
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5])
@@ -528,6 +615,43 @@ def test_a_save_that_nobody_asks_after_fails_aloud() -> None:
     with pytest.warns(RuntimeWarning, match="the state at step 1 could not be saved: "):
         run_ranks(2, program)
     assert all(isinstance(error, SynclineError) for error in failed)
+
+
+class BrokenFiles(FaultyFiles):
+    """Of which writing a tensor fails otherwise than by the disk."""
+
+    is_broken = True
+
+    def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        if self.is_broken and path.endswith("rank-1.safetensors"):
+            raise MemoryError("no room for a copy")
+        super().write(path, parts)
+
+
+def test_what_fails_on_one_rank_alone_is_said_and_all_go_on_alike() -> None:
+    files = BrokenFiles()
+
+    def program(t: Transport) -> None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files, stop_signals=())
+        run = Run(t.rank)
+        checkpointer.save(run.state, 1, blocking=False)
+        with pytest.raises(MemoryError if t.rank == 1 else SynclineError, match="no room for a copy"):
+            checkpointer.wait()
+        checkpointer.save(run.state, 2, blocking=False)
+        if t.rank == 0:
+            assert checkpointer._under_way is not None
+            checkpointer._under_way.exception()
+            files.is_broken = False
+            checkpointer.ask_to_stop()
+        checkpointer.stop_if_asked(run.state)
+
+    with (
+        pytest.warns(RuntimeWarning, match=r"at step \d could not be saved: .*no room") as warned,
+        pytest.raises(SystemExit),
+    ):
+        run_ranks(2, program)
+    assert len(warned) == 2
+    assert files.names("runs/one") == ["save-000001-step-2"]
 
 
 def test_what_version_1_has_written_is_read() -> None:

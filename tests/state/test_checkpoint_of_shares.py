@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from faulty_files import FaultyFiles, WrittenBefore
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
-from write_fixture import VERSION_2, network, ordinary_state
+from write_fixture import VERSION_2, VERSION_3, network, ordinary_state, scheduler_of
 
 import syncline as sl
 from syncline.errors import CheckpointCorrupt
@@ -323,8 +324,9 @@ def test_before_the_first_step_there_is_nothing_to_share() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_what_version_2_has_written_is_read(size: int, *, sharded: bool) -> None:
-    files = WrittenBefore(VERSION_2)
+@pytest.mark.parametrize("written", [VERSION_2, VERSION_3], ids=lambda path: path.name)
+def test_what_versions_2_and_3_have_written_is_read(size: int, *, sharded: bool, written: Path) -> None:
+    files = WrittenBefore(written)
 
     def load(t: Transport) -> None:
         module = network()
@@ -334,7 +336,14 @@ def test_what_version_2_has_written_is_read(size: int, *, sharded: bool) -> None
         ddp = sl.DistributedDataParallel(module, process_group=t, sharded=sharded)
         optimizer = ddp.attach(SGD(ddp.parameters(), lr=0.1, momentum=0.1))
         state = TrainState(model=ddp, optimizer=optimizer)
+        if written == VERSION_3:
+            state.named["scheduler"] = scheduler = scheduler_of(optimizer)
         assert Checkpointer("/runs/one", group=t, files=files).load(state) == 12
+        if written == VERSION_3:
+            assert (scheduler.milestones, scheduler.last_epoch) == (Counter([10, 20, 20]), 12)
+            assert isinstance(scheduler.milestones, Counter)
+            for group in optimizer.param_groups:
+                assert group.pop("initial_lr") == 0.25
         expected = list(network().parameters()), ordinary_state(network())
         assert_same(([p.detach() for p in module.parameters()], optimizer.state_dict()), expected)
 
@@ -342,10 +351,10 @@ def test_what_version_2_has_written_is_read(size: int, *, sharded: bool) -> None
 
 
 def test_there_is_something_written_by_the_present_version() -> None:
-    assert VERSION_2.name == f"version-{VERSION}", (
+    assert VERSION_3.name == f"version-{VERSION}", (
         "a new version: write_fixture.py, and a test that it is read"
     )
-    assert _manifest_of(VERSION_2)["version"] == VERSION
+    assert _manifest_of(VERSION_3)["version"] == VERSION
 
 
 def _manifest_of(saved: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from syncline.state.encoding import decode, encode
 from syncline.state.files import Files, LocalFiles
 from syncline.state.shelf import Save, Shelf
 from syncline.state.snapshot import VERSION, Manifest, parse_name, read_manifest, write_manifest
-from syncline.state.tensor_file import read_tensors, write_tensors
+from syncline.state.tensor_file import memory_of, read_tensors, write_tensors
 
 KEEP = 2
 
@@ -239,3 +240,14 @@ def test_the_manifest_is_there_to_be_read(tmp_path: Path) -> None:
     assert (body["format"], body["version"], body["step"]) == ("syncline checkpoint", VERSION, 3)
     assert body["shared"]["weight"] == {"$tensor": "state.weight"}
     assert len(checksum) == 32
+
+
+def test_the_bytes_of_a_tensor_keep_it_where_it_is() -> None:
+    # A copy that nobody else has, such as that of a channels_last weight: its memory was given back, and then read.
+    copy = torch.ones(2, 3).t().contiguous()
+    seen = weakref.ref(copy)
+    memory = memory_of(copy)
+    del copy
+    assert seen() is not None
+    del memory
+    assert seen() is None

@@ -1,9 +1,9 @@
-"""Writes `fixtures/version-2`: what two ranks have saved of a sharded optimizer with version 2 of the format.
+"""Writes `fixtures/version-3`: what two ranks have saved of a sharded optimizer with version 3 of the format.
 
     python tests/state/write_fixture.py [DIRECTORY]
 
-It was run once, when that version was new. What it wrote has to be readable for ever, so run it for a new version
-only, into a new folder.
+It was run once, when that version was new; and before, without the scheduler, for `fixtures/version-2`. What it wrote
+has to be readable for ever, so run it for a new version only, into a new folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import MultiStepLR
 
 import syncline as sl
 from syncline.state.checkpoint import Checkpointer
@@ -25,7 +26,7 @@ from syncline.state.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 
-VERSION_2 = Path(__file__).with_name("fixtures") / "version-2"
+VERSION_2, VERSION_3 = (Path(__file__).with_name("fixtures") / f"version-{number}" for number in (2, 3))
 
 
 def network() -> nn.Module:
@@ -50,6 +51,11 @@ def ordinary_state(module: nn.Module) -> dict[str, Any]:
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
+def scheduler_of(optimizer: Any) -> MultiStepLR:
+    """Whose milestones are a Counter."""
+    return MultiStepLR(optimizer, [10, 20, 20], gamma=0.5)
+
+
 def write(directory: Path) -> None:
     """Save it there."""
 
@@ -57,13 +63,16 @@ def write(directory: Path) -> None:
         ddp = sl.DistributedDataParallel(network(), process_group=t, sharded=True)
         optimizer = ddp.attach(SGD(ddp.parameters(), lr=0.25, momentum=0.5))
         optimizer.load_state_dict(ordinary_state(network()))
-        Checkpointer(directory, group=t).save(TrainState(model=ddp, optimizer=optimizer), step=12)
+        scheduler = scheduler_of(optimizer)
+        scheduler.last_epoch = 12
+        state = TrainState(model=ddp, optimizer=optimizer, scheduler=scheduler)
+        Checkpointer(directory, group=t).save(state, step=12)
 
     run_ranks(2, program)
 
 
 def main() -> None:
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else VERSION_2
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else VERSION_3
     socket.gethostname = lambda: "host"
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))

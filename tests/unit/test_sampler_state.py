@@ -192,3 +192,35 @@ def test_a_step_says_how_many_samples_it_took() -> None:
     assert state.step == 0
     state.commit(3)
     assert (state.step, sampler.state_dict()["used"]) == (1, 3)
+
+
+def test_what_was_dealt_before_a_place_was_loaded_does_not_count() -> None:
+    sampler = DistributedSampler(range(10), 1, 0)
+    state = TrainState(sampler=sampler)
+    under_way = iter(sampler)
+    next(under_way)
+    state.commit(1)
+    state.load_state_dict(state.state_dict())
+    next(under_way)
+    with pytest.raises(ValueError, match=r"a place was loaded \(epoch 0, after 1 samples of all ranks\)"):
+        state.commit(1)
+    assert state.step == 1
+    next(iter(sampler))
+    state.commit(1)
+    assert sampler.state_dict()["used"] == 2
+
+
+def test_a_sampler_by_another_name_would_stay_where_it_is() -> None:
+    with pytest.raises(TypeError, match="expected sampler=data, got data=data"):
+        TrainState(data=DistributedSampler(range(10), 1, 0))
+    others: Any = {"sampler": DistributedSampler(range(10), 1, 0), "test": DistributedSampler(range(4), 1, 0)}
+    assert TrainState(**others).named == others
+
+
+def test_a_number_of_samples_that_nobody_remembers_is_refused() -> None:
+    state = TrainState()
+    with pytest.raises(TypeError, match=r"got commit\(4\), but nobody remembers"):
+        state.commit(4)
+    assert state.step == 0
+    state.commit()
+    assert state.step == 1

@@ -309,8 +309,8 @@ def test_a_state_goes_through_json_at_any_step(strategy: Strategy[Any]) -> None:
     state = strategy.init(SPEC)
     for step in range(1, 12):
         saved = json.loads(json.dumps(state._asdict()))
-        assert strategy.state_from(saved) == state
-        state, _ = strategy.at_step(strategy.state_from(saved), Progress(step=step))
+        assert strategy.state_from(saved, SPEC) == state
+        state, _ = strategy.at_step(strategy.state_from(saved, SPEC), Progress(step=step))
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.workers(SPEC) is None], ids=str)

@@ -125,8 +125,15 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """This rank has used the next `num_samples` samples: its place moves on by so many.
 
         Raises:
-            ValueError: below 0, or more than are left of the epoch.
+            ValueError: below 0, or more than are left of the epoch; or a place was loaded, and no iteration has begun
+                there yet: what came before it does not count.
         """
+        if self._resumed is not None and num_samples:
+            raise ValueError(
+                f"got {num_samples} samples, but a place was loaded (epoch {self._resumed[0]}, after "
+                f"{self._resumed[1]} samples of all ranks), and nothing was dealt from there yet: leave the iteration "
+                "that was under way before, and iterate anew"
+            )
         epoch, already = self._begun
         left = self._num_left(already) - self._used
         if not 0 <= num_samples <= left:

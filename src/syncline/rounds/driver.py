@@ -87,6 +87,7 @@ class Rounds:
         self.are_equal = False
         """Whether nobody has stepped since all parameters were equal for sure."""
         self._title = title
+        self._spec = spec
         self._parameters = [parameter for _, parameter in named]
         self._equalize_buffers = equalize_buffers
         self._present_buffers = present_buffers
@@ -452,8 +453,11 @@ class Rounds:
             )
         self._check_settled()
         for name, part in self._parts():
-            part.load_state_dict(saved[name])
-        self._state = self.strategy.state_from(saved["state"])
+            if isinstance(part, ShardedServer) and name not in saved:
+                part.restart()  # one rank has saved it, which needs no servers
+            else:
+                part.load_state_dict(saved[name])
+        self._state = self.strategy.state_from(saved["state"], self._spec)
         self.step, self._has_started = saved["step"], saved["has_started"]
         self.are_equal = saved.get(
             "are_equal", False

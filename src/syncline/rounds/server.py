@@ -160,7 +160,9 @@ class ShardedServer:
         """The inverse."""
         self._served.copy_(state["served"])
         self._written.copy_(state["written"])
-        self._closed = list(state["closed"])
+        # Another number of ranks has other shards; all were closed alike when nothing was under way.
+        closed = list(state["closed"])
+        self._closed = closed if len(closed) == self._size else [max(closed)] * self._size
         self._moves.clear()
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from syncline.given import checked_flag, did_you_mean
 from syncline.state.equality import agree_on_loaded
+from syncline.state.layout import lay_out_like_parameters
 from syncline.state.tensor_file import checksum_of_file
 from syncline.state.torch_file import read_torch_file
 from syncline.sync.agreement import exchange
@@ -241,6 +242,7 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
             ) from error
         if isinstance(one, Optimizer) and not gives_share(one):
+            lay_out_like_parameters(one)
             loaded[name] = one.state_dict()
     state.goes_on_after(matched.found.get("step", state.step))
     return loaded

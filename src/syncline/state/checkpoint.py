@@ -146,7 +146,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # What ends the block matters more than a save that fails with it, which was said where it happened.
-        with contextlib.suppress(SynclineError) if kind is not None else contextlib.nullcontext():
+        with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
             self.close()
 
     def _check(self, state: object) -> None:
@@ -231,7 +231,7 @@ class Checkpointer:
         except Refused as refused:
             self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
             return None
-        except SynclineError as error:
+        except Exception as error:
             # Nobody may ever ask for the future's result.
             self._warn(step, f"{type(error).__name__}: {error}")
             raise
@@ -344,7 +344,9 @@ class Checkpointer:
         with self._board.called("sl.Checkpointer.stop_if_asked"):
             if not self._stop.is_agreed(state):
                 return
-            with contextlib.suppress(SynclineError):  # it was said where it happened
+            with contextlib.suppress(
+                Exception
+            ):  # it was said where it happened; other ranks may have another
                 self.wait()
             is_saved = self._newest is not None and self._newest[0] == state.step
             last = self._newest and self._newest[1]
@@ -379,6 +381,7 @@ class Checkpointer:
         Raises:
             CheckpointCorrupt: there are saves, but none that is sound; on every rank.
             TypeError, ValueError: `state` is none, or that of something else; it was closed; on every rank.
+            SynclineError: the directory cannot be read; on every rank.
             ReplicaDivergence: what was saved as the same on all ranks is not the same in their modules and optimizers
                 now; on every rank.
         """
@@ -392,32 +395,46 @@ class Checkpointer:
             fault = error
         exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
         with self._board.called("sl.Checkpointer.load"):
-            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
-            damaged: list[str] = []
-            for save in saves:
-                try:
-                    found = self._read(save)
-                except Refused as refused:
-                    self._damaged.add(save)
-                    damaged.append(f"{save.name}: {refused}")
-                    continue
-                if damaged and self._transport.rank == 0:
-                    warnings.warn(
-                        "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
-                        + f"\nLoaded instead: {save.name}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-                self._apply(state, found)
-                self._tell_strangers(save, found)
-                self._newest = (save.step, self._shelf.path_of(save))
-                return save.step
-            if damaged:
-                raise CheckpointCorrupt(
-                    "\n  ".join([f"no save in {self._path} is sound:", *damaged])
-                    + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
+            newest, damaged = self._newest_sound()
+            if newest is None:
+                return None
+            save, found = newest
+            if damaged and self._transport.rank == 0:
+                warnings.warn(
+                    "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
+                    + f"\nLoaded instead: {save.name}",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
-            return None
+            self._apply(state, found)
+            self._tell_strangers(save, found)
+            self._newest = (save.step, self._shelf.path_of(save))
+            return save.step
+
+    def _newest_sound(self) -> tuple[tuple[Save, Found] | None, list[str]]:
+        """The newest save that is sound, checked on all ranks, and what is wrong with those after it.
+
+        Raises:
+            CheckpointCorrupt: there are saves, but none that is sound.
+            SynclineError: the directory cannot be read.
+        """
+        try:
+            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+        except Refused as refused:
+            raise SynclineError(f"sl.Checkpointer.load: {self._path} cannot be read: {refused}") from None
+        damaged: list[str] = []
+        for save in saves:
+            try:
+                return (save, self._read(save)), damaged
+            except Refused as refused:
+                self._damaged.add(save)
+                damaged.append(f"{save.name}: {refused}")
+        if damaged:
+            raise CheckpointCorrupt(
+                "\n  ".join([f"no save in {self._path} is sound:", *damaged])
+                + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
+            )
+        return None, damaged
 
     def _tell_strangers(self, save: Save, found: Found) -> None:
         """Say what ranks got that was another's, or that nobody got."""

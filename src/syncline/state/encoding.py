@@ -3,21 +3,22 @@
 JSON has no tuples, no keys but texts, no infinity and no tensors. What it has stays as it is, readable; anything else
 becomes an object of one key that begins with "$":
 
-    {"$tensor": "model.weight"}      a tensor, by the name under which it is stored
-    {"$complex": "model.z"}          a complex one, stored as real numbers with one dimension more
-    {"$part": {"values": ..., ...}}  a part of one, with where it begins, and the whole's shape and order
-    {"$tuple": [...]}                a tuple
-    {"$dict": [[key, value], ...]}   a dict with keys that are not all texts, or with one that begins with "$"
-    {"$float": "nan"}                a float that JSON cannot hold: nan, inf, -inf
-    {"$bytes": "..."}                bytes, in base 64
-    {"$dtype": "torch.float32"}      and "$device", "$size", likewise
+    {"$tensor": "model.weight"}        a tensor, by the name under which it is stored
+    {"$complex": "model.z"}            a complex one, stored as real numbers with one dimension more
+    {"$part": {"values": ..., ...}}    a part of one, with where it begins, and the whole's shape and order
+    {"$tuple": [...]}                  a tuple
+    {"$dict": [[key, value], ...]}     a dict with keys that are not all texts, or with one that begins with "$"
+    {"$counter": [[key, value], ...]}  a Counter, as which MultiStepLR has its milestones
+    {"$float": "nan"}                  a float that JSON cannot hold: nan, inf, -inf
+    {"$bytes": "..."}                  bytes, in base 64
+    {"$dtype": "torch.float32"}        and "$device", "$size", likewise
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ from syncline.sync.part import TensorPart
 __all__ = ["decode", "encode", "tensors_in"]
 
 _KEPT = (str, bool, int, type(None))
+_MAX_INT_BITS = 8192
+"""Python writes no numbers of more than 4300 digits in decimal, and reads none."""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
@@ -44,7 +47,8 @@ def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
     Raises:
         TypeError: something else; its place is named.
-        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others.
+        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others; an
+            integer of thousands of digits.
 
     Example:
         >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
@@ -62,6 +66,10 @@ class _Encoder:
     def encode(self, value: Any, place: str) -> Any:
         # Exact types: a subclass (numpy.float64 is a float, an IntEnum is an int) would come back as another.
         kind = type(value)
+        if kind is int and value.bit_length() > _MAX_INT_BITS:
+            raise ValueError(
+                f"{place} is an integer of {value.bit_length()} bits: expected up to {_MAX_INT_BITS}, or bytes"
+            )
         if kind in _KEPT:
             return value
         if kind is float:
@@ -83,6 +91,8 @@ class _Encoder:
             return {"$tuple": [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]}
         if kind in (dict, OrderedDict, defaultdict):
             return self._dict(value, place)
+        if kind is Counter:
+            return {"$counter": self._pairs(value, place)}
         if kind is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if kind in (torch.dtype, torch.device):
@@ -97,12 +107,15 @@ class _Encoder:
     def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
+        return {"$dict": self._pairs(value, place)}
+
+    def _pairs(self, value: Mapping[Any, Any], place: str) -> list[list[Any]]:
         pairs = []
         for key, one in value.items():
             if isinstance(key, Tensor):
                 raise TypeError(f"{place} has a tensor as a key: expected texts, numbers or tuples of them")
             pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
-        return {"$dict": pairs}
+        return pairs
 
     def _tensor(self, tensor: Tensor, place: str) -> Any:
         return {"$complex" if tensor.is_complex() else "$tensor": self._stored(tensor, place)}
@@ -175,10 +188,11 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
             )
         case "$tuple":
             return tuple(decode(one, tensors, parts=parts) for one in value)
-        case "$dict":
-            return {
+        case "$dict" | "$counter":
+            pairs = {
                 decode(key, tensors, parts=parts): decode(one, tensors, parts=parts) for key, one in value
             }
+            return pairs if tag == "$dict" else Counter(pairs)
         case "$float":
             return float(value)
         case "$bytes":

@@ -31,7 +31,7 @@ class Parts:
             writes them.
 
     Raises:
-        TypeError, ValueError: something cannot be stored; its place is named.
+        TypeError, ValueError: something cannot be stored, or two tensors would have one name; its place is named.
     """
 
     def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
@@ -43,6 +43,11 @@ class Parts:
         """Those of all, on the CPU."""
         for name, one in state.share_state_dict().items():
             self.trees[name], tensors = encode(one, name)
+            taken = self.tensors.keys() & tensors.keys()
+            if taken:
+                raise ValueError(
+                    f"{min(taken)} of {name} is also the name of another tensor: name it without the dot"
+                )
             for key, tensor in tensors.items():
                 self.tensors[key] = (
                     tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)

@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 FORMAT = "syncline checkpoint"
-VERSION = 2
+VERSION = 3
 """Of what is written. What a later version writes is refused; what an earlier one has written is read.
 
-1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded".
+1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter").
 """
 
 SHARED_FILE = "shared.safetensors"

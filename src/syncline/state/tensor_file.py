@@ -140,10 +140,12 @@ def read_tensors(
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, for as long as it is there."""
+    """The bytes of a contiguous tensor on the CPU; it is there for as long as they are."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # an address keeps nothing alive, and `tensor` may be a copy that nobody else has
+    return memoryview(memory)
 
 
 def checksum_of_file(path: str) -> str:

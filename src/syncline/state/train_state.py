@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count
 from syncline.state.adoption import Key, adopt
+from syncline.state.layout import lay_out_like_parameters
 from syncline.sync.caretakers import caretakers_of
 from syncline.sync.gradients import GradientSync
 from syncline.sync.part import gives_share, whole_of
@@ -43,7 +45,8 @@ class TrainState:
         named: anything else with `state_dict()` and `load_state_dict(state)`, by a name of yours.
 
     Raises:
-        TypeError: something without these two methods; `step` and `rng` as names.
+        TypeError: something without these two methods; `step` and `rng` as names; a `DistributedSampler` by a name of
+            yours alone, which `commit` would not move on.
         ValueError: a sampler and the loader that has it inside: each would have the place in the data.
 
     Example:
@@ -88,16 +91,19 @@ class TrainState:
                     f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. Numbers and "
                     "tensors of your own belong into an object with these two methods"
                 )
+        if sampler is None:
+            _check_none_is_misnamed(self.named)
 
     def commit(self, num_samples: int | None = None) -> None:
         """One more step was made: `step` goes up, and the sampler's place moves on.
 
         Args:
             num_samples: how many samples this rank has used for it, of all its micro-batches; needed where the sampler
-                is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead.
+                is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead. Of one epoch: when
+                the next is begun, all that was used of this one has to be told.
 
         Raises:
-            TypeError: it is needed, and missing; it is no integer.
+            TypeError: it is needed, and missing; there is no sampler that it could be for; it is no integer.
             ValueError: below 0, or more than are left of the epoch.
         """
         if num_samples is not None:
@@ -110,6 +116,11 @@ class TrainState:
                     "sampler's place moves on by them. len(batch), or the sum over the micro-batches of the step"
                 )
             advance(num_samples)
+        elif num_samples and "sampler" not in self.named:
+            raise TypeError(
+                f"got commit({num_samples}), but nobody remembers how many samples were used, and a run that goes on "
+                "would begin the epoch anew: name the sampler, sl.TrainState(sampler=...), or commit() without"
+            )
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,6 +284,15 @@ def _check_one_place(named: Mapping[str, Any]) -> None:
             owners[sampler] = name
 
 
+def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
+    for name, one in named.items():
+        if isinstance(one, DistributedSampler):
+            raise TypeError(
+                f"expected sampler={name}, got {name}={name}: by another name commit(num_samples) does not move a "
+                "DistributedSampler on, and a run that goes on would begin the epoch anew"
+            )
+
+
 def _what(one: Any) -> str:
     return f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
 
@@ -289,6 +309,8 @@ def _load_into(one: Any, state: Any) -> None:
     module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
         one.load_state_dict(module_state)
+        if isinstance(one, Optimizer) and not gives_share(one):
+            lay_out_like_parameters(one)
         return
     one.module.load_state_dict(module_state)
     load: Any = getattr(one, "load_sync_state_dict", None)

@@ -52,6 +52,8 @@ class Strategy(ABC, Generic[State]):
 
     remembers: ClassVar[type[tuple[Any, ...]]]
     """What is remembered: a named tuple of integers and tuples of them."""
+    of_situation: ClassVar[frozenset[str]] = frozenset()
+    """What of it follows from how many ranks there are, and which this is."""
     needs_attach: ClassVar[bool] = True
     """Whether it acts at the step, so that the optimizer has to be attached."""
     drifts: ClassVar[bool] = True
@@ -97,9 +99,10 @@ class Strategy(ABC, Generic[State]):
         """Of each rank, the number of the group that averages gradients every step; None: there are no such groups."""
         return None
 
-    def state_from(self, saved: Mapping[str, Any]) -> State:
-        """The state that `state._asdict()` was saved of, also by way of JSON."""
-        return self.remembers(**{key: _as_tuples(value) for key, value in saved.items()})  # type: ignore[return-value]
+    def state_from(self, saved: Mapping[str, Any], spec: Spec) -> State:
+        """The state that `state._asdict()` was saved of, also by way of JSON, and by another number of ranks."""
+        own = {key: _as_tuples(value) for key, value in saved.items() if key not in self.of_situation}
+        return self.remembers(**self.init(spec)._asdict() | own)  # type: ignore[return-value]
 
     def __str__(self) -> str:
         return in_words(self)

@@ -95,6 +95,7 @@ class DiLoCo(Strategy[_State]):
     """
 
     remembers: ClassVar[type[tuple[object, ...]]] = _State
+    of_situation: ClassVar[frozenset[str]] = frozenset({"num_ranks", "has_workers"})
 
     every: int
     outer: OuterFactory = _NESTEROV

@@ -51,6 +51,7 @@ class Gossip(Strategy[_State]):
     """
 
     remembers: ClassVar[type[tuple[object, ...]]] = _State
+    of_situation: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
 
     topology: Topology
     every: int = 1

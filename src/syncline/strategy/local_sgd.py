@@ -61,6 +61,7 @@ class LocalSGD(Strategy[_State]):
     """
 
     remembers: ClassVar[type[tuple[object, ...]]] = _State
+    of_situation: ClassVar[frozenset[str]] = frozenset({"is_one_worker", "has_workers"})
 
     every: int
     warmup: int = 0

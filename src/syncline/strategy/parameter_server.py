@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
 from syncline.given import checked_count
@@ -61,6 +61,7 @@ class ParameterServer(Strategy[_State]):
     """
 
     remembers: ClassVar[type[tuple[object, ...]]] = _State
+    of_situation: ClassVar[frozenset[str]] = frozenset({"rank"})
 
     staleness: int
 
@@ -70,6 +71,14 @@ class ParameterServer(Strategy[_State]):
     def init(self, spec: Spec) -> _State:
         zeros = (0,) * spec.num_ranks
         return _State(rank=spec.rank, clock=0, num_updates=zeros, closed=zeros, until=0)
+
+    def state_from(self, saved: Mapping[str, Any], spec: Spec) -> _State:
+        state = super().state_from(saved, spec)
+        if len(state.closed) == spec.num_ranks:
+            return state
+        # It was saved when all updates were in, and by another number of ranks.
+        all_in = (state.clock,) * spec.num_ranks
+        return state._replace(num_updates=all_in, closed=all_in)
 
     def mechanism(self, spec: Spec) -> Mechanism:
         return ServerShard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ def _joined(states: Sequence[Any], place: str) -> Any:
             return PartedTensor([part for part in states if isinstance(part, TensorPart)])
         except ValueError as error:
             raise ValueError(f"{place[1:]}: {error}") from None
-    if not isinstance(states[0], dict):
+    if not isinstance(states[0], dict) or isinstance(states[0], Counter):
         return states[0]
     found: dict[Any, list[Any]] = {}
     for state in states:
@@ -135,7 +136,7 @@ def whole_of(state: Any) -> Any:
     """The same with each `PartedTensor` put together, in dicts, lists and tuples."""
     if isinstance(state, PartedTensor):
         return state.whole()
-    if isinstance(state, dict):
+    if isinstance(state, dict) and not isinstance(state, Counter):
         return {key: whole_of(value) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)(whole_of(value) for value in state)
