@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -715,3 +716,23 @@ def test_nobody_keeps_the_files(how: str, tmp_path: Path) -> None:
         assert repr(_plain(state.state_dict())) == repr(before)
 
     run_ranks(2, program)
+
+
+def test_state_that_another_class_takes_over_is_said(tmp_path: Path) -> None:
+    def run_of(optimizer: Any, schedule: Any) -> sl.TrainState:
+        made = optimizer(nn.Linear(2, 1).parameters(), lr=0.1)
+        return sl.TrainState(optimizer=made, scheduler=schedule(made))
+
+    adam, cosine = torch.optim.Adam, partial(lr.CosineAnnealingLR, T_max=5)
+    checkpointer = sl.Checkpointer(tmp_path)
+    checkpointer.save(run_of(adam, cosine), step=3)
+    assert checkpointer.load(run_of(adam, cosine)) == 3
+    with pytest.warns(
+        RuntimeWarning, match="optimizer of save-000001-step-3 is the state of Adam, and AdamW has"
+    ):
+        assert checkpointer.load(run_of(torch.optim.AdamW, cosine)) == 3
+    linear = lr.LinearLR
+    with pytest.warns(
+        RuntimeWarning, match="scheduler of .* is the state of CosineAnnealingLR, and LinearLR has"
+    ):
+        assert checkpointer.load(run_of(adam, linear)) == 3

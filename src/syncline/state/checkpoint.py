@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.given import checked_count, checked_flag
@@ -291,6 +291,7 @@ class Checkpointer:
             shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
             ranks=[one["trees"] for one in told],
             files={name: StoredFile(**file) for one in told for name, file in one["files"].items()},
+            classes=parts.classes,
             sharded=parts.sharded,
             about={
                 "torch": torch.__version__,
@@ -408,6 +409,7 @@ class Checkpointer:
                 )
             self._apply(state, found)
             self._tell_strangers(save, found)
+            self._tell_other_classes(save, found, state)
             self._newest = (save.step, self._shelf.path_of(save))
             return save.step
 
@@ -452,6 +454,20 @@ class Checkpointer:
             RuntimeWarning,
             stacklevel=3,
         )
+
+    def _tell_other_classes(self, save: Save, found: Found, state: TrainState) -> None:
+        """Say what took over the state of an object of another class, which may mean other things by the same words."""
+        if self._transport.rank:
+            return
+        for name, before in found.manifest.classes.items():
+            now = type(state.named[name]).__name__
+            if now != before and not isinstance(state.named[name], nn.Module):
+                warnings.warn(
+                    f"{name} of {save.name} is the state of {before}, and {now} has taken it over: what it does not "
+                    "know is left unused, and settings are those that were saved",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def _read(self, save: Save) -> Found:
         """What this rank needs of a save, checked on all ranks.

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.state.encoding import encode
 from syncline.state.tensor_file import checksum, memory_of
@@ -37,6 +37,10 @@ class Parts:
     def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
         self.trees: dict[str, Any] = {}
         """What is not a tensor, by what it was named."""
+        self.classes = {
+            name: type(one).__name__ for name, one in state.named.items() if not isinstance(one, nn.Module)
+        }
+        """The names of the classes of all but modules, which may be wrapped another time."""
         self.sharded = state.sharded
         """The names of what is sharded."""
         self.tensors: dict[str, Tensor] = {}

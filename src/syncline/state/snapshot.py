@@ -38,7 +38,7 @@ FORMAT = "syncline checkpoint"
 VERSION = 3
 """Of what is written. What a later version writes is refused; what an earlier one has written is read.
 
-1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter").
+1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter"), "classes".
 """
 
 SHARED_FILE = "shared.safetensors"
@@ -58,6 +58,7 @@ class Manifest:
         shared: what is the same on all ranks, as `encode` gives it.
         ranks: what each rank has of its own.
         files: by name.
+        classes: the names of the classes of what was saved, but for modules, by name.
         sharded: by name, that of which each rank has a share: all of them together have it.
         about: versions and the like, for people.
     """
@@ -67,6 +68,7 @@ class Manifest:
     shared: Any
     ranks: Sequence[Any]
     files: Mapping[str, StoredFile]
+    classes: Mapping[str, str] = field(default_factory=dict)
     sharded: Sequence[str] = ()
     about: Mapping[str, str] = field(default_factory=dict)
 
@@ -104,6 +106,7 @@ def _text(manifest: Manifest) -> bytes:
         "about": dict(manifest.about),
         "step": manifest.step,
         "num_ranks": manifest.num_ranks,
+        "classes": dict(manifest.classes),
         "sharded": list(manifest.sharded),
         "files": {
             name: {"num_bytes": file.num_bytes, "header": file.header, "tensors": dict(file.tensors)}
@@ -144,6 +147,7 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         shared=body["shared"],
         ranks=body["ranks"],
         files={name: StoredFile(**stored) for name, stored in body["files"].items()},
+        classes=body.get("classes", {}),
         sharded=body.get("sharded", []),
         about=body["about"],
     )
