@@ -64,3 +64,57 @@ def test_a_checkpoint_of_torch_may_lie_otherwise(kind: str, tmp_path: Path) -> N
         step(state)
     for one, other in zip(weights(first), weights(second), strict=True):
         assert one == pytest.approx(other, abs=1e-3)  # another layout rounds otherwise
+
+
+class WithMaster(torch.optim.SGD):
+    """Keeps float32 copies of weights in bfloat16, and steps those."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["master"] = parameter.detach().float()
+            state["master"].sub_(parameter.grad.float(), alpha=0.01)
+            parameter.data.copy_(state["master"])
+
+
+def with_master(dtype: torch.dtype) -> sl.TrainState:
+    model = nn.Linear(5, 3)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.normal_(generator=torch.Generator().manual_seed(number))
+    model.to(dtype)
+    return sl.TrainState(model=model, optimizer=WithMaster(model.parameters(), lr=0.1))
+
+
+def step_in_low_precision(state: sl.TrainState) -> None:
+    model, optimizer = state.named["model"], state.named["optimizer"]
+    g = torch.Generator().manual_seed(state.step)
+    optimizer.zero_grad()
+    model(torch.randn(4, 5, generator=g).to(model.weight.dtype)).square().mean().backward()
+    optimizer.step()
+    state.commit()
+
+
+def test_state_of_more_precision_than_its_parameter_is_not_rounded(tmp_path: Path) -> None:
+    first, second = with_master(torch.bfloat16), with_master(torch.bfloat16)
+    checkpointer = sl.Checkpointer(tmp_path)
+    for _ in range(3):
+        step_in_low_precision(first)
+    checkpointer.save(first)
+    checkpointer.load(second)
+    for state in (first, second):
+        for _ in range(20):
+            step_in_low_precision(state)
+    masters = [list(state.named["optimizer"].state.values()) for state in (first, second)]
+    for one, other in zip(*masters, strict=True):
+        assert one["master"].dtype == other["master"].dtype == torch.float32
+        assert torch.equal(one["master"], other["master"])
+
+
+def test_state_of_a_parameter_of_another_type_gets_that(tmp_path: Path) -> None:
+    first, second = with_master(torch.float32), with_master(torch.bfloat16)
+    step_in_low_precision(first)
+    checkpointer = sl.Checkpointer(tmp_path)
+    checkpointer.save(first)
+    checkpointer.load(second)
+    assert {one["master"].dtype for one in second.named["optimizer"].state.values()} == {torch.bfloat16}

@@ -1,12 +1,54 @@
-"""What an optimizer keeps of a parameter, in memory as the parameter is."""
+"""What an optimizer keeps of a parameter: in memory as the parameter is, in the types in which it was saved."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["lay_out_like_parameters"]
+__all__ = ["keep_types", "lay_out_like_parameters"]
+
+
+def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+    """Give state the types in which it was saved, where its parameter has the type that it had then.
+
+    torch turns floating-point state into its parameter's type when it loads it, so that moments kept in float32 beside
+    weights in bfloat16 would be rounded, and a run would not go on as it was.
+
+    Args:
+        optimizer: of whole parameters, that has just loaded its state.
+        saved: what it has loaded, as its `state_dict()` gave it.
+        types: in which parameters were saved, by `id`; others are left alone.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
+        >>> optimizer.state[weight]["momentum_buffer"] = torch.tensor([0.1, 0.2])
+        >>> saved = optimizer.state_dict()
+        >>> optimizer.load_state_dict(saved)
+        >>> keep_types(optimizer, saved, {id(weight): torch.bfloat16})
+        >>> optimizer.state[weight]["momentum_buffer"].dtype
+        torch.float32
+    """
+    if not {"state", "param_groups"} <= saved.keys():
+        return  # its class saves in a form of its own
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for parameter, key in zip(parameters, keys, strict=False):
+        state, before = optimizer.state.get(parameter), saved["state"].get(key)
+        if types.get(id(parameter)) != parameter.dtype or not (
+            isinstance(state, dict) and isinstance(before, dict)
+        ):
+            continue
+        for name, value in before.items():
+            now = state.get(name)
+            if type(value) is not Tensor or type(now) is not Tensor or value.dtype == now.dtype:
+                continue
+            if value.is_floating_point() and value.shape == now.shape:
+                state[name] = torch.empty_like(now, dtype=value.dtype).copy_(value)
 
 
 def lay_out_like_parameters(optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count
 from syncline.state.adoption import Key, adopt
-from syncline.state.layout import lay_out_like_parameters
+from syncline.state.layout import keep_types, lay_out_like_parameters
 from syncline.sync.caretakers import caretakers_of
 from syncline.sync.gradients import GradientSync
 from syncline.sync.part import gives_share, whole_of
@@ -167,9 +167,16 @@ class TrainState:
                 )
                 + ". Name the same things as when it was saved"
             )
+        types: dict[int, torch.dtype] = {}
         for name, one in self.named.items():
+            part = state[name] if gives_share(one) else whole_of(state[name])
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
-                _load_into(one, state[name] if gives_share(one) else whole_of(state[name]))
+                _load_into(one, part)
+            if isinstance(one, nn.Module):
+                types |= _types_in(one, part)
+        for name, one in self.named.items():
+            if isinstance(one, Optimizer) and not gives_share(one):
+                keep_types(one, whole_of(state[name]), types)
         self.goes_on_after(state["step"])
         if "rng" in state:
             rng = state["rng"]
@@ -302,6 +309,15 @@ def _state_of(one: Any) -> Any:
         return one.state_dict()
     save: Any = getattr(one, "sync_state_dict", None)
     return {"module": one.module.state_dict(), "synchronization": save() if save else None}
+
+
+def _types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
+    """In which types the parameters of a module were saved, by `id`."""
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    tensors = state["module"] if is_wrapped(state) else state
+    found = ((id(parameter), tensors.get(name)) for name, parameter in module.named_parameters())
+    return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
 
 
 def _load_into(one: Any, state: Any) -> None:
