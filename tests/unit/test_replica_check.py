@@ -932,6 +932,61 @@ def test_check_replicas_takes_a_train_state() -> None:
     assert "optimizer.state[4].exp_avg_sq, element [2, 20] of 120  ranks 0, 2 | rank 1" in str(error)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("within", [lambda ddp: nn.ModuleDict({"g": ddp}), torch.compile])
+def test_a_wrapper_inside_of_what_is_named_has_its_contract(within: Callable[[Any], nn.Module]) -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t)
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=2)
+        assert len({*map(repr, t.all_gather_bytes(repr(ddp.module.norm.running_mean).encode()))}) == t.size
+        state = sl.TrainState(model=within(ddp), optimizer=optimizer)
+        sl.check_replicas(state, group=t)
+        if t.rank == 1:
+            flip(ddp.module.two.weight, 7, 3)
+        with pytest.raises(ReplicaDivergence, match=r"1 of \d+ tensors.*two\.weight"):
+            sl.check_replicas(state, group=t)
+
+    run_ranks(2, program)
+
+
+def test_what_is_ignored_has_a_rank_s_own_state_of_the_optimizer() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, ignore=["one.*"])
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=2)
+        state = sl.TrainState(model=ddp, optimizer=optimizer)
+        sl.check_replicas(state, group=t)
+        if t.rank == 1:
+            flip(optimizer.state[ddp.module.two.weight]["exp_avg"], 7, 3)
+        with pytest.raises(ReplicaDivergence, match=r"1 of \d+ tensors.*optimizer\.state\[4\]\.exp_avg"):
+            sl.check_replicas(state, group=t)
+
+    run_ranks(2, program)
+
+
+def test_the_last_loss_that_an_optimizer_remembers_is_a_rank_s_own() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, nn.Linear(6, 3))
+        optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), max_iter=2))
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(t.rank))
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            result: Tensor = ddp(x).square().sum()
+            result.backward()
+            return result
+
+        optimizer.step(loss)
+        state = sl.TrainState(model=ddp, optimizer=optimizer)
+        sl.check_replicas(state, group=t)
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + t.rank)
+        with pytest.raises(ReplicaDivergence, match=r"1 of \d+ tensors.*param_groups\[0\]\.lr"):
+            sl.check_replicas(state, group=t)
+
+    run_ranks(2, program)
+
+
 def test_of_a_train_state_a_step_and_a_schedule_are_compared() -> None:
     def program(t: Transport) -> tuple[str, str]:
         model = copy.deepcopy(NET)
