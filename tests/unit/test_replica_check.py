@@ -594,6 +594,35 @@ def test_state_of_any_kind_is_compared(change: Callable[[Any, Any], object], ten
     assert run_ranks(3, program) == [f"optimizer 0 (Remembering), {tensor}"] * 3
 
 
+class Named(Tensor):
+    """A subclass that has values of its own, as any tensor."""
+
+
+class Special(nn.Parameter):
+    """The same of a parameter."""
+
+
+@pytest.mark.parametrize(
+    "make", [lambda values: nn.Parameter(values.as_subclass(Named)), lambda values: Special(values)]
+)
+def test_a_subclass_of_a_tensor_is_compared_as_a_tensor(make: Callable[[Tensor], nn.Parameter]) -> None:
+    def program(t: Transport) -> str:
+        module = copy.deepcopy(NET)
+        module.one.weight = make(module.one.weight.detach())
+        ddp = wrapped(t, module, replica_check=sl.ReplicaCheck(every=2))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 4 and t.rank == 1:
+                flip(module.one.weight.detach().as_subclass(Tensor), 5, 3)
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=6, before=before)
+        return caught.value.tensor
+
+    assert run_ranks(3, program) == ["one.weight"] * 3
+
+
 def test_tensors_made_of_others_are_compared_by_those() -> None:
     class Scaled(Tensor):
         """A made-up 8-bit tensor, as optimizers keep them."""
@@ -642,6 +671,56 @@ def test_numbers_are_repaired_too() -> None:
 
     with pytest.warns(RuntimeWarning, match="Repaired: the values of rank 0 were broadcast"):
         assert run_ranks(3, program) == [6] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [("flag", True, False), ("big", 3, 1 << 70), ("pair", (1, (2, 3)), (1, (2, 4)))],
+)
+def test_numbers_of_every_kind_are_repaired(key: str, before: Any, after: Any) -> None:
+    class Keeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault(key, before)
+            return super().step(closure)
+
+    def program(t: Transport) -> Any:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1, on_divergence="repair"))
+        optimizer = ddp.attach(Keeping(ddp.parameters(), lr=0.01))
+
+        def change(step: int) -> None:
+            if step == 5 and t.rank == 1:
+                optimizer.state[ddp.module.one.bias][key] = after
+
+        train(t, ddp, optimizer, num_steps=6, before=change)
+        return optimizer.state[ddp.module.one.bias][key]
+
+    with pytest.warns(RuntimeWarning, match="Repaired: the values of rank 0 were broadcast"):
+        found = run_ranks(3, program)
+    assert repr(found) == repr([before] * 3)
+
+
+def test_of_keys_that_are_written_alike_the_right_one_is_repaired() -> None:
+    class Keeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault(1, torch.zeros(2))
+                self.state[parameter].setdefault("1", torch.zeros(2))
+            return super().step(closure)
+
+    def program(t: Transport) -> float:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1, on_divergence="repair"))
+        optimizer = ddp.attach(Keeping(ddp.parameters(), lr=0.01))
+
+        def change(step: int) -> None:
+            if step == 5 and t.rank == 1:
+                optimizer.state[ddp.module.one.bias][1] += 1
+
+        train(t, ddp, optimizer, num_steps=6, before=change)
+        return float(optimizer.state[ddp.module.one.bias][1].sum())
+
+    with pytest.warns(RuntimeWarning, match="Repaired: the values of rank 0 were broadcast"):
+        assert run_ranks(3, program) == [0.0] * 3
 
 
 # ---------------------------------------------------------------------- all of it has its turn
