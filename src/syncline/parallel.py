@@ -567,6 +567,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """
         return self._replica.tell_stop(vote, transport, inside_join=self._join_config.enable)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether `sync_state_dict` has anything: of a strategy under which replicas drift, or of a compression."""
+        return self._replica.remembers
+
     def sync_state_dict(self) -> dict[str, Any]:
         """What synchronization remembers beside the module and its optimizer: save it with them, on each rank.
 

@@ -621,6 +621,11 @@ class Replica:
         parts = {"rounds": self.rounds, "compression": self.compression}
         return {name: part for name, part in parts.items() if part is not None}
 
+    @property
+    def remembers(self) -> bool:
+        """See `DistributedDataParallel.remembers`."""
+        return self._rests() or bool(self._remembering())
+
     def sync_state_dict(self) -> dict[str, Any]:
         """See `DistributedDataParallel.sync_state_dict`."""
         if self.rounds is not None:

@@ -401,3 +401,21 @@ def test_the_subject_puts_back_what_was_added_and_replaced() -> None:
 )
 def test_how_tensors_differ(one: Tensor, other: Tensor, text: str) -> None:
     assert text in how_they_differ(one, other)
+
+
+def test_ranks_that_keep_values_of_their_own_data_have_found_the_same() -> None:
+    class Keeping(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x if self.last is None else x + self.last
+            return self.last
+
+    def causes(value: float) -> tuple[str, ...]:
+        x = torch.full((2,), value)
+        keeping = Keeping()
+        (finding,) = sl.debug.compare_replicas(keeping, keeping, inputs=(x,)).findings
+        return finding.causes
+
+    assert causes(1.0) == causes(2.0)
+    assert "its attribute last went from nothing to a tensor (2,) torch.float32;" in causes(1.0)[0]

@@ -94,6 +94,17 @@ def test_a_script_that_is_fine(doctor: Doctor) -> None:
     assert "step 0" not in text  # it ended before its first step
 
 
+@pytest.mark.parametrize(
+    "wrapper", ["torch.nn.parallel.DistributedDataParallel", "sl.DistributedDataParallel"]
+)
+def test_a_wrapper_that_is_compiled(doctor: Doctor, wrapper: str) -> None:
+    done = doctor(program(wrapper=f"(lambda net: torch.compile({wrapper}(net), backend='eager'))"))
+    assert done.returncode == 0, done.stderr
+    text = words(done.stdout)
+    assert "forward 1 of DistributedDataParallel(Sequential): 2 ranks, all agrees" in text
+    assert "6 calls of 6 modules" in text  # as they are written, for compiled code does not call them
+
+
 def test_a_module_that_is_not_deterministic_on_one_rank(doctor: Doctor) -> None:
     done = doctor(program(noise="+ rank * next(self.numbers)"))
     assert done.returncode == 1, done.stderr

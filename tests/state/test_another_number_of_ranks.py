@@ -107,3 +107,32 @@ def test_replicas_meet_whoever_has_saved_them(kind: str, tmp_path: Path) -> None
         else:  # what is sent each step keeps replicas together
             assert all(before == pytest.approx(found[0][0], abs=0.1) for before, _ in found)
         assert all(after == found[0][1] for _, after in found), size
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_over", [True, False])
+def test_ranks_with_smaller_shares_go_on_where_rank_0_does(
+    tmp_path: Path, num_ranks: int, is_over: bool
+) -> None:
+    size = 25
+
+    def saves(t: Transport) -> None:
+        sampler = sl.DistributedSampler(range(size), 2, t.rank, pad=False)
+        state = sl.TrainState(sampler=sampler)
+        mine = list(sampler)
+        state.commit(12)
+        if is_over:
+            state.commit(len(mine) - 12)  # 1 on rank 0, none on rank 1
+        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+            checkpointer.save(state)
+
+    def loads(t: Transport) -> tuple[list[int], int]:
+        sampler = sl.DistributedSampler(range(size), t.size, t.rank, pad=False)
+        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+            checkpointer.load(sl.TrainState(sampler=sampler))
+        return list(sampler), sampler.epoch
+
+    run_ranks(2, saves)
+    dealt = run_ranks(num_ranks, loads)
+    assert {epoch for _, epoch in dealt} == {int(is_over)}
+    assert len({index for indices, _ in dealt for index in indices}) == (size if is_over else 1)

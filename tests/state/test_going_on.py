@@ -164,3 +164,35 @@ def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(
 
     expected = ["not compared", "model.weight"] if num_steps == 6 else ["model.weight", "not compared"]
     assert run_ranks(2, program) == [expected, expected]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own
+def test_a_compiled_wrapper_is_saved_as_the_wrapper() -> None:
+    def program(t: Transport) -> None:
+        ddp, optimizer, state = training(t, strategy=sl.LocalSGD(4))
+        train(t, ddp, optimizer, state, num_steps=6)
+        compiled = sl.TrainState(model=torch.compile(ddp), optimizer=optimizer)  # type: ignore[arg-type]
+        saved = compiled.state_dict()["model"]
+        assert saved["synchronization"] == ddp.sync_state_dict()
+        assert saved["synchronization"]["rounds"]["step"] == 6
+        assert {*saved["module"]} == {"weight", "bias"}
+        plain = sl.TrainState(model=torch.compile(copy.deepcopy(NET)))  # type: ignore[arg-type]
+        assert {*plain.state_dict()["model"]} == {"weight", "bias"}
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("kwargs", [{"strategy": sl.LocalSGD(4)}, {"compression": sl.compression.TopK(0.5)}])
+def test_a_wrapper_whose_state_would_be_lost_inside_of_another_module_is_refused(kwargs: Any) -> None:
+    def program(t: Transport) -> None:
+        ddp, _, _ = training(t, **kwargs)
+        both = nn.ModuleDict({"generator": ddp})
+        with pytest.raises(
+            ValueError, match="model has a wrapped module inside, generator, whose strategy or compr"
+        ):
+            sl.TrainState(model=both)
+        sl.TrainState(model=both, generator=ddp)
+        sl.TrainState(model=nn.ModuleDict({"generator": training(t)[0]}))
+
+    run_ranks(2, program)
+    run_ranks(1, program)

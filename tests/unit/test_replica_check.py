@@ -594,6 +594,35 @@ def test_state_of_any_kind_is_compared(change: Callable[[Any, Any], object], ten
     assert run_ranks(3, program) == [f"optimizer 0 (Remembering), {tensor}"] * 3
 
 
+class Named(Tensor):
+    """A subclass that has values of its own, as any tensor."""
+
+
+class Special(nn.Parameter):
+    """The same of a parameter."""
+
+
+@pytest.mark.parametrize(
+    "make", [lambda values: nn.Parameter(values.as_subclass(Named)), lambda values: Special(values)]
+)
+def test_a_subclass_of_a_tensor_is_compared_as_a_tensor(make: Callable[[Tensor], nn.Parameter]) -> None:
+    def program(t: Transport) -> str:
+        module = copy.deepcopy(NET)
+        module.one.weight = make(module.one.weight.detach())
+        ddp = wrapped(t, module, replica_check=sl.ReplicaCheck(every=2))
+        optimizer = adam(ddp)
+
+        def before(step: int) -> None:
+            if step == 4 and t.rank == 1:
+                flip(module.one.weight.detach().as_subclass(Tensor), 5, 3)
+
+        with pytest.raises(ReplicaDivergence) as caught:
+            train(t, ddp, optimizer, num_steps=6, before=before)
+        return caught.value.tensor
+
+    assert run_ranks(3, program) == ["one.weight"] * 3
+
+
 def test_tensors_made_of_others_are_compared_by_those() -> None:
     class Scaled(Tensor):
         """A made-up 8-bit tensor, as optimizers keep them."""
@@ -642,6 +671,56 @@ def test_numbers_are_repaired_too() -> None:
 
     with pytest.warns(RuntimeWarning, match="Repaired: the values of rank 0 were broadcast"):
         assert run_ranks(3, program) == [6] * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [("flag", True, False), ("big", 3, 1 << 70), ("pair", (1, (2, 3)), (1, (2, 4)))],
+)
+def test_numbers_of_every_kind_are_repaired(key: str, before: Any, after: Any) -> None:
+    class Keeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault(key, before)
+            return super().step(closure)
+
+    def program(t: Transport) -> Any:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1, on_divergence="repair"))
+        optimizer = ddp.attach(Keeping(ddp.parameters(), lr=0.01))
+
+        def change(step: int) -> None:
+            if step == 5 and t.rank == 1:
+                optimizer.state[ddp.module.one.bias][key] = after
+
+        train(t, ddp, optimizer, num_steps=6, before=change)
+        return optimizer.state[ddp.module.one.bias][key]
+
+    with pytest.warns(RuntimeWarning, match="Repaired: the values of rank 0 were broadcast"):
+        found = run_ranks(3, program)
+    assert repr(found) == repr([before] * 3)
+
+
+def test_of_keys_that_are_written_alike_the_right_one_is_repaired() -> None:
+    class Keeping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault(1, torch.zeros(2))
+                self.state[parameter].setdefault("1", torch.zeros(2))
+            return super().step(closure)
+
+    def program(t: Transport) -> float:
+        ddp = wrapped(t, replica_check=sl.ReplicaCheck(every=1, on_divergence="repair"))
+        optimizer = ddp.attach(Keeping(ddp.parameters(), lr=0.01))
+
+        def change(step: int) -> None:
+            if step == 5 and t.rank == 1:
+                optimizer.state[ddp.module.one.bias][1] += 1
+
+        train(t, ddp, optimizer, num_steps=6, before=change)
+        return float(optimizer.state[ddp.module.one.bias][1].sum())
+
+    with pytest.warns(RuntimeWarning, match="Repaired: the values of rank 0 were broadcast"):
+        assert run_ranks(3, program) == [0.0] * 3
 
 
 # ---------------------------------------------------------------------- all of it has its turn
@@ -930,6 +1009,61 @@ def test_check_replicas_takes_a_train_state() -> None:
     error = run_ranks(3, program)[0]
     assert (error.tensor, error.elements) == ("optimizer.state[4].exp_avg_sq", (100, 100))
     assert "optimizer.state[4].exp_avg_sq, element [2, 20] of 120  ranks 0, 2 | rank 1" in str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("within", [lambda ddp: nn.ModuleDict({"g": ddp}), torch.compile])
+def test_a_wrapper_inside_of_what_is_named_has_its_contract(within: Callable[[Any], nn.Module]) -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t)
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=2)
+        assert len({*map(repr, t.all_gather_bytes(repr(ddp.module.norm.running_mean).encode()))}) == t.size
+        state = sl.TrainState(model=within(ddp), optimizer=optimizer)
+        sl.check_replicas(state, group=t)
+        if t.rank == 1:
+            flip(ddp.module.two.weight, 7, 3)
+        with pytest.raises(ReplicaDivergence, match=r"1 of \d+ tensors.*two\.weight"):
+            sl.check_replicas(state, group=t)
+
+    run_ranks(2, program)
+
+
+def test_what_is_ignored_has_a_rank_s_own_state_of_the_optimizer() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, ignore=["one.*"])
+        optimizer = adam(ddp)
+        train(t, ddp, optimizer, num_steps=2)
+        state = sl.TrainState(model=ddp, optimizer=optimizer)
+        sl.check_replicas(state, group=t)
+        if t.rank == 1:
+            flip(optimizer.state[ddp.module.two.weight]["exp_avg"], 7, 3)
+        with pytest.raises(ReplicaDivergence, match=r"1 of \d+ tensors.*optimizer\.state\[4\]\.exp_avg"):
+            sl.check_replicas(state, group=t)
+
+    run_ranks(2, program)
+
+
+def test_the_last_loss_that_an_optimizer_remembers_is_a_rank_s_own() -> None:
+    def program(t: Transport) -> None:
+        ddp = wrapped(t, nn.Linear(6, 3))
+        optimizer = ddp.attach(torch.optim.LBFGS(ddp.parameters(), max_iter=2))
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(t.rank))
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            result: Tensor = ddp(x).square().sum()
+            result.backward()
+            return result
+
+        optimizer.step(loss)
+        state = sl.TrainState(model=ddp, optimizer=optimizer)
+        sl.check_replicas(state, group=t)
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + t.rank)
+        with pytest.raises(ReplicaDivergence, match=r"1 of \d+ tensors.*param_groups\[0\]\.lr"):
+            sl.check_replicas(state, group=t)
+
+    run_ranks(2, program)
 
 
 def test_of_a_train_state_a_step_and_a_schedule_are_compared() -> None:

@@ -168,6 +168,33 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     def _place(self, epoch: int, used: int) -> dict[str, Any]:
         return {"epoch": epoch, "used": used, **self._order()}
 
+    @staticmethod
+    def common_place(
+        own: Mapping[str, Any], first: Mapping[str, Any], *, rank: int, num_ranks: int
+    ) -> Mapping[str, Any]:
+        """A rank's place, or rank 0's, where the rank waits at the end of its epoch for one that is over by now.
+
+        With `pad=False` a rank with the smaller share cannot see whether others have one sample left. Rank 0 can, for
+        no share is larger than its.
+
+        Args:
+            own: what the rank has saved.
+            first: what rank 0 has.
+            rank: which it was.
+            num_ranks: of as many.
+
+        Example:
+            >>> ranks = [DistributedSampler(range(5), 2, rank, pad=False) for rank in (0, 1)]
+            >>> for sampler in ranks:
+            ...     sampler.advance(len(list(sampler)))
+            >>> first, own = (sampler.state_dict() for sampler in ranks)
+            >>> place = DistributedSampler.common_place(own, first, rank=1, num_ranks=2)
+            >>> [(one["epoch"], one["used"]) for one in (first, own, place)]
+            [(1, 0), (0, 4), (1, 0)]
+        """
+        is_over = not range(own["used"] + rank, own["num_samples"], num_ranks)
+        return first if is_over and own["epoch"] < first["epoch"] else own
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a place that was saved, by this number of ranks or another.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,7 +228,7 @@ class Recorder:
         for module, name in self._modules.items():
             before, after = self._settings_before[name], _settings(module)
             changed = [
-                f"{key} went from {before.get(key, 'nothing')} to {after.get(key, 'nothing')}"
+                _how_it_changed(key, before.get(key, "nothing"), after.get(key, "nothing"))
                 for key in {**before, **after}
                 if before.get(key) != after.get(key)
             ]
@@ -330,6 +331,20 @@ def _settings(module: nn.Module) -> dict[str, str]:
         if text is not None:
             found[name] = text
     return found
+
+
+_FINGERPRINT = re.compile(r" \([0-9a-f]{16}\)$")
+
+
+def _how_it_changed(key: str, before: str, after: str) -> str:
+    """In words that say nothing of which values: what several ranks have found is told once if it is alike.
+
+    Example:
+        >>> _how_it_changed("n", "1", "2"), _how_it_changed("h", "None", "a tensor (2,) torch.int64 (0123456789abcdef)")
+        ('n went from 1 to 2', 'h went from None to a tensor (2,) torch.int64')
+    """
+    before, after = _FINGERPRINT.sub("", before), _FINGERPRINT.sub("", after)
+    return f"{key} went from {before} to {after if after != before else 'another one'}"
 
 
 def _text_of(value: Any) -> str | None:

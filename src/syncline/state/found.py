@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.compression.averager import with_mean_residuals
+from syncline.data.sampler import DistributedSampler
 from syncline.state.encoding import decode, tensors_in
 from syncline.state.files import Files
 from syncline.state.snapshot import SHARED_FILE, Manifest, own_file
@@ -76,6 +77,8 @@ class Found:
                 continue
             kept = tree["module"] if is_wrapped(tree) else tree
             is_own = name not in self.manifest.shared and not is_wrapped(tree)
+            if is_own and self._have_one_place(name):
+                continue
             if is_own or not shared >= set(tensors_in(kept)):
                 names.append(name)
         return names
@@ -84,6 +87,9 @@ class Found:
         """The state of something named, for `one` to load; of what was sharded, all shares joined."""
         if name not in self.manifest.sharded:
             tree, tensors = self._trees[self._place][name], self._tensors[self._place]
+            place = self._common_place(name, self._place) if isinstance(one, DistributedSampler) else None
+            if place is not None:
+                return place
             if not is_wrapped(tree):
                 return decode(tree, tensors if copies(one) else _Kept(tensors))
             beside = decode(tree["synchronization"], _Kept(tensors))
@@ -100,6 +106,21 @@ class Found:
                 for trees, tensors in zip(self._trees, self._tensors, strict=True)
             ]
         )
+
+    def _have_one_place(self, name: str) -> bool:
+        """Whether it is of samplers that all go on where rank 0's does."""
+        places = [self._common_place(name, rank) for rank in range(self.manifest.num_ranks)]
+        return places[0] is not None and all(place == places[0] for place in places)
+
+    def _common_place(self, name: str, rank: int) -> Any:
+        """Where a sampler goes on, see `DistributedSampler.common_place`; None if it was saved by something else."""
+        places = []
+        for tree in (self._trees[rank][name], self._trees[0][name]):
+            place = None if any(tensors_in(tree)) else decode(tree, {})
+            if not isinstance(place, dict) or not place.keys() >= {"epoch", "used", "num_samples"}:
+                return None
+            places.append(place)
+        return DistributedSampler.common_place(*places, rank=rank, num_ranks=self.manifest.num_ranks)
 
     def _for_another_number(self, name: str, own: Any) -> Any:
         """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""

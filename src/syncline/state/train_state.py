@@ -35,8 +35,9 @@ class TrainState:
     NumPy's where that is imported, torch's on the CPU and on each CUDA device in use.
 
     Args:
-        model: a module; wrapped by torch's or Syncline's DistributedDataParallel or not, which makes no difference to
-            what is saved. Of Syncline's wrapper, the strategy's and the compression's state belong to it.
+        model: a module; wrapped by torch's or Syncline's DistributedDataParallel or not, compiled by torch.compile or
+            not, which makes no difference to what is saved. Of Syncline's wrapper, the strategy's and the compression's
+            state belong to it.
         optimizer: a torch optimizer; attached ones, too.
         scheduler: of the learning rate.
         scaler: a `torch.amp.GradScaler`.
@@ -47,7 +48,8 @@ class TrainState:
     Raises:
         TypeError: something without these two methods; `step` and `rng` as names; a `DistributedSampler` by a name of
             yours alone, which `commit` would not move on.
-        ValueError: a sampler and the loader that has it inside: each would have the place in the data.
+        ValueError: a sampler and the loader that has it inside: each would have the place in the data; a module that
+            has a wrapped one inside, which is not named and whose strategy or compression has a state.
 
     Example:
         >>> import torch, syncline as sl
@@ -76,11 +78,13 @@ class TrainState:
             "scaler": scaler,
             "sampler": sampler,
         }
-        self.named: dict[str, Any] = {name: one for name, one in roles.items() if one is not None} | named
-        """What was named, by name."""
+        given = {name: one for name, one in roles.items() if one is not None} | named
+        self.named: dict[str, Any] = {name: _uncompiled(one) for name, one in given.items()}
+        """What was named, by name; of what torch.compile has made of a module, that module."""
         self.step = 0
         """How many steps were made."""
         _check_one_place(self.named)
+        _check_none_is_hidden(self.named)
         for name, one in self.named.items():
             if name in _RESERVED:
                 raise TypeError(f"{name} is saved anyway: give {type(one).__name__} another name")
@@ -289,6 +293,24 @@ def _check_one_place(named: Mapping[str, Any]) -> None:
             )
         if sampler is not None:
             owners[sampler] = name
+
+
+def _uncompiled(one: Any) -> Any:
+    return getattr(one, "_orig_mod", one) if isinstance(one, nn.Module) else one
+
+
+def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
+    modules = {name: one for name, one in named.items() if isinstance(one, nn.Module)}
+    for name, module in modules.items():
+        for path, part in module.named_modules():
+            if getattr(part, "remembers", False) is not True or not isinstance(part, DistributedDataParallel):
+                continue
+            if not any(part is one for one in modules.values()):
+                raise ValueError(
+                    f"{name} has a wrapped module inside, {path}, whose strategy or compression has a state that the "
+                    f"state_dict() of a {type(module).__name__} knows nothing of, and a run that goes on would lose: "
+                    "name the wrapped modules themselves, sl.TrainState(model=..., other=...)"
+                )
 
 
 def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from syncline.plan.rotation import Piece, spread
@@ -35,11 +36,17 @@ class Leaf(NamedTuple):
         return found if isinstance(found, Tensor | int) else None
 
     def write(self, value: int) -> None:
-        """Replace an integer."""
-        holder = self.root
+        """Replace an integer; tuples around it are made anew."""
+        holders = [self.root]
         for key in self.keys[:-1]:
-            holder = _child(holder, key)
-        holder[self.keys[-1]] = value
+            holders.append(_child(holders[-1], key))
+        new: Any = value
+        for holder, key in zip(reversed(holders), reversed(self.keys), strict=True):
+            if not isinstance(holder, tuple):
+                holder[key] = new
+                return
+            items = [*holder[:key], new, *holder[key + 1 :]]
+            new = type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
 
 
 def _child(holder: Any, key: Any) -> Any:
@@ -57,14 +64,12 @@ def _child(holder: Any, key: Any) -> Any:
 def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Names and ways of the tensors and integers in a tree."""
     if isinstance(tree, Tensor):
-        if type(tree) in (Tensor, nn.Parameter):
-            if tree.layout == torch.strided and not tree.is_meta and not tree.is_quantized:
-                yield name, keys
-        elif hasattr(tree, "__tensor_flatten__") and not hasattr(
-            tree, "device_mesh"
-        ):  # a DTensor is a rank's part
-            for inner in tree.__tensor_flatten__()[0]:
-                yield from _walk(getattr(tree, inner), (*keys, inner), f"{name}.{inner}")
+        if hasattr(tree, "__tensor_flatten__"):
+            if not hasattr(tree, "device_mesh"):  # a DTensor is a rank's part
+                for inner in tree.__tensor_flatten__()[0]:
+                    yield from _walk(getattr(tree, inner), (*keys, inner), f"{name}.{inner}")
+        elif _has_own_memory(tree):
+            yield name, keys
     elif isinstance(tree, int):
         yield name, keys
     elif isinstance(tree, Mapping):
@@ -73,6 +78,12 @@ def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tu
     elif isinstance(tree, list | tuple):
         for index, item in enumerate(tree):
             yield from _walk(item, (*keys, index), f"{name}[{index}]")
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether values can be read as they lie there; not of a subclass that may have none, for it does all by itself."""
+    is_ordinary = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(tensor)
+    return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:

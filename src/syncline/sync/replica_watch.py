@@ -10,11 +10,11 @@ Buffers change in forward; those that were just synchronized are hashed before i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -393,9 +393,10 @@ class ReplicaWatch:
             if isinstance(value, Tensor):
                 TensorBroadcaster([value.detach()], self._transport).start(src).wait()
             else:
-                told = torch.tensor([value], device=self._transport.control_device)
-                self._transport.broadcast(told, src).wait()
-                leaf.write(int(told.item()))
+                # As text, for it may be a truth value, or more than 64 bits.
+                told = self._transport.all_gather_bytes(json.dumps(value).encode())
+                if value is not None:
+                    leaf.write(json.loads(told[src]))
         self.num_repairs += 1
         self.last_compared = (self.steps_before + step, True)
         self._coverage.agreed(range(self.check.every), step)

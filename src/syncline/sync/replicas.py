@@ -102,11 +102,12 @@ def locate(
         mine: their fingerprints, where they are known.
     """
     mine = values_fingerprints(values) if mine is None else mine
-    found = differences(names, _gathered(mine, transport))
-    places = {name: index for index, name in enumerate(names)}
+    # By number, for names may occur twice (keys of an optimizer's state that are written alike).
+    found = differences([str(index) for index in range(len(names))], _gathered(mine, transport))
     located = []
-    for number, difference in enumerate(found):
-        index = places[difference.name]
+    for number, numbered in enumerate(found):
+        index = int(numbered.name)
+        difference = numbered._replace(name=names[index])
         value = values[index]
         is_tensor = isinstance(value, Tensor)
         located.append(

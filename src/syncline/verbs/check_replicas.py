@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from syncline.state.train_state import TrainState
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.divergence import have_met
 from syncline.sync.fingerprint import digest_of
-from syncline.sync.optimizers import OptimizerNumbers, optimizer_leaves, parameters_of
+from syncline.sync.optimizers import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.sync.replicas import LocatedDifference, divergence_error, locate, values_fingerprints
-from syncline.sync.tensors import named_tensors
+from syncline.sync.tensors import distinct_tensors, named_tensors
 from syncline.transport.user_code import calling
 from syncline.verbs.common import Group
 from syncline.world import transport_of
@@ -42,9 +42,10 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
         target: a Module (parameters and buffers), an Optimizer (tensors and numbers of its state and of its parameter
             groups), a Tensor, or nested dicts, lists and tuples of tensors. Tied tensors are looked at once. Of a
             `TrainState`: its step, its modules, optimizers, scheduler and scaler; not what is each rank's own (random
-            numbers, the sampler's place, a share of a sharded optimizer, other objects of yours), nor what a wrapped
-            module's contract lets differ (buffers after a forward; under a strategy that lets replicas drift, the
-            scaler, the optimizer's state and, between two meetings, parameters).
+            numbers, the sampler's place, a share of a sharded optimizer, floats of an optimizer's state, other objects
+            of yours), nor what a wrapped module's contract lets differ (buffers after a forward; what `ignore=` names
+            and the optimizer's state of it; under a strategy that lets replicas drift, the scaler, the state of the
+            optimizer and, between two meetings, parameters).
         group: see `broadcast_`.
 
     Raises:
@@ -88,19 +89,42 @@ class _Read:
         self.lines: list[str] = []
         """What has to be the same before anything can be compared."""
 
-    def add(self, target: Any, prefix: str = "") -> None:
+    def add(self, target: Any) -> None:
         """Of a module, an optimizer or a tree of tensors: all of it."""
         if is_sharded(target):
             raise ValueError(
                 "this optimizer is sharded: each rank has state for its own share, which no other has"
             )
-        self.add_tensors(named_tensors(target, for_writing=False), prefix)
         if isinstance(target, Optimizer):
-            self.lines += [prefix + line for line in OptimizerNumbers(target).lines]
-            for path, leaf in optimizer_leaves(target):
-                if not isinstance(leaf, Tensor):
-                    self.names.append(prefix + path)
-                    self.values.append(leaf)
+            self.add_optimizer(target)
+        else:
+            self.add_tensors(named_tensors(target, for_writing=False), "")
+
+    def add_optimizer(self, optimizer: Optimizer, prefix: str = "", *, own: Set[int] | None = None) -> None:
+        """Its tensors and numbers; those alone that every rank has the same of, where it is said what is a rank's own.
+
+        Args:
+            optimizer: which.
+            prefix: of names.
+            own: ids of the parameters that each rank steps by itself. Floats of the state are a rank's own then, too,
+                as the last loss that LBFGS remembers.
+        """
+        left_out = () if own is None else _of_a_rank(optimizer, own)
+        found = [
+            (path, leaf)
+            for path, leaf in optimizer_leaves(optimizer)
+            if not path.startswith(left_out)
+            and (own is None or is_setting(path) or not isinstance(leaf, float))
+        ]
+        tensors = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor)]
+        self.add_tensors(distinct_tensors(tensors, for_writing=False), prefix)
+        self.lines += [
+            prefix + line for line in OptimizerNumbers(optimizer).lines if not line.startswith(left_out)
+        ]
+        for path, leaf in found:
+            if not isinstance(leaf, Tensor):
+                self.names.append(prefix + path)
+                self.values.append(leaf)
 
     def add_tensors(self, named: Sequence[tuple[str, Tensor]], prefix: str) -> None:
         """Some tensors."""
@@ -113,19 +137,22 @@ class _Read:
         """What all ranks have in common."""
         self.names.append("step")
         self.values.append(state.step)
-        own = _stepped_apart(state)
+        wrappers = _wrappers(state)
+        apart = {id(p) for one in wrappers if not getattr(one, "steps_alike", True) for p in one.parameters()}
+        ignored = {
+            id(p)
+            for one in wrappers
+            for n, p in one.module.named_parameters()
+            if n in one.parameters_to_ignore
+        }
         for name, one in state.named.items():
             prefix = f"{name}."
-            if isinstance(one, DistributedDataParallel):
-                common: Any = getattr(one, "replicated", None)
-                # torch's: buffers differ after a forward.
-                self.add_tensors(common() if common else list(one.module.named_parameters()), prefix)
-            elif isinstance(one, nn.Module):
-                self.add(one, prefix)
+            if isinstance(one, nn.Module):
+                self.add_tensors(_in_common(one), prefix)
             elif isinstance(one, Optimizer):
-                if not is_sharded(one) and not any(id(p) in own for p in parameters_of(one)):
-                    self.add(one, prefix)
-            elif name == "scheduler" or (name == "scaler" and not own):
+                if not is_sharded(one) and not any(id(p) in apart for p in parameters_of(one)):
+                    self.add_optimizer(one, prefix, own=ignored)
+            elif name == "scheduler" or (name == "scaler" and not apart):
                 with calling(f"state_dict() of {name} ({type(one).__name__})"):
                     content = one.state_dict()
                 tree, tensors = encode(content, name)
@@ -134,14 +161,42 @@ class _Read:
                 self.values.append(json.dumps(tree))
 
 
-def _stepped_apart(state: TrainState) -> set[int]:
-    """Ids of the parameters that ranks step by themselves, so that they have what is stepped with by themselves."""
-    return {
-        id(parameter)
-        for one in state.named.values()
-        if not getattr(one, "steps_alike", True)
-        for parameter in one.parameters()
+def _wrappers(state: TrainState) -> list[Any]:
+    """Those by torch or Syncline among what is named, and inside of it."""
+    modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
+    return [part for one in modules for part in one.modules() if isinstance(part, DistributedDataParallel)]
+
+
+def _in_common(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """What all ranks have the same of, by name: all, but what contracts of wrappers inside let differ."""
+    if isinstance(module, DistributedDataParallel):
+        common: Any = getattr(module, "replicated", None)
+        if common:
+            found: list[tuple[str, Tensor]] = common()
+            return found
+        ignored = module.parameters_to_ignore
+        # torch's: buffers differ after a forward.
+        return [(name, p) for name, p in module.module.named_parameters() if name not in ignored]
+    wrapped = {
+        name: part for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)
     }
+    outermost = {name: part for name, part in wrapped.items() if not _is_below(name, wrapped)}
+    found = [
+        (n, tensor) for n, tensor in named_tensors(module, for_writing=False) if not _is_below(n, outermost)
+    ]
+    for name, part in outermost.items():
+        found += [(f"{name}.{inner}", tensor) for inner, tensor in _in_common(part)]
+    return found
+
+
+def _is_below(name: str, others: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
+
+
+def _of_a_rank(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
+    """How the paths of the state of these parameters begin."""
+    places = enumerate(parameters_of(optimizer))
+    return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)
 
 
 def _divergence(found: Sequence[LocatedDifference], num_compared: int, num_ranks: int) -> ReplicaDivergence:
