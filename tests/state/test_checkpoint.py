@@ -332,6 +332,31 @@ def test_as_many_saves_stay_as_were_asked_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["save-000003-step-2", "save-000004-step-3"]
 
 
+def test_another_run_that_saves_into_the_same_directory_is_noticed(tmp_path: Path) -> None:
+    state = TrainState(model=nn.Linear(2, 1))
+    ours, theirs = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
+    ours.save(state, step=1)
+    ours.save(state, step=2)  # nobody else has saved meanwhile
+    with pytest.warns(RuntimeWarning, match=r"saved last is number 2, and this run knows of none after 0\."):
+        theirs.save(state, step=7)
+    theirs.save(state, step=8)
+    with pytest.warns(RuntimeWarning, match=r"somebody else saves into .* is number 4, .* none after 2"):
+        ours.save(state, step=3)
+    ours.save(state, step=4)
+
+
+def test_a_run_that_goes_on_takes_what_was_there_for_its_own(tmp_path: Path) -> None:
+    state = TrainState(model=nn.Linear(2, 1))
+    before = Checkpointer(tmp_path)
+    waiting = Checkpointer(tmp_path)
+    before.save(state, step=1)
+    waiting.load(state)
+    waiting.save(state, step=2)
+    Checkpointer(tmp_path).save(state, step=3)
+    (tmp_path / "save-000003-step-3").rename(tmp_path / "elsewhere")
+    waiting.save(state, step=3)  # that somebody removes saves is none of our business
+
+
 def test_ranks_that_save_different_things_are_told_so() -> None:
     files = FaultyFiles()
     with pytest.raises(ContractMismatch, match="step"):

@@ -112,6 +112,8 @@ class Checkpointer:
             self._lane = self._transport.lane("checkpoints")
         self._shelf = Shelf(self._files, self._path, keep)
         self._damaged: set[Save] = set()
+        self._last_number = 0
+        """On rank 0, the number of the newest save known here: there from the start, or made or loaded since."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
@@ -259,6 +261,15 @@ class Checkpointer:
 
     def _begin(self, step: int) -> tuple[int, str]:
         save, path = self._shelf.begin(step)
+        before, self._last_number = self._last_number, save.number
+        if save.number > before + 1:
+            warnings.warn(
+                f"somebody else saves into {self._path}, too: what was saved last is number {save.number - 1}, and "
+                f"this run knows of none after {before}. Does another run use this directory? They remove each other's "
+                "saves, and one that goes on would load the other's state: give each a directory of its own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return save.number, path
 
     def _shared(self, parts: Parts) -> set[str]:
@@ -419,7 +430,7 @@ class Checkpointer:
             SynclineError: the directory cannot be read.
         """
         try:
-            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+            saves = [Save(*one) for one in self._on_rank_0(self._known_saves)]
         except Refused as refused:
             raise SynclineError(f"sl.Checkpointer.load: {self._path} cannot be read: {refused}") from None
         damaged: list[str] = []
@@ -435,6 +446,11 @@ class Checkpointer:
                 + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
             )
         return None, damaged
+
+    def _known_saves(self) -> list[Save]:
+        saves = self._shelf.saves()
+        self._last_number = max((save.number for save in saves), default=0)
+        return saves
 
     def _tell_strangers(self, save: Save, found: Found) -> None:
         """Say what ranks got that was another's, or that nobody got."""
@@ -494,6 +510,7 @@ class Checkpointer:
             self._files.make_directory(self._path)
             probe = self._shelf.probe_path(uuid.uuid4().hex)
             self._files.write(probe, [b"seen by all ranks?"])
+            self._known_saves()
             return probe
 
         try:
