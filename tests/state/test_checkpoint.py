@@ -381,7 +381,7 @@ def test_a_step_by_which_no_save_would_be_found_is_refused(step: Any, tmp_path: 
 def test_the_state_of_something_else_is_refused() -> None:
     files = FaultyFiles()
     in_files(files, lambda t, c: c.save(TrainState(mine=Mine(1))))
-    with pytest.raises(ValueError, match="yours is missing; mine is not known here"):
+    with pytest.raises(ValueError, match="yours was not saved; mine was saved, and is not named here"):
         in_files(files, lambda t, c: c.load(TrainState(yours=Mine(2))))
 
 

@@ -417,7 +417,7 @@ class Checkpointer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._apply(state, found)
+            self._apply(state, found, save.name)
             self._tell_strangers(save, found)
             self._newest = (save.step, self._shelf.path_of(save))
             return save.step
@@ -486,7 +486,7 @@ class Checkpointer:
         self._everywhere(read)
         return found[0]
 
-    def _apply(self, state: TrainState, found: Found) -> None:
+    def _apply(self, state: TrainState, found: Found, name: str) -> None:
         fault = None
         same: dict[str, Any] = {}
         try:
@@ -497,7 +497,7 @@ class Checkpointer:
             same = found.same_on_all(state)
         except Exception as error:
             fault = error
-        agree_on_loaded(self._transport, "sl.Checkpointer.load", same, fault=fault)
+        agree_on_loaded(self._transport, f"sl.Checkpointer.load of {name}", same, fault=fault)
         state.replicas_agree()
 
     # ------------------------------------------------------------------ the directory

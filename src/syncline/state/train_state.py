@@ -162,8 +162,8 @@ class TrainState:
             raise ValueError(
                 f"expected the state of {', '.join(self.named) or 'nothing but step and rng'}; "
                 + "; ".join(
-                    [f"{name} is missing" for name in missing]
-                    + [f"{name} is not known here" for name in unknown]
+                    [f"{name} was not saved" for name in missing]
+                    + [f"{name} was saved, and is not named here" for name in unknown]
                 )
                 + ". Name the same things as when it was saved"
             )
@@ -309,13 +309,30 @@ def _load_into(one: Any, state: Any) -> None:
     module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
         one.load_state_dict(module_state)
-        if isinstance(one, Optimizer) and not gives_share(one):
-            lay_out_like_parameters(one)
+        if isinstance(one, Optimizer):
+            _check_settings(one)
+            if not gives_share(one):
+                lay_out_like_parameters(one)
         return
     one.module.load_state_dict(module_state)
     load: Any = getattr(one, "load_sync_state_dict", None)
     if load and was_wrapped and state["synchronization"] is not None:
         load(state["synchronization"])
+
+
+def _check_settings(optimizer: Optimizer) -> None:
+    """Raise unless an optimizer has all of its settings: torch takes whatever groups it is given, and fails at a step.
+
+    What a newer torch has added is there: its optimizers fill it in when they load (`__setstate__`).
+    """
+    for group in optimizer.param_groups:
+        missing = sorted(optimizer.defaults.keys() - group.keys())
+        if missing:
+            raise ValueError(
+                f"what was saved is the state of another optimizer: it lacks {', '.join(missing)}, which "
+                f"{type(optimizer).__name__} needs. Make the optimizer as it was; one of your own that has got new "
+                "settings since fills them in in __setstate__"
+            )
 
 
 # ---------------------------------------------------------------------- chance
