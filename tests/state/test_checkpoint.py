@@ -318,8 +318,10 @@ def test_the_warning_of_a_full_disk_says_what_is_wrong() -> None:
         files.full_at = files.num_done
         checkpointer.save(Run(t.rank).state, step=4)
 
-    with pytest.warns(RuntimeWarning, match=r"step 4 could not be saved: .*No space left on device.*goes on"):
+    said = r"step 4 could not be saved: .*No space left on device.*goes on"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
         in_files(files, program, size=1)
+    assert warned[0].filename == __file__  # where it was asked for, not the thread that writes
 
 
 def test_as_many_saves_stay_as_were_asked_for(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from syncline.state.train_state import TrainState
 from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.transport.user_code import warn_user, warning_here
 from syncline.words import format_count
 from syncline.world import before_shutdown, transport_of
 
@@ -115,6 +116,8 @@ class Checkpointer:
         self._last_number = 0
         """On rank 0, the number of the newest save known here: there from the start, or made or loaded since."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
+        self._warn_where_saved: Callable[[str], None] = warn_user
+        """At the line that asked for the save under way; a thread that writes has none of its own."""
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
         """Step and directory of what was saved or loaded last."""
@@ -218,6 +221,7 @@ class Checkpointer:
             fault = error
         exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
         assert parts is not None
+        self._warn_where_saved = warning_here()
         self._under_way = self._writer.submit(self._saved, state.step, parts)
         return self.wait() if blocking else self._under_way
 
@@ -242,8 +246,7 @@ class Checkpointer:
 
     def _warn(self, step: int, why: str) -> None:
         if self._lane.rank == 0:
-            text = f"the state at step {step} could not be saved: {why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            self._warn_where_saved(f"the state at step {step} could not be saved: {why}")
 
     def _write(self, step: int, parts: Parts) -> str:
         number, path = self._on_rank_0(lambda: self._begin(step))
@@ -263,12 +266,10 @@ class Checkpointer:
         save, path = self._shelf.begin(step)
         before, self._last_number = self._last_number, save.number
         if save.number > before + 1:
-            warnings.warn(
+            self._warn_where_saved(
                 f"somebody else saves into {self._path}, too: what was saved last is number {save.number - 1}, and "
                 f"this run knows of none after {before}. Does another run use this directory? They remove each other's "
-                "saves, and one that goes on would load the other's state: give each a directory of its own",
-                RuntimeWarning,
-                stacklevel=2,
+                "saves, and one that goes on would load the other's state: give each a directory of its own"
             )
         return save.number, path
 
