@@ -18,6 +18,7 @@ import torch
 from faulty_files import FaultyFiles, WrittenBefore
 from torch import nn
 from torch.optim import lr_scheduler as lr
+from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
@@ -151,7 +152,11 @@ def test_another_number_of_ranks_loads_it(before: int, after: int) -> None:
     # Of a save by one rank nobody can tell what is its own.
     told = {(2, 3): "rank 2 got what rank 0 had", (3, 1): "what ranks 1, 2 had is left"}.get((before, after))
     expected = [rank if rank < before else 0 for rank in range(after)]
-    with pytest.warns(RuntimeWarning, match=f"each with mine of its own.*{told}") if told else nullcontext():
+    with (
+        pytest.warns(RuntimeWarning, match=rf"each with mine \(1 tensor, mine.value\) of.*{told}")
+        if told
+        else nullcontext()
+    ):
         assert in_files(files, load, size=after) == expected
 
 
@@ -319,8 +324,10 @@ def test_the_warning_of_a_full_disk_says_what_is_wrong() -> None:
         files.full_at = files.num_done
         checkpointer.save(Run(t.rank).state, step=4)
 
-    with pytest.warns(RuntimeWarning, match=r"step 4 could not be saved: .*No space left on device.*goes on"):
+    said = r"step 4 could not be saved: .*No space left on device.*goes on"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
         in_files(files, program, size=1)
+    assert warned[0].filename == __file__  # where it was asked for, not the thread that writes
 
 
 def test_as_many_saves_stay_as_were_asked_for(tmp_path: Path) -> None:
@@ -331,6 +338,31 @@ def test_as_many_saves_stay_as_were_asked_for(tmp_path: Path) -> None:
 
     run_ranks(2, program)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["save-000003-step-2", "save-000004-step-3"]
+
+
+def test_another_run_that_saves_into_the_same_directory_is_noticed(tmp_path: Path) -> None:
+    state = TrainState(model=nn.Linear(2, 1))
+    ours, theirs = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
+    ours.save(state, step=1)
+    ours.save(state, step=2)  # nobody else has saved meanwhile
+    with pytest.warns(RuntimeWarning, match=r"saved last is number 2, and this run knows of none after 0\."):
+        theirs.save(state, step=7)
+    theirs.save(state, step=8)
+    with pytest.warns(RuntimeWarning, match=r"somebody else saves into .* is number 4, .* none after 2"):
+        ours.save(state, step=3)
+    ours.save(state, step=4)
+
+
+def test_a_run_that_goes_on_takes_what_was_there_for_its_own(tmp_path: Path) -> None:
+    state = TrainState(model=nn.Linear(2, 1))
+    before = Checkpointer(tmp_path)
+    waiting = Checkpointer(tmp_path)
+    before.save(state, step=1)
+    waiting.load(state)
+    waiting.save(state, step=2)
+    Checkpointer(tmp_path).save(state, step=3)
+    (tmp_path / "save-000003-step-3").rename(tmp_path / "elsewhere")
+    waiting.save(state, step=3)  # that somebody removes saves is none of our business
 
 
 def test_ranks_that_save_different_things_are_told_so() -> None:
@@ -357,7 +389,7 @@ def test_a_step_by_which_no_save_would_be_found_is_refused(step: Any, tmp_path: 
 def test_the_state_of_something_else_is_refused() -> None:
     files = FaultyFiles()
     in_files(files, lambda t, c: c.save(TrainState(mine=Mine(1))))
-    with pytest.raises(ValueError, match="yours is missing; mine is not known here"):
+    with pytest.raises(ValueError, match="yours was not saved; mine was saved, and is not named here"):
         in_files(files, lambda t, c: c.load(TrainState(yours=Mine(2))))
 
 
@@ -426,6 +458,10 @@ def test_keep_is_a_positive_integer(keep: Any, tmp_path: Path) -> None:
     [
         ({"x": 3}, r"expected x to have state_dict\(\) and load_state_dict\(\), got a int"),
         ({"model": nn.Linear}, "got the class Linear"),
+        (
+            {"data": DataLoader([1])},
+            r"got a DataLoader\. A DataLoader has no place .*DistributedSampler .*Stateful",
+        ),
         ({"step": Mine(1)}, "step is saved anyway"),
     ],
 )

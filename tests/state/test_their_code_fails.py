@@ -86,7 +86,8 @@ def test_a_load_state_dict_that_fails_is_named(tmp_path: Path) -> None:
     first, second = run_ranks(2, program)
     assert first == second
     assert first.startswith(
-        "sl.Checkpointer.load: could not be loaded\nrank 1: load_state_dict() of mine (Fails), at "
+        "sl.Checkpointer.load of save-000001-step-0: could not be loaded\n"
+        "rank 1: load_state_dict() of mine (Fails), at "
     )
 
 
@@ -99,7 +100,8 @@ def test_a_module_that_takes_another_state_is_named(tmp_path: Path) -> None:
 
     (text,) = set(run_ranks(2, program))
     assert text.startswith(
-        "sl.Checkpointer.load: could not be loaded\nranks 0, 1: load_state_dict() of net (Linear) raised RuntimeError: "
+        "sl.Checkpointer.load of save-000001-step-0: could not be loaded\n"
+        "ranks 0, 1: load_state_dict() of net (Linear) raised RuntimeError: "
     )
     assert "size mismatch for weight" in text
 
@@ -113,8 +115,31 @@ def test_other_names_than_those_that_were_saved_are_no_failure_of_anybodys(tmp_p
 
     (text,) = set(run_ranks(2, program))
     assert text.startswith(
-        "sl.Checkpointer.load: could not be loaded\nranks 0, 1: expected the state of model; "
+        "sl.Checkpointer.load of save-000001-step-0: could not be loaded\nranks 0, 1: expected the state of model; "
     )
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "lacks"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD, "it lacks dampening, momentum, which SGD needs"),
+        (torch.optim.SGD, torch.optim.RMSprop, "it lacks alpha, eps, which RMSprop needs"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_before_it_fails_at_a_step(
+    saved: type[torch.optim.Optimizer], wanted: type[torch.optim.Optimizer], lacks: str, tmp_path: Path
+) -> None:
+    def of(kind: Any) -> TrainState:
+        model = nn.Linear(2, 1)
+        return TrainState(model=model, optimizer=kind(model.parameters(), lr=0.1))
+
+    def program(t: Transport) -> str:
+        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
+            checkpointer.save(of(saved))
+            return text_of(ValueError, lambda: checkpointer.load(of(wanted)))
+
+    (text,) = set(run_ranks(2, program))
+    assert lacks in text
 
 
 def test_a_file_of_plain_torch_that_an_object_does_not_take(tmp_path: Path) -> None:

@@ -129,8 +129,7 @@ class Matched:
         if self.missing or self.unused:
             ways = []
             if self.missing:
-                name = self.missing[0]
-                key = self.unused[0] if self.unused else "..."
+                name, key = _alike(self.missing, self.unused)
                 ways.append(
                     f'say where something is, names={{"{name}": "{key}"}}, or that it is not there and stays as it is, '
                     f'names={{"{name}": None}}'
@@ -142,6 +141,24 @@ class Matched:
                 "\n  ".join([f"{path} does not fit what is named:", *self.left()])
                 + f"\n{remedy[0].upper()}{remedy[1:]}"
             )
+
+
+def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
+    """A name that was not found, and the key that is most likely to be it, for an example.
+
+    Example:
+        >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])
+        ('step', 'global_step')
+        >>> _alike(["step", "model"], ["model_state"])
+        ('model', 'model_state')
+        >>> _alike(["step", "optimizer"], [])
+        ('step', '...')
+    """
+    for name in missing:
+        for key in unused:
+            if name in key or key in name:
+                return name, key
+    return missing[0], "..."
 
 
 def match(

@@ -33,6 +33,7 @@ from syncline.state.train_state import TrainState
 from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
+from syncline.transport.user_code import warn_user, warning_here
 from syncline.words import format_count
 from syncline.world import before_shutdown, transport_of
 
@@ -112,7 +113,11 @@ class Checkpointer:
             self._lane = self._transport.lane("checkpoints")
         self._shelf = Shelf(self._files, self._path, keep)
         self._damaged: set[Save] = set()
+        self._last_number = 0
+        """On rank 0, the number of the newest save known here: there from the start, or made or loaded since."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
+        self._warn_where_saved: Callable[[str], None] = warn_user
+        """At the line that asked for the save under way; a thread that writes has none of its own."""
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
         """Step and directory of what was saved or loaded last."""
@@ -216,6 +221,7 @@ class Checkpointer:
             fault = error
         exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
         assert parts is not None
+        self._warn_where_saved = warning_here()
         self._under_way = self._writer.submit(self._saved, state.step, parts)
         return self.wait() if blocking else self._under_way
 
@@ -240,8 +246,7 @@ class Checkpointer:
 
     def _warn(self, step: int, why: str) -> None:
         if self._lane.rank == 0:
-            text = f"the state at step {step} could not be saved: {why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            self._warn_where_saved(f"the state at step {step} could not be saved: {why}")
 
     def _write(self, step: int, parts: Parts) -> str:
         number, path = self._on_rank_0(lambda: self._begin(step))
@@ -259,6 +264,13 @@ class Checkpointer:
 
     def _begin(self, step: int) -> tuple[int, str]:
         save, path = self._shelf.begin(step)
+        before, self._last_number = self._last_number, save.number
+        if save.number > before + 1:
+            self._warn_where_saved(
+                f"somebody else saves into {self._path}, too: what was saved last is number {save.number - 1}, and "
+                f"this run knows of none after {before}. Does another run use this directory? They remove each other's "
+                "saves, and one that goes on would load the other's state: give each a directory of its own"
+            )
         return save.number, path
 
     def _shared(self, parts: Parts) -> set[str]:
@@ -407,7 +419,7 @@ class Checkpointer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._apply(state, found)
+            self._apply(state, found, save.name)
             self._tell_strangers(save, found)
             self._tell_other_classes(save, found, state)
             self._newest = (save.step, self._shelf.path_of(save))
@@ -421,7 +433,7 @@ class Checkpointer:
             SynclineError: the directory cannot be read.
         """
         try:
-            saves = [Save(*one) for one in self._on_rank_0(self._shelf.saves)]
+            saves = [Save(*one) for one in self._on_rank_0(self._known_saves)]
         except Refused as refused:
             raise SynclineError(f"sl.Checkpointer.load: {self._path} cannot be read: {refused}") from None
         damaged: list[str] = []
@@ -437,6 +449,11 @@ class Checkpointer:
                 + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
             )
         return None, damaged
+
+    def _known_saves(self) -> list[Save]:
+        saves = self._shelf.saves()
+        self._last_number = max((save.number for save in saves), default=0)
+        return saves
 
     def _tell_strangers(self, save: Save, found: Found) -> None:
         """Say what ranks got that was another's, or that nobody got."""
@@ -486,7 +503,7 @@ class Checkpointer:
         self._everywhere(read)
         return found[0]
 
-    def _apply(self, state: TrainState, found: Found) -> None:
+    def _apply(self, state: TrainState, found: Found, name: str) -> None:
         fault = None
         same: dict[str, Any] = {}
         try:
@@ -497,7 +514,7 @@ class Checkpointer:
             same = found.same_on_all(state)
         except Exception as error:
             fault = error
-        agree_on_loaded(self._transport, "sl.Checkpointer.load", same, fault=fault)
+        agree_on_loaded(self._transport, f"sl.Checkpointer.load of {name}", same, fault=fault)
         state.replicas_agree()
 
     # ------------------------------------------------------------------ the directory
@@ -510,6 +527,7 @@ class Checkpointer:
             self._files.make_directory(self._path)
             probe = self._shelf.probe_path(uuid.uuid4().hex)
             self._files.write(probe, [b"seen by all ranks?"])
+            self._known_saves()
             return probe
 
         try:

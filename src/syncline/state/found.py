@@ -17,6 +17,7 @@ from syncline.state.snapshot import SHARED_FILE, Manifest, own_file
 from syncline.state.tensor_file import read_tensors
 from syncline.state.train_state import TrainState, copies, is_wrapped
 from syncline.sync.part import gives_share, join_parts
+from syncline.words import format_count
 
 __all__ = ["Found"]
 
@@ -68,7 +69,7 @@ class Found:
         return list(self._trees[self._place])
 
     def own_names(self) -> list[str]:
-        """The names of what each rank had of its own, beside chance and what is divided evenly anyway."""
+        """What each rank had of its own, beside chance and what is divided evenly anyway: names, or a few tensors."""
         stored = self.manifest.files.get(SHARED_FILE)
         shared = stored.tensors.keys() if stored is not None else set()
         names = []
@@ -77,10 +78,14 @@ class Found:
                 continue
             kept = tree["module"] if is_wrapped(tree) else tree
             is_own = name not in self.manifest.shared and not is_wrapped(tree)
+            tensors = sorted(set(tensors_in(kept)) - shared)
             if is_own and self._have_one_place(name):
                 continue
-            if is_own or not shared >= set(tensors_in(kept)):
+            if is_own:
                 names.append(name)
+            elif tensors:
+                count = format_count(len(tensors), "tensor")
+                names.append(f"{name} ({count}, {tensors[0]}{' among others' if len(tensors) > 1 else ''})")
         return names
 
     def decoded(self, name: str, one: Any) -> Any:

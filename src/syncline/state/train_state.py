@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count
@@ -92,8 +93,8 @@ class TrainState:
                 callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")
             ):
                 raise TypeError(
-                    f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. Numbers and "
-                    "tensors of your own belong into an object with these two methods"
+                    f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. "
+                    + _remedy_of(one)
                 )
         if sampler is None:
             _check_none_is_misnamed(self.named)
@@ -166,8 +167,8 @@ class TrainState:
             raise ValueError(
                 f"expected the state of {', '.join(self.named) or 'nothing but step and rng'}; "
                 + "; ".join(
-                    [f"{name} is missing" for name in missing]
-                    + [f"{name} is not known here" for name in unknown]
+                    [f"{name} was not saved" for name in missing]
+                    + [f"{name} was saved, and is not named here" for name in unknown]
                 )
                 + ". Name the same things as when it was saved"
             )
@@ -322,6 +323,15 @@ def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
             )
 
 
+def _remedy_of(one: Any) -> str:
+    if isinstance(one, DataLoader):
+        return (
+            "A DataLoader has no place in the data: name the sl.DistributedSampler that it has, or use torchdata's "
+            "StatefulDataLoader, which has one"
+        )
+    return "Numbers and tensors of your own belong into an object with these two methods"
+
+
 def _what(one: Any) -> str:
     return f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
 
@@ -346,14 +356,37 @@ def _load_into(one: Any, state: Any) -> None:
     was_wrapped = is_wrapped(state)
     module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
+        settings = _settings_of(one) if isinstance(one, Optimizer) else set()
         one.load_state_dict(module_state)
-        if isinstance(one, Optimizer) and not gives_share(one):
-            lay_out_like_parameters(one)
+        if isinstance(one, Optimizer):
+            _check_settings(one, settings)
+            if not gives_share(one):
+                lay_out_like_parameters(one)
         return
     one.module.load_state_dict(module_state)
     load: Any = getattr(one, "load_sync_state_dict", None)
     if load and was_wrapped and state["synchronization"] is not None:
         load(state["synchronization"])
+
+
+def _settings_of(optimizer: Optimizer) -> set[str]:
+    """What the optimizer itself has put into all of its groups, not a schedule."""
+    return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
+
+
+def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
+    """Raise unless an optimizer still has its settings: torch takes whatever groups it is given, and fails at a step.
+
+    What a newer torch has added is there: its optimizers fill it in when they load (`__setstate__`).
+    """
+    for group in optimizer.param_groups:
+        missing = sorted(settings - group.keys())
+        if missing:
+            raise ValueError(
+                f"what was saved is the state of another optimizer: it lacks {', '.join(missing)}, which "
+                f"{type(optimizer).__name__} needs. Make the optimizer as it was; one of your own that has got new "
+                "settings since fills them in in __setstate__"
+            )
 
 
 # ---------------------------------------------------------------------- chance

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,15 @@ import torch
 
 from syncline.transport.main_thread import dump_of_main_thread
 
-__all__ = ["called_in", "calling", "user_code", "user_code_in_dump", "user_code_of_main_thread", "warn_user"]
+__all__ = [
+    "called_in",
+    "calling",
+    "user_code",
+    "user_code_in_dump",
+    "user_code_of_main_thread",
+    "warn_user",
+    "warning_here",
+]
 
 _CALLED = "_syncline_called_in"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<thread>[0-9a-f]+) ")
@@ -30,17 +38,18 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)'
 
 def warn_user(text: str) -> None:
     """A RuntimeWarning at the line of the user's code that called us."""
+    warning_here()(text)
+
+
+def warning_here() -> Callable[[str], None]:
+    """What warns, later and from any thread, at the line of the user's code that calls us now."""
     frame = _users_frame(sys._getframe())
     if frame is None:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return
-    warnings.warn_explicit(
-        text,
-        RuntimeWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+        return lambda text: warnings.warn(text, RuntimeWarning, stacklevel=3)
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    return lambda text: warnings.warn_explicit(
+        text, RuntimeWarning, path, line, module=module, registry=registry
     )
 
 
