@@ -772,3 +772,69 @@ def test_state_that_another_class_takes_over_is_said(tmp_path: Path) -> None:
         RuntimeWarning, match="scheduler of .* is the state of CosineAnnealingLR, and LinearLR has"
     ):
         assert checkpointer.load(run_of(adam, linear)) == 3
+
+
+# ---------------------------------------------------------------------- a part of it, and without writing
+
+
+def trained(**more: Any) -> sl.TrainState:
+    model = nn.Linear(3, 2)
+    return sl.TrainState(model=model, optimizer=torch.optim.Adam(model.parameters()), **more)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_part_of_what_was_saved_can_be_loaded(size: int) -> None:
+    files = FaultyFiles()
+    weights: list[Any] = []
+
+    def save(t: Transport, checkpointer: Checkpointer) -> None:
+        state = trained(mine=Mine(7))
+        weights.append({key: one.clone() for key, one in state.named["model"].state_dict().items()})
+        sl.broadcast_(state.named["model"], group=t)
+        checkpointer.save(state, step=5)
+
+    def load(t: Transport, checkpointer: Checkpointer) -> tuple[int | None, int, Any]:
+        model = nn.Linear(3, 2)
+        state = sl.TrainState(model=model, ema=Mine(3))
+        with pytest.raises(
+            ValueError, match=r"ema was not saved; .* or load with strict=False what is in both"
+        ):
+            checkpointer.load(state)
+        return checkpointer.load(state, strict=False), state.step, model.state_dict()
+
+    in_files(files, save, size=size)
+    text = "ema was not in save-000001-step-5, which has model, optimizer, mine: as before"
+    with pytest.warns(RuntimeWarning, match=text) as told:
+        loaded = in_files(files, load, size=size)
+    assert len(told) == 1, "on rank 0"
+    assert [(step, own) for step, own, _ in loaded] == [(5, 5)] * size
+    assert all(same(state, loaded[0][2]) for *_, state in loaded)
+    assert any(same(loaded[0][2], one) for one in weights)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_that_only_reads_writes_nothing(size: int) -> None:
+    files = FaultyFiles()
+    in_files(files, lambda t, c: c.save(Run(t.rank).state, step=7), size=size)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it writes")
+
+    for writes in ("make_directory", "write", "rename", "sync_directory", "remove"):
+        setattr(files, writes, refuse)
+
+    def read(t: Transport) -> int | None:
+        checkpointer = Checkpointer("/runs/one", group=t, files=files, read_only=True)
+        run = Run(t.rank, seed=5)
+        for refused in (checkpointer.save, checkpointer.stop_if_asked):
+            with pytest.raises(ValueError, match="made with read_only=True"):
+                refused(run.state)
+        return checkpointer.load(run.state)
+
+    assert run_ranks(size, read) == [7] * size
+
+
+def test_a_directory_to_read_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(SynclineError, match=r"saves to load in .*nowhere, found none on .* \(rank 0\)"):
+        sl.Checkpointer(tmp_path / "nowhere", read_only=True)
+    assert list(tmp_path.iterdir()) == []

@@ -64,11 +64,13 @@ class Checkpointer:
         stop_signals: what asks this process to stop, see `stop_if_asked`; names, the same on all ranks. Nobody listens
             before that is called; () for never.
         stop_every: where `stop_if_asked` needs a collective of its own, one in so many calls makes it.
+        read_only: load alone, from a directory that need not be writable, and in which another run may save.
 
     Raises:
         TypeError, ValueError: an argument makes no sense: `keep` or `stop_every` is below 1, there is no such signal;
             on every rank.
-        SynclineError: the directory cannot be written, or is not the same one on all ranks.
+        SynclineError: the directory cannot be written (`read_only`: read, or nothing is there), or is not the same one
+            on all ranks.
 
     Example:
         >>> import tempfile, torch, syncline as sl
@@ -90,14 +92,16 @@ class Checkpointer:
         files: Files | None = None,
         stop_signals: Sequence[str | int] = STOP_SIGNALS,
         stop_every: int = 1,
+        read_only: bool = False,
     ) -> None:
         self._transport = transport_of(group)
         self._files = files or LocalFiles()
         self._path = ""
         fault: Exception | None = None
-        lines = [f"keep  {keep}"]
+        lines = [f"keep  {keep}", f"read_only  {read_only}"]
         try:
             self._path = _checked_path(directory)
+            self._is_read_only = checked_flag("read_only", read_only)
             checked_count("keep", keep, at_least=1)
             if not all(callable(getattr(self._files, name, None)) for name in _FILE_METHODS):
                 raise TypeError(
@@ -128,7 +132,10 @@ class Checkpointer:
         # At the end of the program saves are waited for first (`before_shutdown`), and then all lanes are closed.
         self._end.atexit = False
         with self._board.called("sl.Checkpointer"):
-            self._check_directory()
+            if read_only:
+                self._check_readable()
+            else:
+                self._check_directory()
         before_shutdown(self.wait)
 
     # ------------------------------------------------------------------ closed when it is done
@@ -154,10 +161,12 @@ class Checkpointer:
         with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
             self.close()
 
-    def _check(self, state: object) -> None:
-        """Raise unless something can be done with `state` here."""
+    def _check(self, state: object, *, saves: bool = False) -> None:
+        """Raise unless something can be done with `state` here: loaded, or saved."""
         if not self._end.alive:
             raise ValueError("it was closed: make another sl.Checkpointer")
+        if saves and self._is_read_only:
+            raise ValueError(f"expected to load only from {self._path}: it was made with read_only=True")
         if not isinstance(state, TrainState):
             got = f"the class {state.__name__}" if isinstance(state, type) else f"a {type(state).__name__}"
             raise TypeError(
@@ -204,7 +213,7 @@ class Checkpointer:
         lines: list[str] = []
         fault: Exception | None = None
         try:
-            self._check(state)
+            self._check(state, saves=True)
             checked_flag("blocking", blocking)
             checked_count(
                 "state.step" if step is None else "step", state.step if step is None else step, at_least=0
@@ -353,7 +362,7 @@ class Checkpointer:
             ...         print(stopped.code == sl.EXIT_STOPPED)
             True
         """
-        self._check(state)
+        self._check(state, saves=True)
         with self._board.called("sl.Checkpointer.stop_if_asked"):
             if not self._stop.is_agreed(state):
                 return
@@ -380,13 +389,15 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ loading
 
-    def load(self, state: TrainState) -> int | None:
+    def load(self, state: TrainState, *, strict: bool = True) -> int | None:
         """Load the newest save that is sound into `state`; a collective call.
 
         Every byte is checked before anything is changed. What is damaged is named in a warning.
 
         Args:
             state: of the same names as the one that was saved.
+            strict: whether the names have to be the same. Otherwise what is in both is loaded, to evaluate a model
+                alone, say, and what was not saved stays as it is; a warning names it.
 
         Returns:
             The step at which it was saved; None if nothing was saved yet.
@@ -403,7 +414,8 @@ class Checkpointer:
         fault: Exception | None = None
         try:
             self._check(state)
-            lines = [f"named  {name}" for name in state.named]
+            checked_flag("strict", strict)
+            lines = [f"strict  {strict}", *(f"named  {name}" for name in state.named)]
         except (TypeError, ValueError) as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
@@ -419,9 +431,11 @@ class Checkpointer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._apply(state, found, save.name)
-            self._tell_strangers(save, found)
-            self._tell_other_classes(save, found, state)
+            self._apply(state, found, save.name, strict=strict)
+            if self._transport.rank == 0:
+                self._tell_what_stays(save, found, state)
+                self._tell_strangers(save, found, state)
+                self._tell_other_classes(save, found, state)
             self._newest = (save.step, self._shelf.path_of(save))
             return save.step
 
@@ -455,11 +469,22 @@ class Checkpointer:
         self._last_number = max((save.number for save in saves), default=0)
         return saves
 
-    def _tell_strangers(self, save: Save, found: Found) -> None:
+    def _tell_what_stays(self, save: Save, found: Found, state: TrainState) -> None:
+        """Say what was named, and not loaded."""
+        stays = [name for name in state.named if name not in found.names]
+        if stays:
+            warnings.warn(
+                f"{', '.join(stays)} {'was' if len(stays) == 1 else 'were'} not in {save.name}, which has "
+                f"{', '.join(name for name in found.names if name not in ('step', 'rng'))}: as before",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _tell_strangers(self, save: Save, found: Found, state: TrainState) -> None:
         """Say what ranks got that was another's, or that nobody got."""
         before, now = found.manifest.num_ranks, self._transport.size
-        names = found.own_names()
-        if before == now or not names or self._transport.rank:
+        names = found.own_names(state.named)
+        if before == now or not names:
             return
         if now > before:
             what = f"{describe_ranks(range(before, now))} got what rank 0 had"
@@ -474,11 +499,9 @@ class Checkpointer:
 
     def _tell_other_classes(self, save: Save, found: Found, state: TrainState) -> None:
         """Say what took over the state of an object of another class, which may mean other things by the same words."""
-        if self._transport.rank:
-            return
-        for name, before in found.manifest.classes.items():
-            now = type(state.named[name]).__name__
-            if now != before and not isinstance(state.named[name], nn.Module):
+        for name, one in state.named.items():
+            now, before = type(one).__name__, found.manifest.classes.get(name)
+            if before not in (now, None) and not isinstance(one, nn.Module):
                 warnings.warn(
                     f"{name} of {save.name} is the state of {before}, and {now} has taken it over: what it does not "
                     "know is left unused, and settings are those that were saved",
@@ -503,19 +526,25 @@ class Checkpointer:
         self._everywhere(read)
         return found[0]
 
-    def _apply(self, state: TrainState, found: Found, name: str) -> None:
+    def _apply(self, state: TrainState, found: Found, name: str, *, strict: bool) -> None:
         fault = None
         same: dict[str, Any] = {}
         try:
-            decoded = {name: found.decoded(name, state.named.get(name)) for name in found.names}
+            wanted = (
+                found.names
+                if strict
+                else [one for one in found.names if one in ("step", "rng", *state.named)]
+            )
+            decoded = {one: found.decoded(one, state.named.get(one)) for one in wanted}
             if found.is_new_rank:
                 del decoded["rng"]  # nobody else's numbers
-            state.load_state_dict(decoded)
+            state.load_state_dict(decoded, strict=strict)
             same = found.same_on_all(state)
         except Exception as error:
             fault = error
         agree_on_loaded(self._transport, f"sl.Checkpointer.load of {name}", same, fault=fault)
-        state.replicas_agree()
+        if strict:
+            state.replicas_agree()
 
     # ------------------------------------------------------------------ the directory
 
@@ -553,6 +582,22 @@ class Checkpointer:
                 )
                 + ". Give the same directory on all ranks, on a file system that all hosts have mounted at the same "
                 "place"
+            )
+
+    def _check_readable(self) -> None:
+        """Raise unless all ranks see saves in the directory: who reads alone waits for nothing to be saved."""
+        try:
+            seen = self._everywhere(lambda: (socket.gethostname(), bool(self._shelf.saves())))
+        except Refused as refused:
+            raise SynclineError(f"sl.Checkpointer: {self._path} cannot be read: {refused}") from None
+        blind = {rank: host for rank, (host, has_saves) in enumerate(seen) if not has_saves}
+        if blind:
+            where = "; ".join(
+                f"{host} ({describe_ranks(ranks)})" for host, ranks in ranks_with(blind).items()
+            )
+            raise SynclineError(
+                f"sl.Checkpointer: expected saves to load in {self._path}, found none on {where}. Is it another "
+                "directory, or not mounted there?"
             )
 
     # ------------------------------------------------------------------ together

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,13 +68,13 @@ class Found:
         """Of what there is."""
         return list(self._trees[self._place])
 
-    def own_names(self) -> list[str]:
-        """What each rank had of its own, beside chance and what is divided evenly anyway: names, or a few tensors."""
+    def own_names(self, named: Collection[str]) -> list[str]:
+        """What each rank had of its own of these, but for what is divided evenly anyway: names, or a few tensors."""
         stored = self.manifest.files.get(SHARED_FILE)
         shared = stored.tensors.keys() if stored is not None else set()
         names = []
         for name, tree in self._trees[0].items():
-            if name == "rng" or name in self.manifest.sharded:
+            if name not in named or name in self.manifest.sharded:
                 continue
             kept = tree["module"] if is_wrapped(tree) else tree
             is_own = name not in self.manifest.shared and not is_wrapped(tree)

@@ -148,10 +148,14 @@ class TrainState:
         """The names of what is sharded: of which each rank has its share."""
         return [name for name, one in self.named.items() if gives_share(one)]
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """The inverse of `state_dict`, and that of `share_state_dict` where all ranks' are joined (`join_parts`).
 
         Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
+
+        Args:
+            state: what was saved.
+            strict: whether it has to be of the same names. Otherwise what is in both is loaded, and the rest stays.
 
         Raises:
             TypeError: it is no dict.
@@ -163,23 +167,24 @@ class TrainState:
             )
         missing = sorted({"step", *self.named} - state.keys())
         unknown = sorted(state.keys() - {"step", "rng", *self.named})
-        if missing or unknown:
+        if "step" not in state or (strict and (missing or unknown)):
             raise ValueError(
                 f"expected the state of {', '.join(self.named) or 'nothing but step and rng'}; "
                 + "; ".join(
                     [f"{name} was not saved" for name in missing]
                     + [f"{name} was saved, and is not named here" for name in unknown]
                 )
-                + ". Name the same things as when it was saved"
+                + ". Name the same things as when it was saved; or load with strict=False what is in both"
             )
+        both = {name: one for name, one in self.named.items() if name in state}
         types: dict[int, torch.dtype] = {}
-        for name, one in self.named.items():
+        for name, one in both.items():
             part = state[name] if gives_share(one) else whole_of(state[name])
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
                 _load_into(one, part)
             if isinstance(one, nn.Module):
                 types |= _types_in(one, part)
-        for name, one in self.named.items():
+        for name, one in both.items():
             if isinstance(one, Optimizer) and not gives_share(one):
                 keep_types(one, whole_of(state[name]), types)
         self.goes_on_after(state["step"])
