@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,15 +13,16 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.given import checked_count, checked_flag
-from syncline.plan.difference import describe_ranks, ranks_with
+from syncline.state.directory import check_readable, check_writable, checked_path
 from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
 from syncline.state.found import Found
 from syncline.state.parts import Parts, entry_of
+from syncline.state.remarks import remarks
 from syncline.state.shelf import Save, Shelf
 from syncline.state.snapshot import SHARED_FILE, Manifest, own_file, read_manifest, write_manifest
 from syncline.state.stopping import JointStop
@@ -34,7 +33,6 @@ from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.transport.user_code import warn_user, warning_here
-from syncline.words import format_count
 from syncline.world import before_shutdown, transport_of
 
 __all__ = ["Checkpointer"]
@@ -100,7 +98,7 @@ class Checkpointer:
         fault: Exception | None = None
         lines = [f"keep  {keep}", f"read_only  {read_only}"]
         try:
-            self._path = _checked_path(directory)
+            self._path = checked_path(directory)
             self._is_read_only = checked_flag("read_only", read_only)
             checked_count("keep", keep, at_least=1)
             if not all(callable(getattr(self._files, name, None)) for name in _FILE_METHODS):
@@ -133,9 +131,12 @@ class Checkpointer:
         self._end.atexit = False
         with self._board.called("sl.Checkpointer"):
             if read_only:
-                self._check_readable()
+                check_readable(self._lane, self._shelf, self._path)
             else:
-                self._check_directory()
+                check_writable(self._lane, self._files, self._shelf, self._path)
+                if self._lane.rank == 0:
+                    with contextlib.suppress(OSError):
+                        self._known_saves()
         before_shutdown(self.wait)
 
     # ------------------------------------------------------------------ closed when it is done
@@ -424,18 +425,16 @@ class Checkpointer:
             if newest is None:
                 return None
             save, found = newest
-            if damaged and self._transport.rank == 0:
-                warnings.warn(
+            is_told = self._transport.rank == 0
+            if damaged and is_told:
+                warn_user(
                     "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
-                    + f"\nLoaded instead: {save.name}",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    + f"\nLoaded instead: {save.name}"
                 )
             self._apply(state, found, save.name, strict=strict)
-            if self._transport.rank == 0:
-                self._tell_what_stays(save, found, state)
-                self._tell_strangers(save, found, state)
-                self._tell_other_classes(save, found, state)
+            for remark in remarks(save.name, found, state, self._transport.size):
+                if is_told:
+                    warn_user(remark)
             self._newest = (save.step, self._shelf.path_of(save))
             return save.step
 
@@ -468,46 +467,6 @@ class Checkpointer:
         saves = self._shelf.saves()
         self._last_number = max((save.number for save in saves), default=0)
         return saves
-
-    def _tell_what_stays(self, save: Save, found: Found, state: TrainState) -> None:
-        """Say what was named, and not loaded."""
-        stays = [name for name in state.named if name not in found.names]
-        if stays:
-            warnings.warn(
-                f"{', '.join(stays)} {'was' if len(stays) == 1 else 'were'} not in {save.name}, which has "
-                f"{', '.join(name for name in found.names if name not in ('step', 'rng'))}: as before",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _tell_strangers(self, save: Save, found: Found, state: TrainState) -> None:
-        """Say what ranks got that was another's, or that nobody got."""
-        before, now = found.manifest.num_ranks, self._transport.size
-        names = found.own_names(state.named)
-        if before == now or not names:
-            return
-        if now > before:
-            what = f"{describe_ranks(range(before, now))} got what rank 0 had"
-        else:
-            what = f"what {describe_ranks(range(now, before))} had is left"
-        warnings.warn(
-            f"{save.name} is of {format_count(before, 'rank')}, each with {', '.join(names)} of its own, and there are "
-            f"{now} now: {what}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-    def _tell_other_classes(self, save: Save, found: Found, state: TrainState) -> None:
-        """Say what took over the state of an object of another class, which may mean other things by the same words."""
-        for name, one in state.named.items():
-            now, before = type(one).__name__, found.manifest.classes.get(name)
-            if before not in (now, None) and not isinstance(one, nn.Module):
-                warnings.warn(
-                    f"{name} of {save.name} is the state of {before}, and {now} has taken it over: what it does not "
-                    "know is left unused, and settings are those that were saved",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
 
     def _read(self, save: Save) -> Found:
         """What this rank needs of a save, checked on all ranks.
@@ -546,60 +505,6 @@ class Checkpointer:
         if strict:
             state.replicas_agree()
 
-    # ------------------------------------------------------------------ the directory
-
-    def _check_directory(self) -> None:
-        """Raise unless all ranks see the same directory, and rank 0 can write there."""
-        rank = self._transport.rank
-
-        def write() -> str:
-            self._files.make_directory(self._path)
-            probe = self._shelf.probe_path(uuid.uuid4().hex)
-            self._files.write(probe, [b"seen by all ranks?"])
-            self._known_saves()
-            return probe
-
-        try:
-            probe = self._on_rank_0(write)
-        except Refused as refused:
-            raise SynclineError(f"sl.Checkpointer: {self._path} cannot be written: {refused}") from None
-        name = probe.rpartition("/")[2]
-        seen = self._everywhere(
-            lambda: (socket.gethostname(), self._path, name in self._files.names(self._path))
-        )
-        if rank == 0:
-            with contextlib.suppress(OSError):
-                self._files.remove(probe)
-        blind = {
-            other: f"{path} on {host}" for other, (host, path, is_seen) in enumerate(seen) if not is_seen
-        }
-        if blind:
-            host, path, _ = seen[0]
-            raise SynclineError(
-                f"sl.Checkpointer: what rank 0 wrote into {path} on {host} is not in "
-                + "; ".join(
-                    f"{where} ({describe_ranks(ranks)})" for where, ranks in ranks_with(blind).items()
-                )
-                + ". Give the same directory on all ranks, on a file system that all hosts have mounted at the same "
-                "place"
-            )
-
-    def _check_readable(self) -> None:
-        """Raise unless all ranks see saves in the directory: who reads alone waits for nothing to be saved."""
-        try:
-            seen = self._everywhere(lambda: (socket.gethostname(), bool(self._shelf.saves())))
-        except Refused as refused:
-            raise SynclineError(f"sl.Checkpointer: {self._path} cannot be read: {refused}") from None
-        blind = {rank: host for rank, (host, has_saves) in enumerate(seen) if not has_saves}
-        if blind:
-            where = "; ".join(
-                f"{host} ({describe_ranks(ranks)})" for host, ranks in ranks_with(blind).items()
-            )
-            raise SynclineError(
-                f"sl.Checkpointer: expected saves to load in {self._path}, found none on {where}. Is it another "
-                "directory, or not mounted there?"
-            )
-
     # ------------------------------------------------------------------ together
 
     def _everywhere(self, fn: Callable[[], T]) -> list[T]:
@@ -607,17 +512,6 @@ class Checkpointer:
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         return on_rank_0(self._lane, fn)
-
-
-def _checked_path(directory: object) -> str:
-    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
-    if not isinstance(path, str):
-        raise TypeError(f"expected directory to be a path, a str or an os.PathLike of one, got {directory!r}")
-    if not path:
-        raise ValueError(
-            "expected directory to be a path, got an empty text ('.' is where the program was started)"
-        )
-    return os.path.abspath(path)
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
