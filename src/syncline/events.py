@@ -65,12 +65,10 @@ class NonFiniteRecord:
             where[_MAX_RANKS:] = [f"and on {len(where) - _MAX_RANKS} more ranks"]
         if self.in_mean:
             where.append(f"in the mean of finite gradients: {format_names(self.in_mean)}")
-        steps = f"{format_count(self.num_steps, 'step')} so far"
-        return (
-            f"not finite {'; '.join(where)} -> {self.outcome} ({steps})"
-            if where
-            else f"not finite: nothing ({steps})"
-        )
+        steps = format_count(self.num_steps, "step")
+        if where:
+            return f"not finite {'; '.join(where)} -> {self.outcome} ({steps} so far)"
+        return f"not finite: nothing in this step ({steps} before)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

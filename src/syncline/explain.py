@@ -510,10 +510,12 @@ def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, 
     where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
     if record.in_mean:
         where.append(f"in the mean of finite gradients: {format_names(record.in_mean)}")
-    steps = f"{format_count(record.num_steps, 'step')} so far"
+    steps = format_count(record.num_steps, "step")
     if where:
-        return [("backward", f"not finite {'; '.join(where)} -> {record.outcome} ({steps})")]
-    return [("backward", f"not finite: nothing ({plan.on_nonfinite}: {steps})")] if record.num_steps else []
+        return [("backward", f"not finite {'; '.join(where)} -> {record.outcome} ({steps} so far)")]
+    if not record.num_steps:
+        return []
+    return [("backward", f"not finite: nothing in this step ({plan.on_nonfinite}: {steps} before)")]
 
 
 def _sent_by(plan: Plan) -> str:

@@ -994,7 +994,7 @@ def test_alone() -> None:
     assert ddp.last_step.nonfinite.num_steps == 1
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     assert ddp.contract["gradients"].how == "not finite: no rank steps"
-    assert "not finite: nothing (skip: 1 step so far)" in ddp.explain()
+    assert "not finite: nothing in this step (skip: 1 step before)" in ddp.explain()
 
 
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
