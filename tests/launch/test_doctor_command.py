@@ -123,7 +123,8 @@ def test_what_all_ranks_have_found_is_said_once(doctor: Doctor) -> None:
 
 
 def test_the_same_batch_and_the_same_seed_are_said(doctor: Doctor) -> None:
-    done = doctor(program(batch="0", seed="0"))
+    another = "other = torch.nn.parallel.DistributedDataParallel(nn.Linear(1, 1))"
+    done = doctor(program(batch="0", seed="0", start=f"dist.init_process_group('gloo'); {another}"))
     assert done.returncode == 0, done.stderr
     text = words(done.stdout)
     assert "2 ranks, no disagreement, but all ranks were given the same batch (see notes) checked" in text
@@ -131,6 +132,9 @@ def test_the_same_batch_and_the_same_seed_are_said(doctor: Doctor) -> None:
     assert "- all ranks were given the same batch. In data-parallel training" in text
     assert "is the sampler distributed" in text
     assert "All ranks draw the same ones (the same dropout masks)" in text
+    assert text.endswith(
+        "not examined: DistributedDataParallel(Linear). --continue looks at each at its own forward"
+    )
 
 
 def test_replicas_that_have_drifted_by_a_later_step(doctor: Doctor) -> None:

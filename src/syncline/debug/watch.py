@@ -10,6 +10,7 @@ The script finds torch imported already: variables that torch reads when it is i
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from collections.abc import Mapping
@@ -89,6 +90,8 @@ class _Watch:
             return
         transport = _transport_of(ddp)
         agrees, text = _examined(ddp, args, kwargs, transport, number)
+        if not self._orders.goes_on:
+            text += _others(ddp)
         if transport.rank == 0:
             with Path(self._orders.report).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"agrees": agrees, "text": text}) + "\n")
@@ -98,6 +101,18 @@ class _Watch:
 
     def _end(self) -> NoReturn:
         raise SystemExit(0)
+
+
+def _others(ddp: nn.Module) -> str:
+    """What is not examined, as the script ends before its forward."""
+    others = [
+        one
+        for one in gc.get_objects()
+        # Not isinstance: that asks proxies, which may do anything.
+        if issubclass(type(one), torch.nn.parallel.DistributedDataParallel) and one is not ddp
+    ]
+    names = ", ".join(f"{type(one).__name__}({type(one.module).__name__})" for one in others)
+    return f"\n\nnot examined: {names}. --continue looks at each at its own forward" if others else ""
 
 
 def _transport_of(ddp: Any) -> Transport:
