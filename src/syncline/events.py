@@ -60,15 +60,20 @@ class NonFiniteRecord:
     """Steps so far, this one included, to which the policy was applied: discarded ones under `on_nonfinite="skip"`."""
 
     def __str__(self) -> str:
+        if self.found or self.in_mean:
+            return self.what_was_found(_MAX_RANKS)
+        return f"not finite: nothing in this step ({format_count(self.num_steps, 'step')} before)"
+
+    def what_was_found(self, num_shown: int | None = None) -> str:
+        """In a line: where, and what became of it; where there is more, of so many ranks (None: of all)."""
         where = [f"on rank {rank}: {format_names(names)}" for rank, names in self.found.items()]
-        if len(where) > _MAX_RANKS + 1:
-            where[_MAX_RANKS:] = [f"and on {len(where) - _MAX_RANKS} more ranks"]
+        if num_shown is not None and len(where) > num_shown + 1:
+            where[num_shown:] = [f"and on {len(where) - num_shown} more ranks"]
         if self.in_mean:
             where.append(f"in the mean of finite gradients: {format_names(self.in_mean)}")
-        steps = format_count(self.num_steps, "step")
-        if where:
-            return f"not finite {'; '.join(where)} -> {self.outcome} ({steps} so far)"
-        return f"not finite: nothing in this step ({steps} before)"
+        return (
+            f"not finite {'; '.join(where)} -> {self.outcome} ({format_count(self.num_steps, 'step')} so far)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

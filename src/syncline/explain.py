@@ -507,14 +507,11 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
 
 
 def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, str]]:
-    where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
-    if record.in_mean:
-        where.append(f"in the mean of finite gradients: {format_names(record.in_mean)}")
-    steps = format_count(record.num_steps, "step")
-    if where:
-        return [("backward", f"not finite {'; '.join(where)} -> {record.outcome} ({steps} so far)")]
+    if record.found or record.in_mean:
+        return [("backward", record.what_was_found())]
     if not record.num_steps:
         return []
+    steps = format_count(record.num_steps, "step")
     return [("backward", f"not finite: nothing in this step ({plan.on_nonfinite}: {steps} before)")]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["checked_choice", "checked_count", "checked_flag", "did_you_mean"]
+__all__ = ["checked_choice", "checked_count", "checked_flag", "did_you_mean", "what_it_is"]
 
 
 def checked_count(name: str, value: object, *, at_least: int) -> int:
@@ -63,6 +63,16 @@ def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
     if value not in known:
         raise ValueError(text + did_you_mean(value, known))
     return value
+
+
+def what_it_is(value: object) -> str:
+    """What was given where something of another type is expected.
+
+    Example:
+        >>> what_it_is("text"), what_it_is(str)
+        ('a str', 'the class str')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:

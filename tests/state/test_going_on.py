@@ -34,18 +34,26 @@ def train(t: Transport, ddp: Any, optimizer: Any, state: sl.TrainState, *, num_s
         state.commit()
 
 
+def resumed(
+    t: Transport, directory: Path, num_steps: int, **kwargs: Any
+) -> tuple[sl.DistributedDataParallel, Any, sl.TrainState]:
+    """A training that goes on where another one was saved after so many steps."""
+    former = training(t, strategy=kwargs.get("strategy", sl.EveryStep()))
+    train(t, *former, num_steps=num_steps)
+    again = training(t, **kwargs)
+    with sl.Checkpointer(directory, group=t) as checkpointer:
+        checkpointer.save(former[2])
+        checkpointer.load(again[2])
+    return again
+
+
 def write_one_weight(ddp: Any) -> None:
     ddp.module.weight.data[1, 2] += 1
 
 
 def test_messages_and_records_count_on_from_a_loaded_step(tmp_path: Path) -> None:
     def program(t: Transport) -> tuple[ReplicaDivergence, str]:
-        former = training(t)
-        train(t, *former, num_steps=40)
-        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
-            checkpointer.save(former[2])
-            ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=1))
-            checkpointer.load(state)
+        ddp, optimizer, state = resumed(t, tmp_path, 40, replica_check=sl.ReplicaCheck(every=1))
         train(t, ddp, optimizer, state, num_steps=2)
         assert ddp.last_step.step == 42
         assert ddp.contract["replica check"].last_done == "step 42: equal"
@@ -64,12 +72,7 @@ def test_messages_and_records_count_on_from_a_loaded_step(tmp_path: Path) -> Non
 
 def test_what_a_checkpointer_has_loaded_is_known_to_be_equal_since(tmp_path: Path) -> None:
     def program(t: Transport) -> ReplicaDivergence:
-        former = training(t)
-        train(t, *former, num_steps=7)
-        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
-            checkpointer.save(former[2])
-            ddp, optimizer, state = training(t, replica_check=sl.ReplicaCheck(every=1))
-            checkpointer.load(state)
+        ddp, optimizer, state = resumed(t, tmp_path, 7, replica_check=sl.ReplicaCheck(every=1))
         if t.rank == 0:
             write_one_weight(ddp)
         with pytest.raises(ReplicaDivergence, match="last at step 7, 1 step before") as caught:
@@ -143,12 +146,7 @@ def test_between_meetings_a_resumed_replica_is_not_taken_for_an_equal_one(
     """Nor are moments, which ranks have of their own all the time."""
 
     def program(t: Transport) -> list[str]:
-        former = training(t, strategy=sl.LocalSGD(4))
-        train(t, *former, num_steps=num_steps)
-        with sl.Checkpointer(tmp_path, group=t) as checkpointer:
-            checkpointer.save(former[2])
-            ddp, optimizer, state = training(t, strategy=sl.LocalSGD(4))
-            checkpointer.load(state)
+        ddp, optimizer, state = resumed(t, tmp_path, num_steps, strategy=sl.LocalSGD(4))
         found = []
         sl.check_replicas(state, group=t)
         for _ in range(2):

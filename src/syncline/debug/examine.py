@@ -75,9 +75,8 @@ def examine(step: Step, subject: Subject) -> Report:
         SynclineError, TypeError, ValueError: it failed on a rank; the same text on every rank.
     """
     report = _Examination(step, subject).report
-    if (
-        "torch._dynamo" in sys.modules
-    ):  # called in the middle of what is compiled, nobody may say how to compile
+    if "torch._dynamo" in sys.modules:
+        # Called in the middle of what is compiled, nobody may say how to compile.
         report = torch.compiler.disable(report)
     with step.transport.board.called(step.title):
         return report()

@@ -90,9 +90,9 @@ class _Watch:
             return
         transport = _transport_of(ddp)
         agrees, text = _examined(ddp, args, kwargs, transport, number)
-        if not self._orders.goes_on:
-            text += _others(ddp)
         if transport.rank == 0:
+            if not self._orders.goes_on:
+                text += _others(ddp)
             with Path(self._orders.report).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"agrees": agrees, "text": text}) + "\n")
         if not self._orders.goes_on:

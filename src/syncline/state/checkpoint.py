@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt, SynclineError
-from syncline.given import checked_count, checked_flag
+from syncline.given import checked_count, checked_flag, what_it_is
 from syncline.state.directory import check_readable, check_writable, checked_path
 from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
@@ -169,10 +169,9 @@ class Checkpointer:
         if saves and self._is_read_only:
             raise ValueError(f"expected to load only from {self._path}: it was made with read_only=True")
         if not isinstance(state, TrainState):
-            got = f"the class {state.__name__}" if isinstance(state, type) else f"a {type(state).__name__}"
             raise TypeError(
-                f"expected a TrainState, got {got}: name what belongs to the run, sl.TrainState(model=..., "
-                "optimizer=...)"
+                f"expected a TrainState, got {what_it_is(state)}: name what belongs to the run, "
+                "sl.TrainState(model=..., optimizer=...)"
             )
 
     # ------------------------------------------------------------------ saving
@@ -367,9 +366,8 @@ class Checkpointer:
         with self._board.called("sl.Checkpointer.stop_if_asked"):
             if not self._stop.is_agreed(state):
                 return
-            with contextlib.suppress(
-                Exception
-            ):  # it was said where it happened; other ranks may have another
+            # What fails was said where it happened; other ranks may have another error.
+            with contextlib.suppress(Exception):
                 self.wait()
             is_saved = self._newest is not None and self._newest[0] == state.step
             last = self._newest and self._newest[1]
@@ -425,15 +423,14 @@ class Checkpointer:
             if newest is None:
                 return None
             save, found = newest
-            is_told = self._transport.rank == 0
-            if damaged and is_told:
+            if damaged and self._transport.rank == 0:
                 warn_user(
                     "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
                     + f"\nLoaded instead: {save.name}"
                 )
             self._apply(state, found, save.name, strict=strict)
-            for remark in remarks(save.name, found, state, self._transport.size):
-                if is_told:
+            if self._transport.rank == 0:
+                for remark in remarks(save.name, found, state, self._transport.size):
                     warn_user(remark)
             self._newest = (save.step, self._shelf.path_of(save))
             return save.step
@@ -489,12 +486,8 @@ class Checkpointer:
         fault = None
         same: dict[str, Any] = {}
         try:
-            wanted = (
-                found.names
-                if strict
-                else [one for one in found.names if one in ("step", "rng", *state.named)]
-            )
-            decoded = {one: found.decoded(one, state.named.get(one)) for one in wanted}
+            wanted = {"step", "rng", *(found.names if strict else state.named)}
+            decoded = {one: found.decoded(one, state.named.get(one)) for one in found.names if one in wanted}
             if found.is_new_rank:
                 del decoded["rng"]  # nobody else's numbers
             state.load_state_dict(decoded, strict=strict)

@@ -28,8 +28,9 @@ def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Itera
         has = ", ".join(one for one in found.names if one not in ("step", "rng"))
         yield f"{', '.join(stays)} {'was' if len(stays) == 1 else 'were'} not in {name}, which has {has}: as before"
 
-    before, own = found.manifest.num_ranks, found.own_names(state.named)
-    if before != num_ranks and own:
+    before = found.manifest.num_ranks
+    own = found.own_names(state.named) if before != num_ranks else []
+    if own:
         if num_ranks > before:
             what = f"{describe_ranks(range(before, num_ranks))} got what rank 0 had"
         else:

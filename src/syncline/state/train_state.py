@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from syncline.data.sampler import DistributedSampler
-from syncline.given import checked_count
+from syncline.given import checked_count, what_it_is
 from syncline.state.adoption import Key, adopt
 from syncline.state.layout import keep_types, lay_out_like_parameters
 from syncline.sync.caretakers import caretakers_of
@@ -93,7 +93,7 @@ class TrainState:
                 callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")
             ):
                 raise TypeError(
-                    f"expected {name} to have state_dict() and load_state_dict(), got {_what(one)}. "
+                    f"expected {name} to have state_dict() and load_state_dict(), got {what_it_is(one)}. "
                     + _remedy_of(one)
                 )
         if sampler is None:
@@ -179,14 +179,14 @@ class TrainState:
         both = {name: one for name, one in self.named.items() if name in state}
         types: dict[int, torch.dtype] = {}
         for name, one in both.items():
+            if isinstance(one, nn.Module):
+                types |= _types_in(one, state[name])
+        for name, one in both.items():
             part = state[name] if gives_share(one) else whole_of(state[name])
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
                 _load_into(one, part)
-            if isinstance(one, nn.Module):
-                types |= _types_in(one, part)
-        for name, one in both.items():
             if isinstance(one, Optimizer) and not gives_share(one):
-                keep_types(one, whole_of(state[name]), types)
+                keep_types(one, part, types)
         self.goes_on_after(state["step"])
         if "rng" in state:
             rng = state["rng"]
@@ -337,10 +337,6 @@ def _remedy_of(one: Any) -> str:
     return "Numbers and tensors of your own belong into an object with these two methods"
 
 
-def _what(one: Any) -> str:
-    return f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
-
-
 def _state_of(one: Any) -> Any:
     if not isinstance(one, DistributedDataParallel):
         return one.state_dict()
@@ -353,6 +349,8 @@ def _types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
     if isinstance(module, DistributedDataParallel):
         module = module.module
     tensors = state["module"] if is_wrapped(state) else state
+    if not isinstance(tensors, Mapping):
+        return {}  # loading it says what it should be
     found = ((id(parameter), tensors.get(name)) for name, parameter in module.named_parameters())
     return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
 
