@@ -1,4 +1,7 @@
-"""What was given where a count, a yes or no, or one of a few words is expected: checked, with one error for each.
+"""What was given where a count, a number, a time, a yes or no, or one of a few words is expected.
+
+Each is checked here, with one wording: the argument's name, what was expected, and what came. A wrong type is a
+TypeError, a wrong value a ValueError, as in Python itself.
 
 This module needs nothing but the standard library.
 """
@@ -6,17 +9,29 @@ This module needs nothing but the standard library.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from datetime import timedelta
+from numbers import Integral, Real
+from typing import Any
 
-__all__ = ["checked_choice", "checked_count", "checked_flag", "did_you_mean", "what_it_is"]
+__all__ = [
+    "checked_choice",
+    "checked_count",
+    "checked_flag",
+    "checked_number",
+    "checked_seconds",
+    "did_you_mean",
+    "what_it_is",
+]
 
 
-def checked_count(name: str, value: object, *, at_least: int) -> int:
-    """An integer that is large enough.
+def checked_count(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
+    """An integer that is large enough, as an `int` (NumPy's are accepted).
 
     Raises:
         TypeError: not an integer; True and False are none.
-        ValueError: too small.
+        ValueError: too small, or too large.
 
     Example:
         >>> checked_count("every", 8, at_least=1)
@@ -25,12 +40,75 @@ def checked_count(name: str, value: object, *, at_least: int) -> int:
         Traceback (most recent call last):
         TypeError: expected every to be an integer of at least 1, got True
     """
-    text = f"expected {name} to be an integer of at least {at_least}, got {value!r}"
-    if not isinstance(value, int) or isinstance(value, bool):
+    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    text = f"expected {name} to be an integer {bounds}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(text)
-    if value < at_least:
+    number = int(value)
+    if number < at_least or (at_most is not None and number > at_most):
         raise ValueError(text)
-    return value
+    return number
+
+
+def checked_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """A finite real number within the bounds that are given.
+
+    Raises:
+        TypeError: not a real number; True and False are none.
+        ValueError: NaN, infinite, or out of bounds.
+
+    Example:
+        >>> checked_number("mixing", 0.5, at_least=0, below=1)
+        0.5
+        >>> checked_number("mixing", float("nan"), at_least=0, below=1)
+        Traceback (most recent call last):
+        ValueError: expected mixing to be a finite number of at least 0 and below 1, got nan
+    """
+    limits = {"above": above, "of at least": at_least, "below": below, "of at most": at_most}
+    bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+    text = f"expected {name} to be a finite number {bounds}".rstrip() + f", got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(text)
+    number = float(value)
+    if (
+        not math.isfinite(number)
+        or (above is not None and number <= above)
+        or (at_least is not None and number < at_least)
+        or (below is not None and number >= below)
+        or (at_most is not None and number > at_most)
+    ):
+        raise ValueError(text)
+    return number
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """A time above 0, a timedelta or a number of seconds, in seconds.
+
+    Raises:
+        TypeError: neither of them.
+        ValueError: not above 0, NaN or infinite.
+
+    Example:
+        >>> checked_seconds("timeout", timedelta(minutes=1))
+        60.0
+    """
+    text = f"expected {name} to be a timedelta or a finite number of seconds above 0, got {value!r}"
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(text)
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
 
 
 def checked_flag(name: str, value: object) -> bool:

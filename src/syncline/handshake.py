@@ -1,17 +1,19 @@
 """How the ranks of a job meet at the launcher's store and agree on a backend, before the first collective.
 
-Every rank says at the store who it is. So a rank that does not come is named when the time is up, two
-processes that claim one rank are both told, and all ranks choose the same backend from the same facts.
+Every rank says at the store who it is and what it gave `sl.init`. So a rank that does not come is named when the time
+is up, two processes that claim one rank are both told, different arguments are one error on all ranks before any
+process group exists, and all ranks choose the same backend from the same facts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
@@ -19,9 +21,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from syncline.environment import Environment
-from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
+from syncline.plan.difference import describe_difference, refusal_of
 
-__all__ = ["Presence", "backend_for", "connect", "meet"]
+__all__ = ["REMEDY", "TITLE", "Presence", "backend_for", "connect", "meet"]
+
+TITLE = "sl.init"
+REMEDY = 'Give sl.init the same on every rank; where only some have a GPU, device="cpu" on all.'
+"""What to do where the ranks gave `sl.init` different arguments."""
+
+_READ_SECONDS = 10.0
+"""How long the rank that opened the store waits, before it raises, for the others to have read why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +44,24 @@ class Presence:
     pid: int
     gpu: str | None
     """The unique id of the GPU it uses; None on the CPU."""
+    asked: list[str] = field(default_factory=list)
+    """What it gave `sl.init`, a line per argument; the same on all ranks."""
+    fault: list[str] | None = None
+    """Why it cannot join, where its arguments make no sense: the class of its error, and the text."""
 
     @staticmethod
-    def of_this_process(env: Environment, device: torch.device) -> Presence:
-        gpu = None
-        if device.type == "cuda":
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
-        return Presence(rank=env.rank, size=env.size, host=socket.gethostname(), pid=os.getpid(), gpu=gpu)
+    def of_this_process(
+        env: Environment, device: torch.device, asked: Sequence[str] = (), fault: Exception | None = None
+    ) -> Presence:
+        return Presence(
+            rank=env.rank,
+            size=env.size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+            asked=list(asked),
+            fault=None if fault is None else [type(fault).__name__, str(fault)],
+        )
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -89,6 +110,8 @@ def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]
 
     Raises:
         SynclineError: another process claims this rank, or the ranks count differently.
+        ContractMismatch: the ranks gave `sl.init` different arguments; the same text on every rank.
+        TypeError, ValueError: the arguments of some ranks make no sense; the same text on every rank.
         CollectiveTimeout: not all ranks came; the text names those missing.
         PeerLost: the process that opened the store has ended.
     """
@@ -127,28 +150,40 @@ def _meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence
         raise SynclineError(
             f"the ranks do not agree on the number of ranks: {counts}. Set one WORLD_SIZE for all"
         )
+    difference = _difference(everyone)
+    if difference is not None:
+        _let_all_read(store, mine, timeout_seconds)
+        raise difference
     return everyone
+
+
+def _difference(everyone: Sequence[Presence]) -> Exception | None:
+    """Why these ranks cannot form one group; None if they can."""
+    faults = {p.rank: (p.fault[0], p.fault[1], None) for p in everyone if p.fault is not None}
+    if faults:
+        return refusal_of(TITLE, faults, "refused, no rank has joined")
+    text = describe_difference(TITLE, [p.asked for p in everyone], remedy=REMEDY)
+    return None if text is None else ContractMismatch(text)
+
+
+def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
+    """Keep the store until all ranks have read what was said: it ends with the process that opened it."""
+    keys = [f"rank {rank} has read" for rank in range(mine.size)]
+    with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
+        store.set(keys[mine.rank], "")
+        if mine.rank == 0:
+            store.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
 
 
 def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
     """The torch.distributed backend that serves all ranks, the same answer on each.
 
     Args:
-        everyone: all ranks.
+        everyone: all ranks; `meet` has seen to it that all use a GPU, or none does.
         warn: say so if ranks share a GPU (on one rank of a host is enough).
-
-    Raises:
-        SynclineError: some ranks use a GPU and some do not.
     """
-    on_gpu = [presence.rank for presence in everyone if presence.gpu is not None]
-    if not on_gpu:
+    if everyone[0].gpu is None:
         return "gloo"
-    if len(on_gpu) < len(everyone):
-        without = [presence.rank for presence in everyone if presence.gpu is None]
-        raise SynclineError(
-            f"{_ranks(on_gpu)} would use a GPU, {_ranks(without)} the CPU: they cannot form one group. Start "
-            'them where all have one, or call init(device="cpu") on all'
-        )
     num_gpus = len({presence.gpu for presence in everyone})
     if num_gpus == len(everyone):
         return "cpu:gloo,cuda:nccl"

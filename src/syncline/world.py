@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import math
 import os
 import socket
 import sys
@@ -30,21 +29,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from syncline import environment, process
+from syncline.asked import Asked
 from syncline.environment import Environment
-from syncline.errors import SynclineError
-from syncline.given import did_you_mean
-from syncline.handshake import Presence, backend_for, connect, meet
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.handshake import REMEDY, TITLE, Presence, backend_for, connect, meet
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.library import SharedMemoryUnavailable
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.choice import best_over
+from syncline.transport.opening import exchange
 from syncline.transport.threads import ThreadGroup
 
 __all__ = ["World", "before_shutdown", "init", "shutdown", "transport_of", "world"]
 
-_TRANSPORTS = ("auto", "c10d", "shm")
 _DESTROY_SECONDS = 10.0
+_REFUSAL_SECONDS = 10.0
+"""How long a rank whose arguments make no sense waits for the others, to tell them, before it raises alone."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -100,7 +99,7 @@ class _Destroyer:
 class _Session:
     """What one `init` did, for `shutdown` to undo."""
 
-    asked: tuple[str, float, torch.device | None]
+    asked: Asked
     world: World
     group: weakref.ref[dist.ProcessGroup] | None = None
     """The default group that `init` made or found; None when alone."""
@@ -109,10 +108,6 @@ class _Session:
     variables_before: dict[str, str | None] = field(default_factory=dict)
     hook: _Hook | None = None
     hook_before: _Hook | None = None
-
-    @property
-    def timeout_seconds(self) -> float:
-        return self.asked[1]
 
     def is_current(self) -> bool:
         """Whether the default group is still the one of this session: users and tests may destroy it."""
@@ -135,7 +130,6 @@ _num_inits = 0
 # Stores outlive `shutdown`, so that a second `init` of the same ranks cannot meet a store that is closing.
 _stores: dict[tuple[str | None, int | None, int, int], Store] = {}
 _transports: dict[int, _Group] = {}
-_has_warned = False
 _alone: Transport | None = None
 _tells_peers = False
 
@@ -151,14 +145,15 @@ def init(
 ) -> World:
     """Join the other ranks, as the launcher's variables say; alone, do nothing but say so.
 
-    Called again with the same arguments it returns the same `World`. An initialised torch.distributed is used
-    as it is, and left as it is by `shutdown`.
+    Call it on all ranks. They compare the arguments before any process group exists, and choose the transport of the
+    default group together. Called again with the same arguments it returns the same `World`. An initialised
+    torch.distributed is used as it is, and left as it is by `shutdown`.
 
     Args:
         transport: how tensors travel. "c10d": by torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": tensors on
-            the CPU by shared memory, an error where that cannot be had, so on several hosts. "auto": the best that
-            all ranks of a group can have: tensors on the CPU by shared memory where they are on one host, by shared
-            memory within each host and Gloo between them on several, else by torch.distributed.
+            the CPU by shared memory, an error on all ranks where that cannot be had, so on several hosts. "auto": the
+            best that all ranks of a group can have: tensors on the CPU by shared memory where they are on one host,
+            by shared memory within each host and Gloo between them on several, else by torch.distributed.
         timeout: how long to wait for another rank, here and in every collective (a timedelta, or seconds).
         device: where this rank computes; None means the GPU of its local rank, or the CPU where there is
             none. A GPU is made torch's current device.
@@ -167,8 +162,11 @@ def init(
         Who this process is.
 
     Raises:
-        ValueError: an argument, or a variable of the launcher, makes no sense.
-        SynclineError: init was called before with other arguments, or the ranks do not fit together.
+        TypeError, ValueError: an argument, or a variable of the launcher, makes no sense. An argument that makes none
+            on one rank is the same error on all.
+        ContractMismatch: the ranks gave different arguments; the same text on every rank.
+        SynclineError: init was called before with other arguments, or the ranks do not fit together, or "shm" was asked
+            for and cannot be had: the text says why, on every rank.
         CollectiveTimeout: some ranks did not come; they are named.
 
     Example:
@@ -178,21 +176,21 @@ def init(
         >>> sl.shutdown()
     """
     global _session
-    if transport not in _TRANSPORTS:
-        raise ValueError(
-            f"expected transport to be one of {', '.join(_TRANSPORTS)}; got {transport!r}"
-            + did_you_mean(transport, _TRANSPORTS)
-        )
-    asked = (transport, _seconds(timeout), torch.device(device) if device is not None else None)
     with _lock:
         if _session is not None and not _session.is_current():
             shutdown()
+        try:
+            asked = Asked.of(transport, timeout, device)
+        except (TypeError, ValueError) as fault:
+            if _session is None:
+                _refuse(fault)
+            raise
         if _session is None:
             _session = _start(asked)
         elif _session.asked != asked:
             raise SynclineError(
-                f"init was called before with {_in_words(_session.asked)}, and now with {_in_words(asked)}: use the "
-                "same arguments, or call shutdown() in between"
+                f"init was called before with {_session.asked}, and now with {asked}: use the same arguments, or call "
+                "shutdown() in between"
             )
         return _session.world
 
@@ -258,32 +256,31 @@ def world() -> World:
     return _world_alone(None)
 
 
-def _start(asked: tuple[str, float, torch.device | None]) -> _Session:
-    _, timeout_seconds, device = asked
+def _start(asked: Asked) -> _Session:
     group = _default_group()
     if group is not None:
-        session = _Session(asked=asked, world=_world_of_default_group(device), group=weakref.ref(group))
+        found = _world_of_default_group(asked.device)
+        _compare_over(group, asked, found.device)
+        session = _Session(asked=asked, world=found, group=weakref.ref(group))
         _watch(session, hook_before=sys.excepthook)
         return session
     env = environment.current()
     if env.master_addr is None or env.master_port is None:
-        return _Session(asked=asked, world=_world_alone(device))
+        return _Session(asked=asked, world=_world_alone(asked.device))
     if env.launcher in ("syncline run", "torchrun"):
         process.end_with_parent()  # these do not outlive their ranks; a thread of Ray's may
     before = environment.export(env.variables())
     hook_before = sys.excepthook
     try:
-        found = _world(env, _device(device, env.local_rank))
+        found = _world(env, _device(asked.device, env.local_rank))
         if found.device.type == "cuda":
             torch.cuda.set_device(found.device)
-        _make_default_group(env, found.device, timeout_seconds)
+        group = _make_default_group(env, found.device, asked)
     except BaseException:
         environment.restore(before)
         raise
     # Torch's own hook puts "[rank1]: " before each line; `syncline run` has named the rank already.
     hook_before = hook_before if env.launcher == "syncline run" else sys.excepthook
-    group = _default_group()
-    assert group is not None
     session = _Session(
         asked=asked, world=found, group=weakref.ref(group), destroyer=_Destroyer(), variables_before=before
     )
@@ -291,24 +288,80 @@ def _start(asked: tuple[str, float, torch.device | None]) -> _Session:
     return session
 
 
-def _make_default_group(env: Environment, device: torch.device, timeout_seconds: float) -> None:
-    global _num_inits
-    place = (env.master_addr, env.master_port, env.rank, env.size)
-    if place not in _stores:
-        _stores[place] = connect(env, timeout_seconds)
-    # The launcher's store may remember an earlier attempt, or an earlier init: each gets names of its own.
-    store = PrefixStore(f"syncline/{env.generation}/{_num_inits}", _stores[place])
-    _num_inits += 1
-    everyone = meet(store, Presence.of_this_process(env, device), timeout_seconds)
+def _make_default_group(env: Environment, device: torch.device, asked: Asked) -> dist.ProcessGroup:
+    """The ranks meet, compare what each gave `init`, make torch's default group, and choose its transport."""
+    store = _store_of_this_init(env, asked.timeout_seconds)
+    mine = Presence.of_this_process(env, device, asked.lines(device))
+    everyone = meet(store, mine, asked.timeout_seconds)
     backend = backend_for(everyone, warn=env.local_rank == 0)
     dist.init_process_group(
         backend,
         store=store,
         rank=env.rank,
         world_size=env.size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=timedelta(seconds=asked.timeout_seconds),
         device_id=device if "nccl" in backend else None,
     )
+    group = _default_group()
+    assert group is not None
+    try:
+        _transports[id(group)] = _Group(group, _chosen(group, asked.transport, asked.timeout_seconds))
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    return group
+
+
+def _store_of_this_init(env: Environment, timeout_seconds: float) -> Store:
+    """The launcher's store may remember an earlier attempt, or an earlier init: each gets names of its own."""
+    global _num_inits
+    place = (env.master_addr, env.master_port, env.rank, env.size)
+    if place not in _stores:
+        _stores[place] = connect(env, timeout_seconds)
+    _num_inits += 1
+    return PrefixStore(f"syncline/{env.generation}/{_num_inits - 1}", _stores[place])
+
+
+def _compare_over(group: dist.ProcessGroup, asked: Asked, device: torch.device) -> None:
+    """The same for a group that is there already: compare what the ranks gave `init`, and choose its transport."""
+    known = _transports.get(id(group))
+    if known is not None and known.transport is not None:
+        exchange(known.transport, TITLE, asked.lines(device), remedy=REMEDY)
+        if asked.transport != "auto":
+            raise SynclineError(
+                f"the ranks use {known.transport.name} already, chosen by their first call without init: call "
+                f"sl.init({asked.transport!r}) before it"
+            )
+        return
+    c10d = C10dTransport(group, timeout_seconds=asked.timeout_seconds)
+    try:
+        exchange(c10d, TITLE, asked.lines(device), remedy=REMEDY)
+        transport = best_over(c10d, asked.transport)
+    except BaseException:
+        c10d.close()
+        raise
+    _transports[id(group)] = _Group(group, transport)
+
+
+def _refuse(fault: Exception) -> None:
+    """The arguments of `init` make no sense on this rank: tell the others, who may be waiting for it.
+
+    Raises:
+        TypeError, ValueError: on every rank.
+    """
+    group = _default_group()
+    if group is not None:
+        c10d = C10dTransport(group)
+        try:
+            exchange(c10d, TITLE, [], fault=fault)
+        finally:
+            c10d.close()
+    env = environment.current()
+    if env.master_addr is not None and env.master_port is not None:
+        # Ranks that do not come, or a store that is not there, are the lesser news.
+        with contextlib.suppress(CollectiveTimeout, PeerLost):
+            store = _store_of_this_init(env, _REFUSAL_SECONDS)
+            meet(store, Presence.of_this_process(env, torch.device("cpu"), fault=fault), _REFUSAL_SECONDS)
 
 
 # ---------------------------------------------------------------------- how the process ends
@@ -384,7 +437,8 @@ def _at_exit() -> None:
 def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transport:
     """The transport of a group, always the same object while the group lives.
 
-    The first call for a group is a collective one: the ranks agree on what the transport is.
+    `init` chooses that of the default group. For any other group, and without `init`, the first call is a collective
+    one: the ranks choose the transport.
 
     Args:
         group: None means torch's default group, or this process alone; a transport means itself.
@@ -424,34 +478,27 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
             _transports[id(found)] = _Group(found)
             _tell_peers_without_session()
         known = _transports[id(found)]
-        asked = _session.asked[0] if _session is not None else "auto"
-        timeout_seconds = _session.timeout_seconds if _session is not None and found is default else None
+        asked = _session.asked.transport if _session is not None else "auto"
     with known.lock:
         if known.transport is None:
-            known.transport = _chosen(C10dTransport(found, timeout_seconds=timeout_seconds), asked)
+            known.transport = _chosen(found, asked, None)
         return known.transport
 
 
-def _chosen(c10d: C10dTransport, asked: str) -> Transport:
-    """What is asked for, or the best that all ranks can have. A collective call."""
-    global _has_warned
-    if asked == "c10d":
-        return c10d
+def _chosen(group: dist.ProcessGroup, asked: str, timeout_seconds: float | None) -> Transport:
+    """A new transport between the ranks of `group`; a collective call.
+
+    Args:
+        group: the process group.
+        asked: "auto", "c10d" or "shm", the same on all ranks.
+        timeout_seconds: None is the group's own.
+    """
+    c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
     try:
-        return SharedMemoryTransport.over(c10d) if asked == "shm" else HierarchicalTransport.over(c10d)
-    except SharedMemoryUnavailable as error:
-        if asked == "shm":
-            c10d.abort("shared memory was asked for, and cannot be had")
-            if error.is_worth_a_warning:
-                raise
-            text = f'{error}\nUse transport="auto": shared memory within each host, {c10d.name} between them'
-            raise SharedMemoryUnavailable(text) from error
-        if error.is_worth_a_warning and not _has_warned and c10d.rank == 0:
-            _has_warned = True
-            warnings.warn(
-                f"{error}\nTensors on the CPU travel by {c10d.name} instead, more slowly", stacklevel=4
-            )
-        return c10d
+        return best_over(c10d, asked)
+    except BaseException:
+        c10d.close()
+        raise
 
 
 def _made_transports() -> list[Transport]:
@@ -530,14 +577,3 @@ def _device(asked: torch.device | None, local_rank: int) -> torch.device:
         # A launcher may show each rank only its own GPU: then there is one, and it is number 0.
         return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     return asked
-
-
-def _seconds(timeout: timedelta | float) -> float:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"expected a finite timeout above 0 (a timedelta, or seconds), got {timeout!r}")
-    return seconds
-
-
-def _in_words(asked: tuple[str, float, torch.device | None]) -> str:
-    return f"transport={asked[0]!r}, timeout={asked[1]:g} s, device={str(asked[2]) if asked[2] else None!r}"

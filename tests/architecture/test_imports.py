@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "syncline"
 
 LEVELS = (
     ("errors", "given", "words"),
-    ("events", "environment", "process", "stopping"),
+    ("asked", "events", "environment", "process", "stopping"),
     ("contract", "plan"),
     ("board",),
     ("explain",),

@@ -115,9 +115,8 @@ def drift_between_hosts() -> None:
 
 
 def refused_as_shared_memory() -> None:
-    sl.init(timeout=30, transport="shm")
     try:
-        sl.mean(1.0)
+        sl.init(timeout=30, transport="shm")
     except SynclineError as error:
         print(error)
     else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from syncline.environment import Environment
-from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.handshake import Presence, backend_for, connect, meet
 
 
@@ -116,9 +117,20 @@ def test_ranks_that_share_a_gpu_are_told_so() -> None:
         backend_for([presence(0, gpu="a"), presence(1, gpu="a")], warn=True)
 
 
-def test_a_group_of_gpus_and_cpus_is_refused() -> None:
-    with pytest.raises(SynclineError, match="rank 0 would use a GPU, rank 1 the CPU"):
-        backend_for([presence(0, gpu="a"), presence(1)], warn=True)
+def test_what_the_ranks_gave_init_is_compared() -> None:
+    asked = ["transport: 'shm'", "device: 'cuda'"], ["transport: 'shm'", "device: 'cpu'"]
+    errors = met(*(replace(presence(rank, 3), asked=asked[rank == 1]) for rank in range(3)))
+    assert len(set(map(str, errors))) == 1
+    assert all(isinstance(error, ContractMismatch) for error in errors)
+    assert "rank 1 against ranks 0, 2:\n  device\n    expected 'cuda'" in str(errors[0])
+    assert 'device="cpu" on all' in str(errors[0])
+
+
+def test_a_rank_that_cannot_join_is_an_error_on_all() -> None:
+    errors = met(presence(0), replace(presence(1), fault=["TypeError", "expected timeout, got None"]))
+    for error in errors:
+        assert isinstance(error, TypeError)
+        assert str(error) == "sl.init: refused, no rank has joined\nrank 1: expected timeout, got None"
 
 
 def test_a_process_says_who_it_is() -> None:

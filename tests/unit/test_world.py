@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.errors import SynclineError
+import syncline as sl
+from syncline.errors import ContractMismatch, SynclineError
 from syncline.transport.threads import ThreadGroup
 from syncline.world import init, shutdown, transport_of, world
 
@@ -46,15 +49,116 @@ def test_after_shutdown_init_is_new() -> None:
     init(timeout=60)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), timedelta(0)])
-def test_a_timeout_that_is_not_positive_and_finite_is_refused(timeout: float) -> None:
-    with pytest.raises(ValueError, match="finite timeout above 0"):
-        init(timeout=timeout)
+def test_arguments_that_make_no_sense_are_refused_by_name() -> None:
+    nonsense: dict[str, list[Any]] = {
+        "transport": ["carrier pigeon", "SHM", None, 3, True],
+        "timeout": [0, -1.0, float("inf"), float("nan"), timedelta(0), None, "60", True],
+        "device": ["meta", "nonsense", "cpu:x", 99, -1, True, 1.5, torch.device("meta")],
+    }
+    for name, values in nonsense.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"^expected {name} to be .*, got ") as caught:
+                init(**{name: value})
+            assert repr(value) in str(caught.value)
+    with pytest.raises(ValueError, match="got 'c10': did you mean 'c10d'"):
+        init("c10")
 
 
-def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of auto, c10d, shm; got 'carrier pigeon'"):
-        init("carrier pigeon")
+# ---------------------------------------------------------------------- the ranks compare what init was given
+
+GIVEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        ({"transport": mine}, {"transport": other})
+        for mine in ("shm", "c10d", "auto")
+        for other in ("shm", "c10d", "auto")
+    ),
+    ({"timeout": 30}, {"timeout": 60}),
+    ({"timeout": 30}, {"timeout": timedelta(seconds=30)}),
+]
+"""What rank 0 is given and what rank 1 is."""
+
+
+def assert_compared(when_joined: Callable[[], None], when_refused: Callable[[], None]) -> None:
+    """Different arguments are one ContractMismatch in init; equal ones choose the transport there."""
+    rank, texts = int(os.environ["RANK"]), []
+    for given in GIVEN:
+        is_same = given[0] == given[1] or given == GIVEN[-1]
+        try:
+            init(**given[rank])
+        except ContractMismatch as error:
+            assert not is_same
+            texts.append(str(error))
+            when_refused()
+        else:
+            assert is_same, given
+            assert transport_of(None) is not None
+            when_joined()
+            shutdown()
+    if not dist.is_initialized():
+        init()
+    everyone = transport_of(None).all_gather_bytes("\n\n".join(texts).encode())
+    assert everyone[0] == everyone[1]
+    assert len(texts) == 7
+    assert texts[0].startswith(
+        "sl.init: the ranks do not agree. Expected is what rank 0 has.\nrank 1 against"
+    )
+    assert "  transport\n    expected 'shm' (rank 0)\n    got      'c10d' (rank 1)" in texts[0]
+    assert "  timeout\n    expected 30 s (rank 0)\n    got      60 s (rank 1)" in texts[-1]
+
+
+@pytest.mark.ranks(2)
+def test_different_arguments_are_refused_before_any_group_exists() -> None:
+    dist.destroy_process_group()
+
+    def nothing_is_left() -> None:
+        assert not dist.is_initialized()
+
+    assert_compared(lambda: sl.barrier(), nothing_is_left)
+
+
+@pytest.mark.ranks(2)
+def test_different_arguments_are_refused_over_a_group_of_somebody_else() -> None:
+    def it_still_works() -> None:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor == 2
+
+    assert_compared(it_still_works, it_still_works)
+
+
+@pytest.mark.ranks(2)
+def test_an_argument_that_makes_no_sense_on_one_rank_is_an_error_on_both() -> None:
+    """Wherever the ranks meet; and they can try again."""
+    rank = dist.get_rank()
+    for _ in range(2):
+        for given, kind, text in (
+            (
+                {"transport": "shmm"},
+                ValueError,
+                "rank 1: expected transport to be one of .* did you mean 'shm'",
+            ),
+            ({"timeout": None}, TypeError, "rank 1: expected timeout to be a timedelta or .*, got None"),
+            (
+                {"device": "meta"},
+                ValueError,
+                "rank 1: expected device to be a device of this machine .*'meta'",
+            ),
+        ):
+            with pytest.raises(kind, match=rf"sl\.init: refused, .*\n{text}"):
+                init(**(given if rank == 1 else {}))
+        init()
+        assert sl.mean(float(rank)) == 0.5
+        shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_a_transport_that_is_in_use_is_not_changed() -> None:
+    sl.barrier()
+    with pytest.raises(SynclineError, match=r"use shared memory already.* call sl\.init\('c10d'\) before it"):
+        init("c10d")
+    assert init().size == 2
 
 
 @pytest.mark.ranks(2)

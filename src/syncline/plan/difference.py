@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["DEFAULT_REMEDY", "describe_difference", "describe_ranks", "groups_of", "ranks_with"]
+from syncline.errors import SynclineError
+
+__all__ = [
+    "DEFAULT_REMEDY",
+    "describe_difference",
+    "describe_ranks",
+    "groups_of",
+    "ranks_with",
+    "refusal_of",
+]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -56,6 +65,42 @@ def describe_difference(
             text.append(f"{here} against {there}:")
             text += _capped(_entries(lines, reference, here, there))
     return "\n".join([*text, remedy])
+
+
+def refusal_of(
+    title: str, reasons: Mapping[int, tuple[str, str, str | None]], refusal: str | None = None
+) -> Exception:
+    """The error to raise on every rank where some ranks cannot take part in a call.
+
+    Args:
+        title: what was called.
+        reasons: of each rank that refuses, in rank order: the class of its error, its text, and the name of the user's
+            function that raised it (None: it was raised by Syncline).
+        refusal: what the refusal means, after the title. None: "refused, nothing was sent"; or "failed", where a
+            user's function raised.
+
+    Returns:
+        TypeError or ValueError where all reasons are one of these, else SynclineError.
+
+    Example:
+        >>> refusal_of("sl.mean", {1: ("ValueError", "expected a weight of at least 0, got -1", None)})
+        ValueError('sl.mean: refused, nothing was sent\\nrank 1: expected a weight of at least 0, got -1')
+    """
+    refusing = ranks_with(reasons)
+    has_failed = any(called is not None for _, _, called in refusing)
+    text = [f"{title}: {refusal or ('failed' if has_failed else 'refused, nothing was sent')}"]
+    for (name, message, called), ranks in refusing.items():
+        cause = f"{name}: {message}" if message else name
+        if called is not None:
+            cause = f"{called} raised {cause}"
+        elif name in ("TypeError", "ValueError"):
+            cause = message
+        text.append(f"{describe_ranks(ranks)}: {cause}")
+    names = {name for name, _, _ in refusing}
+    error_class: type[Exception] = SynclineError
+    if names <= {"TypeError", "ValueError"}:
+        error_class = TypeError if names == {"TypeError"} else ValueError
+    return error_class("\n".join(text))
 
 
 def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:

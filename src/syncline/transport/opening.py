@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from syncline.board import Place
-from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
-from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, describe_ranks, ranks_with
+from syncline.errors import CollectiveMismatch, ContractMismatch
+from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, refusal_of
 from syncline.transport.calls import SAME_CALLS
 from syncline.transport.user_code import called_in, user_code
 
@@ -111,26 +111,8 @@ def _tell(
     reasons = {rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(told) if reason is not None}
     if reasons:
         first = told[min(reasons)]
-        raise _refusal(first[0], reasons, first[4]) from fault
+        raise refusal_of(first[0], reasons, first[4]) from fault
     if len({title for title, *_ in told}) > 1:
         who_is_where = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(told)]
         raise CollectiveMismatch("\n".join(["the ranks called different things:", *who_is_where, SAME_CALLS]))
     raise ContractMismatch(describe_difference(title, [lines for _, lines, *_ in told], remedy=told[0][3]))
-
-
-def _refusal(title: str, reasons: dict[int, tuple[str, str, str | None]], refusal: str | None) -> Exception:
-    refusing = ranks_with(reasons)
-    has_failed = any(called is not None for _, _, called in refusing)
-    text = [f"{title}: {refusal or ('failed' if has_failed else 'refused, nothing was sent')}"]
-    for (name, message, called), ranks in refusing.items():
-        cause = f"{name}: {message}" if message else name
-        if called is not None:
-            cause = f"{called} raised {cause}"
-        elif name in ("TypeError", "ValueError"):
-            cause = message
-        text.append(f"{describe_ranks(ranks)}: {cause}")
-    names = {name for name, _, _ in refusing}
-    error_class: type[Exception] = SynclineError
-    if names <= {"TypeError", "ValueError"}:
-        error_class = TypeError if names == {"TypeError"} else ValueError
-    return error_class("\n".join(text))
