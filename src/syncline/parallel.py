@@ -322,7 +322,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
 
     # ------------------------------------------------------------------ what is registered
 
-    def attach(self, optimizer: AnyOptimizer, *, elementwise: bool | None = None) -> AnyOptimizer:
+    def attach(
+        self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None
+    ) -> AnyOptimizer:
         """Let the optimizer's settings and steps be checked against the other ranks'.
 
         With each synchronized backward the ranks compare learning rates and other numbers of `param_groups`, and how
@@ -334,20 +336,27 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         With `sharded=True` every optimizer has to be attached: it gets this rank's shards for parameters, and state it
         has is cut to them. Its `state_dict()` becomes a collective call.
 
+        Several may be attached. A new one is added to those that have other parameters of this module. It takes the
+        place of one whose parameters it all has, as when a notebook makes its optimizer anew: that one is no longer
+        compared, nor kept in memory, and its `step` raises. For one that has some of its parameters and others,
+        `replace` says which of the two is meant.
+
         Args:
             optimizer: of parameters of this module (others may be among them). A scheduler or a GradScaler may be
                 made before or after.
             elementwise: with `sharded=True`, whether the optimizer treats all elements alike, so that a shard may be a
                 flat span of several parameters. None: so it is known of torch's own (AdamW, SGD and others); any other
                 steps whole parameters, which is right if each one's update depends on that parameter alone.
+            replace: whether it takes the place of those that have parameters of it. False: it steps beside them, which
+                `sharded=True` does not allow. None: as said above.
 
         Returns:
-            The same object; its `step` is replaced by a bound method that checks first. Attached again, it stays as it
-            is.
+            The same object; its `step` is replaced by a function that checks first. Attached again, it stays as it is.
 
         Raises:
             TypeError: not an optimizer.
-            ValueError: it has none of this module's parameters; or it cannot be sharded.
+            ValueError: it has none of this module's parameters; it has some of those of an attached one, which has
+                others, and `replace` is None; or it cannot be sharded.
             RuntimeError: the module's optimizers step inside backward.
 
         Example:
@@ -357,7 +366,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             >>> print(ddp.contract["optimizer"].when)
             never: equal by construction
         """
-        self._replica.attach(optimizer, elementwise=elementwise)
+        self._replica.attach(optimizer, elementwise=elementwise, replaces=replace)
         return optimizer
 
     def clip_grad_norm_(

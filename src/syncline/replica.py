@@ -14,12 +14,13 @@ from syncline.compression import Compression, HookState
 from syncline.compression import hook as compression_hook
 from syncline.errors import SynclineError
 from syncline.explain import Evidence, contract_of
+from syncline.given import checked_flag
 from syncline.optim.sharded import Sharding
 from syncline.replica_checks import ReplicaChecks
 from syncline.rounds import Rounds
 from syncline.strategy import Spec, Strategy
 from syncline.sync.agreement import agree, exchange
-from syncline.sync.attached import AttachedOptimizer
+from syncline.sync.attached import AttachedOptimizer, to_replace
 from syncline.sync.buffer_hook import BufferHook
 from syncline.sync.buffers import BufferPolicy, BufferSync
 from syncline.sync.comm_hook import CommHook
@@ -459,10 +460,7 @@ class Replica:
 
     def _not_attached(self) -> list[str]:
         """The names of parameters with gradients that no attached optimizer steps."""
-        attached = [p for one in self.gradients.guard.optimizers for p in parameters_of(one.optimizer)]
-        if self.sharding is not None:  # whose optimizers have shards in their place
-            attached += [p for one in self.sharding.optimizers for group in one.groups for p in group]
-        stepped = {id(p) for p in attached}
+        stepped = {id(p) for _, parameters in self._attached() for p in parameters}
         named = zip(self.gradients.names, self.gradients.parameters, strict=True)
         return [name for name, p in named if id(p) not in stepped]
 
@@ -502,10 +500,18 @@ class Replica:
         self.plan = replace(self.plan, has_buffer_hook=True)
         self.is_agreed = False
 
-    def attach(self, optimizer: Optimizer, *, elementwise: bool | None) -> None:
+    def _attached(self) -> list[tuple[Optimizer, list[Tensor]]]:
+        """The attached optimizers, each with its parameters."""
+        if self.sharding is not None:  # whose optimizers have shards in their place
+            return [(one.optimizer, [p for g in one.groups for p in g]) for one in self.sharding.optimizers]
+        return [(one.optimizer, parameters_of(one.optimizer)) for one in self.gradients.guard.optimizers]
+
+    def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
         """See `DistributedDataParallel.attach`."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if replaces is not None:
+            checked_flag("replace", replaces)
         guard = self.gradients.guard
         if any(attached.optimizer is optimizer for attached in guard.optimizers):
             return
@@ -520,19 +526,30 @@ class Replica:
                 "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
             )
         name = type(optimizer).__name__
+        replaced = to_replace(optimizer, self._attached(), own, replaces)
+        gone = [one for one in guard.optimizers if any(one.optimizer is other for other in replaced)]
         if self.sharding is not None:
             has_begun = bool(self.gradients.num_backwards)
-            name = self.sharding.attach(optimizer, elementwise, has_begun=has_begun).describe()
+            name = self.sharding.attach(
+                optimizer, elementwise, has_begun=has_begun, replaced=replaced
+            ).describe()
+        for one in gone:
+            one.replace_by(type(optimizer).__name__)
+        staying = [
+            (one, name)
+            for one, name in zip(guard.optimizers, self.plan.optimizers, strict=True)
+            if one not in gone
+        ]
         attached = AttachedOptimizer(
             optimizer,
             _weakly(self._before_optimizer_step),
             _weakly(self._after_optimizer_step),
             _weakly(self._discards_step) if self.options.on_nonfinite == "skip" else None,
         )
-        guard.optimizers.append(attached)
+        guard.optimizers[:] = [*(one for one, _ in staying), attached]
         if self.rounds is not None:
-            self.rounds.watch(attached)
-        self.plan = replace(self.plan, optimizers=(*self.plan.optimizers, name))
+            self.rounds.watch(attached, gone)
+        self.plan = replace(self.plan, optimizers=(*(name for _, name in staying), name))
         self.is_agreed = False
 
     def reduces(self) -> bool:

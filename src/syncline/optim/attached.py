@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline.errors import SynclineError
 from syncline.optim.state import gather_state, share_state, slice_state
 from syncline.plan.shards import Piece, pieces_of
 from syncline.sync.part import whole_of
@@ -20,6 +21,9 @@ from syncline.sync.share import Shard, Share
 from syncline.transport.base import Transport
 
 __all__ = ["AttachedShards", "is_sharded"]
+
+_METHODS = ("step", "zero_grad", "state_dict", "share_state_dict", "load_state_dict", "add_param_group")
+"""What becomes another of an attached optimizer."""
 
 _sharded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -189,6 +193,31 @@ class AttachedShards:
             # Who looks for the signature (a GradScaler does) would take off `self` once too often.
             method.__dict__.pop("__wrapped__", None)
             setattr(optimizer, method.__name__, MethodType(method, optimizer))
+
+    def release(self, successor: str) -> None:
+        """Let go of the optimizer, of which nothing can be used any more.
+
+        Args:
+            successor: the class of the optimizer that takes its place.
+        """
+        optimizer: Any = self.optimizer
+        kind = type(optimizer).__name__
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise SynclineError(
+                f"this {kind} was replaced, and its state is gone with its shards: an optimizer of its parameters, of "
+                f"class {successor}, was attached after it. Use that one"
+            )
+
+        for name in _METHODS:
+            setattr(optimizer, name, refuse)
+        for share in self._shares:
+            share.shards = [shard for shard in share.shards if shard not in self.shards]
+        for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
+            group["params"] = parameters
+        optimizer.state.clear()
+        self.shards = []
+        del self.optimizer, self._native_load  # or it would be alive until the garbage collector comes
 
     def use_plain_gradients(self) -> None:
         """Let the optimizer's kernels see plain tensors, and nothing where nothing counts."""

@@ -75,25 +75,38 @@ class Sharding:
         )
         remember_one_copy(module, self.copy)
 
-    def attach(self, optimizer: Optimizer, elementwise: bool | None, *, has_begun: bool) -> AttachedShards:
+    def attach(
+        self,
+        optimizer: Optimizer,
+        elementwise: bool | None,
+        *,
+        has_begun: bool,
+        replaced: Sequence[Optimizer] = (),
+    ) -> AttachedShards:
         """Give an optimizer this rank's shards.
 
         Args:
             optimizer: which.
             elementwise: whether flat spans will do; None: as is known of its type.
             has_begun: whether gradients have been reduced already, by the present bounds.
+            replaced: attached ones that it takes the place of.
 
         Raises:
             ValueError: it has parameters that are not sharded, or whole parameters can no longer be had.
         """
         whole = not is_elementwise(optimizer, elementwise)
-        taken = {index for attached in self.optimizers for index in attached.group_of}
+        gone = [one for one in self.optimizers if any(one.optimizer is other for other in replaced)]
+        staying = [one for one in self.optimizers if one not in gone]
+        taken = {index for attached in staying for index in attached.group_of}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._check_parameter(parameter, optimizer, taken)
         own = {self._index_of[id(p)] for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
         if whole:
-            self._move_bounds(own, has_begun=has_begun)
+            self._move_bounds(own, staying, has_begun=has_begun)
+        for one in gone:
+            one.release(type(optimizer).__name__)
+        self.optimizers = staying
         attached = AttachedShards(
             optimizer,
             index_of=self._index_of,
@@ -106,9 +119,11 @@ class Sharding:
             around_step=self._around_step,
         )
         self.optimizers.append(attached)
-        for share in attached.shares:
+        stepped = {index for one in self.optimizers for index in one.group_of}
+        for share in self._shares:
             for index, stand_in in zip(share.plan.parameters, share.stand_ins, strict=True):
-                stand_in.is_stepped |= index in attached.group_of
+                stand_in.is_stepped = index in stepped
+        for share in attached.shares:
             for shard in share.shards:  # what was reduced before counts
                 if share.has_gradients and shard in attached.shards:
                     shard.parameter.grad = shard.guarded
@@ -129,17 +144,17 @@ class Sharding:
                 "stepped by one"
             )
 
-    def _move_bounds(self, whole: set[int], *, has_begun: bool) -> None:
+    def _move_bounds(self, whole: set[int], staying: Sequence[AttachedShards], *, has_begun: bool) -> None:
         """Let no border of a span fall into a parameter of `whole`, nor into those that were attached as such."""
-        for attached in self.optimizers:
+        for attached in staying:
             if attached.whole:
                 whole = whole | set(attached.group_of)
         bounds = bounds_of([share.plan for share in self._shares], self._team.size, whole=whole)
         changed = [
             share for share, cuts in zip(self._shares, bounds, strict=True) if share.bounds != tuple(cuts)
         ]
-        again = [attached for attached in self.optimizers if not {*attached.shares}.isdisjoint(changed)]
-        if has_begun or any(attached.has_state for attached in again):
+        again = [attached for attached in staying if not {*attached.shares}.isdisjoint(changed)]
+        if changed and (has_begun or any(attached.has_state for attached in again)):
             raise ValueError(
                 "an optimizer that steps whole parameters has to be attached before the first backward, and before "
                 "optimizers that have state already"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,7 +38,6 @@ from syncline.strategy.mechanism import OuterCopies, PushSumWeight, ServerShard
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.attached import AttachedOptimizer, settings_of
 from syncline.sync.fingerprint import digest_of, fingerprints
-from syncline.sync.optimizers import parameters_of
 from syncline.sync.reduction import TensorReducer
 from syncline.transport.base import Transport
 from syncline.transport.user_code import calling
@@ -146,16 +145,17 @@ class Rounds:
                 return action.among
         return None
 
-    def watch(self, attached: AttachedOptimizer) -> None:
+    def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
         """Count its steps: a step is done when every attached optimizer has done one.
 
-        It takes the place of those that step the same parameters.
+        Args:
+            attached: the new one.
+            replaced: those that it takes the place of.
         """
-        own = {id(p) for p in parameters_of(attached.optimizer)}
         kept = [
             (known, num_steps)
             for known, num_steps in zip(self._attached, self._num_steps, strict=True)
-            if not any(id(p) in own for p in parameters_of(known.optimizer))
+            if known not in replaced
         ]
         self._attached = [*(known for known, _ in kept), attached]
         self._num_steps = [*(num_steps for _, num_steps in kept), self.step]
@@ -194,13 +194,7 @@ class Rounds:
 
     def step_ended(self, attached: AttachedOptimizer) -> None:
         """An attached optimizer has stepped; do what is due when all have."""
-        at = next((i for i, known in enumerate(self._attached) if known is attached), None)
-        if at is None:
-            raise SynclineError(
-                f"rank {self.transport.rank}: this {type(attached.optimizer).__name__} has stepped, but another "
-                "optimizer of the same parameters was attached after it, whose steps count: use that one"
-            )
-        self._num_steps[at] += 1
+        self._num_steps[self._attached.index(attached)] += 1
         self.are_equal = False
         if min(self._num_steps) == self.step:
             return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import MethodType
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +13,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline.errors import SynclineError
+from syncline.sync.optimizers import parameters_of
+from syncline.words import format_count
 
-__all__ = ["AttachedOptimizer", "settings_of"]
+__all__ = ["AttachedOptimizer", "settings_of", "to_replace"]
 
 _Setting = float | int | str | None
+_LINK = "_syncline_link"
+"""The attribute of a step by which its link is found."""
 
 
 class AttachedOptimizer:
-    """Watches one optimizer, whose `step` becomes a method that asks first.
+    """Watches one optimizer, whose `step` becomes a function that asks first, for as long as this object is alive.
 
-    The optimizer stays the same object. Its new `step` is a bound method, as learning rate schedulers want it, which
-    look at `step.__func__`; a scheduler may have wrapped the old one, or may wrap the new one.
+    The optimizer stays the same object. Its new `step` has a `__func__`, as a bound method has: learning rate
+    schedulers want it. A scheduler may have wrapped the old one, or may wrap the new one.
 
     Args:
         optimizer: which.
@@ -36,7 +41,7 @@ class AttachedOptimizer:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
         >>> attached = AttachedOptimizer(optimizer, before_step=lambda attached: None)
         >>> optimizer.step()
-        >>> attached.num_steps, optimizer.step.__self__ is optimizer
+        >>> attached.num_steps, hasattr(optimizer.step, "__func__")
         (1, True)
     """
 
@@ -53,25 +58,36 @@ class AttachedOptimizer:
         """Whether steps count, and are followed by what is due; switched off while replicas drift on purpose."""
         self.told_settings: object = None
         """The settings at the last reduction, which did not go on unless all ranks shared them."""
-        inner = optimizer.step
+        self._before_step = before_step
+        self._after_step = after_step
+        self._discards = discards
+        self._link = _link_of(optimizer)
+        self._link.attached = weakref.ref(self)
+        self._link.replaced_by = ""
 
-        @functools.wraps(inner)
-        def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.counts:
-                return inner(*args, **kwargs)
-            before_step(self)
-            if discards is not None:
-                evaluated, args, kwargs = _evaluated(discards, args, kwargs)
-                if discards():
-                    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would complain
-                    return None if evaluated is None else evaluated.loss
-            result = inner(*args, **kwargs)
-            self.num_steps += 1
-            if after_step is not None:
-                after_step(self)
-            return result
+    def step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do one step of the optimizer by `inner`, with all that belongs to it."""
+        if not self.counts:
+            return inner(*args, **kwargs)
+        self._before_step(self)
+        if self._discards is not None:
+            evaluated, args, kwargs = _evaluated(self._discards, args, kwargs)
+            if self._discards():
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would complain
+                return None if evaluated is None else evaluated.loss
+        result = inner(*args, **kwargs)
+        self.num_steps += 1
+        if self._after_step is not None:
+            self._after_step(self)
+        return result
 
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    def replace_by(self, successor: str) -> None:
+        """Let go of the optimizer; a step of it raises from now on, unless it is attached again.
+
+        Args:
+            successor: the class of the optimizer that takes its place.
+        """
+        self._link.replaced_by = successor
 
     def settings(self) -> tuple[Any, ...]:
         """The numbers that decide what a step does, and how many steps there were; cheap."""
@@ -90,6 +106,80 @@ class AttachedOptimizer:
             for index, group in enumerate(settings_of(self.optimizer))
             for key, value in group
         ]
+
+
+class _Link:
+    """What stands before an optimizer's own step. It keeps neither the optimizer nor who watches it alive."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+        """The step that was there before, called with the optimizer."""
+        self.attached: Callable[[], AttachedOptimizer | None] = lambda: None
+        self.replaced_by = ""
+        """The class of the optimizer that was attached in the place of this one."""
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step from now on."""
+        if self.replaced_by:
+            raise SynclineError(
+                f"this {type(optimizer).__name__} was replaced: an optimizer of its parameters, of class "
+                f"{self.replaced_by}, was attached after it. Step that one; or, if both are to step, attach it by "
+                "ddp.attach(optimizer, replace=False)"
+            )
+        attached, inner = self.attached(), functools.partial(self.inner, optimizer)
+        return inner(*args, **kwargs) if attached is None else attached.step(inner, args, kwargs)
+
+
+def _link_of(optimizer: Optimizer) -> _Link:
+    """A link that nobody uses any more, or a new one."""
+    inner = optimizer.step
+    link = getattr(inner, _LINK, None)
+    while isinstance(link, _Link):
+        if link.replaced_by or link.attached() is None:
+            return link
+        link = getattr(link.inner, _LINK, None)
+    link = _Link(_without(optimizer, inner))
+    optimizer.step = _bound(optimizer, link, inner)  # type: ignore[method-assign]
+    return link
+
+
+def _without(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A step as a function of the optimizer, of which it keeps no reference."""
+    if getattr(inner, "__self__", None) is optimizer:
+        own: Callable[..., Any] = inner.__func__  # type: ignore[attr-defined]
+        return own
+
+    @functools.wraps(inner)
+    def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return step
+
+
+def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the place of `optimizer.step`: like a bound method, but without a reference to the optimizer.
+
+    With one, the optimizer and its state would stay in memory until the garbage collector comes.
+    """
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(inner)
+    def unbound(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return link.step(self_, *args, **kwargs)
+
+    @functools.wraps(inner)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        assert owner is not None, "whose step is called exists"
+        return unbound(owner, *args, **kwargs)
+
+    for function in (unbound, step):
+        del function.__wrapped__
+        setattr(function, _LINK, link)
+    found: Any = step
+    found.__signature__ = inspect.signature(inner)  # a GradScaler looks for a parameter
+    found.__func__ = unbound
+    return step
 
 
 class _Evaluated:
@@ -127,6 +217,51 @@ def _evaluated(
         evaluated = _Evaluated(kwargs["closure"], discards)
         return evaluated, args, {**kwargs, "closure": evaluated}
     return None, args, kwargs
+
+
+def to_replace(
+    optimizer: Optimizer,
+    attached: Sequence[tuple[Optimizer, Sequence[Tensor]]],
+    own: Collection[int],
+    replace: bool | None,
+) -> list[Optimizer]:
+    """Say which attached optimizers a new one takes the place of.
+
+    Args:
+        optimizer: the new one.
+        attached: the others, each with its parameters.
+        own: by `id`, the parameters that count.
+        replace: those that have parameters of the new one (True) or none (False). None: those that have no others.
+
+    Raises:
+        ValueError: `replace` is None, and one has parameters of the new one and others.
+
+    Example:
+        >>> weight, bias = (torch.zeros(1, requires_grad=True) for _ in range(2))
+        >>> one, both = torch.optim.SGD([weight]), torch.optim.SGD([weight, bias])
+        >>> own = {id(weight), id(bias)}
+        >>> to_replace(both, [(one, [weight])], own, None) == [one]
+        True
+        >>> to_replace(one, [(both, [weight, bias])], own, False)
+        []
+    """
+    new = {id(parameter) for parameter in parameters_of(optimizer)}.intersection(own)
+    found = []
+    for other, parameters in attached:
+        its = {id(parameter) for parameter in parameters}.intersection(own)
+        common = its & new
+        if replace is False or not common:
+            continue
+        if replace is None and common != its:
+            kinds = type(optimizer).__name__, type(other).__name__
+            raise ValueError(
+                f"this {kinds[0]} has {len(common)} of the {format_count(len(its), 'parameter')} of the {kinds[1]} "
+                "that was attached before, and it is not clear whether that one is to step any more: "
+                f"ddp.attach(optimizer, replace=True) if not (nobody steps its other parameters then), replace=False "
+                "if both are to step"
+            )
+        found.append(other)
+    return found
 
 
 def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
