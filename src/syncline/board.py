@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from syncline.store_messages import decode
+
 __all__ = ["MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
 
 MAIN_LANE = "main"
@@ -135,10 +137,7 @@ class Place:
     @staticmethod
     def from_json(text: str) -> Place:
         """What `to_json` made."""
-        fields = json.loads(text)
-        if fields["wait"] is not None:
-            fields["wait"] = Wait(**fields["wait"])
-        return Place(**fields)
+        return decode(Place, text, "the place of a rank")
 
     def __str__(self) -> str:
         words = [_BEFORE if self.step is None else f"step {self.step}"]

@@ -21,6 +21,7 @@ from typing import Literal
 
 __all__ = [
     "RUN_MARK",
+    "TOKEN",
     "Environment",
     "Launcher",
     "current",
@@ -31,11 +32,14 @@ __all__ = [
     "parse",
     "restore",
     "tasks_per_node",
+    "token",
 ]
 
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
 RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers, different for each job
+TOKEN = "SYNCLINE_TOKEN"  # what only the processes of a job know, see docs/security.md
+_TOKEN_CHARS = 16
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ALONE = "start it with `syncline run` or torchrun, which set these variables, or unset {name} to run alone"
 
@@ -87,6 +91,21 @@ def current() -> Environment:
 def error_file() -> str | None:
     """The file in which the launcher expects this process's last exception, if there is one."""
     return os.environ.get(_ERROR_FILE) or None
+
+
+def token() -> str | None:
+    """Return what only the processes of this job know, with which they sign what they write at a store.
+
+    Raises:
+        ValueError: it is so short that somebody may guess it.
+    """
+    found = os.environ.get(TOKEN) or None
+    if found is not None and len(found) < _TOKEN_CHARS:
+        raise ValueError(
+            f"{TOKEN} has {len(found)} characters: expected {_TOKEN_CHARS} or more that nobody guesses, the same "
+            "on all ranks, such as `openssl rand -hex 32` prints"
+        )
+    return found
 
 
 def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, str | None]:

@@ -22,7 +22,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
+from syncline.listening import bound_socket, is_loopback
 from syncline.plan.difference import describe_difference, refusal_of
+from syncline.store_messages import SignedStore, decode
 
 __all__ = ["REMEDY", "TITLE", "Presence", "backend_for", "connect", "meet"]
 
@@ -78,6 +80,10 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     assert env.master_port is not None
     where = f"{env.master_addr}:{env.master_port} (MASTER_ADDR, MASTER_PORT)"
     is_master = env.rank == 0 and not env.launcher_has_store
+    bound = None
+    if is_master and is_loopback(env.master_addr):
+        with contextlib.suppress(OSError):  # torch says what is wrong, or shares a store of this process
+            bound = bound_socket(env.master_addr, env.master_port)
     try:
         return TCPStore(
             env.master_addr,
@@ -87,6 +93,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,  # `meet` waits, and names those who do not come
             multi_tenant=True,
+            master_listen_fd=None if bound is None else bound.detach(),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if is_master and "address already in use" in str(error).lower():
@@ -129,17 +136,18 @@ def _meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence
     store.set_timeout(timedelta(seconds=timeout_seconds))
     keys = [f"rank {rank}" for rank in range(mine.size)]
     said = json.dumps(asdict(mine))
-    held = store.compare_set(keys[mine.rank], "", said)
-    if held.decode() != said:
-        other = Presence(**json.loads(held))
+    messages = SignedStore(store)
+    held = messages.set_first(keys[mine.rank], said)
+    if held != said:
+        other = _parsed(held, mine.rank)
         raise SynclineError(
             f"two processes are rank {mine.rank}: {other}, and {mine}. Give each its own RANK; if the first is "
             "left from an earlier job, end it or use another MASTER_PORT"
         )
     try:
-        everyone = [Presence(**json.loads(text)) for text in store.multi_get(keys)]
+        everyone = [_parsed(text, rank) for rank, text in enumerate(messages.multi_get(keys))]
     except dist.DistStoreError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not messages.has(key)]
         raise CollectiveTimeout(
             f"rank {mine.rank} waited {timeout_seconds:g} s in init, but {_ranks(missing)} of {mine.size} did not "
             "come. Did they fail before sl.init(), or does their host not reach rank 0?"
@@ -173,6 +181,17 @@ def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
         store.set(keys[mine.rank], "")
         if mine.rank == 0:
             store.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
+
+
+def _parsed(text: str, rank: int) -> Presence:
+    """What a process said of itself as this rank."""
+    where = f"key 'rank {rank}' at the store"
+    found = decode(Presence, text, where)
+    if found.rank != rank:
+        raise SynclineError(f"{where}: expected a message of rank {rank}, got one of rank {found.rank}")
+    if found.fault is not None and len(found.fault) != 2:
+        raise SynclineError(f"{where}: expected the class of an error and its text, got {found.fault}")
+    return found
 
 
 def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:

@@ -19,9 +19,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "syncline"
 
 LEVELS = (
-    ("errors", "given", "words"),
+    ("errors", "given", "listening", "words"),
     ("asked", "events", "environment", "process", "stopping"),
-    ("contract", "plan"),
+    ("contract", "plan", "store_messages"),
     ("board",),
     ("explain",),
     ("transport", "handshake"),

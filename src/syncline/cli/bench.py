@@ -9,12 +9,9 @@ import os
 import re
 import sys
 import tempfile
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-
-from torch.distributed.launcher.api import LaunchConfig
 
 from syncline import environment
 from syncline.bench.machine import total_memory_bytes
@@ -25,6 +22,7 @@ from syncline.bench.summary import summarize
 from syncline.bench.tables import parse_size, report, size_text
 from syncline.cli.options import UsageError
 from syncline.cli.parser import CommandParser
+from syncline.launch.rendezvous import config_for_this_host
 from syncline.launch.supervise import Job, supervise, worker_command
 
 __all__ = ["main"]
@@ -161,17 +159,7 @@ def _mpis() -> list[dict[str, str]]:
 
 
 def _launch(num_ranks: int, arguments: Sequence[str], scratch: Path) -> int:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        log_line_prefix_template="syncline bench: ",
-    )
+    config = config_for_this_host(num_ranks, log_line_prefix_template="syncline bench: ")
     before = environment.export({"OMP_NUM_THREADS": "1"}, replace=True)
     try:
         return supervise(

@@ -8,11 +8,8 @@ import os
 import sys
 import tempfile
 import textwrap
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed.launcher.api import LaunchConfig
 
 from syncline import environment
 from syncline.cli.options import UsageError
@@ -20,6 +17,7 @@ from syncline.cli.parser import CommandParser
 from syncline.cli.run import check_program
 from syncline.debug.host import findings
 from syncline.debug.watch import Orders
+from syncline.launch.rendezvous import config_for_this_host
 from syncline.launch.supervise import Job, supervise, worker_command
 
 __all__ = ["main"]
@@ -124,16 +122,7 @@ def _examine(args: argparse.Namespace, scratch: Path) -> int:
 
 
 def _launch(num_ranks: int, command: Sequence[str], scratch: Path) -> int:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
+    config = config_for_this_host(num_ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     before = environment.export({"OMP_NUM_THREADS": str(max(1, cores // num_ranks))})
     folder = scratch / "launcher"

@@ -42,6 +42,9 @@ hosts
   --node-rank I            which of them this is, from 0
   --master-addr HOST       the host of rank 0
   --master-port PORT       a port that is free there (default on one host: any)
+  --host ADDRESS           where this host listens for the others (default: the
+                           loopback on one host; with several every interface,
+                           see docs/security.md)
   --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone,
   --local-addr             other ways to meet, as in torchrun
 
@@ -98,6 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="syncline run", parents=[torch_parser], add_help=False, conflict_handler="resolve")
     parser.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--host")
     if not any(action.dest == "shutdown_timeout" for action in torch_parser._actions):  # torch 2.11
         parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     if isinstance(parser.get_default("master_port"), int):  # torch 2.11's default, not a wish of the user

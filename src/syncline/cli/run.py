@@ -23,7 +23,9 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 from syncline import environment
 from syncline.cli import options
 from syncline.cli.options import UsageError
+from syncline.launch.rendezvous import LOOPBACK, listen_at
 from syncline.launch.supervise import Job, say, supervise, worker_command
+from syncline.listening import bound_socket
 
 __all__ = ["check_program", "main"]
 
@@ -44,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         check_program(args.training_script, is_module=args.module, is_python=not args.no_python)
         num_processes = _num_processes(args.nproc_per_node)
         _choose_meeting_point(args)
-    except UsageError as error:
+        environment.token()
+    except (UsageError, ValueError) as error:
         say(str(error))
         return 2
     except SystemExit as asked_for_help:
@@ -145,13 +148,24 @@ def _choose_meeting_point(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--master-port {args.master_port}: expected 1 to 65535; leave it out for any free port"
         )
+    if args.host is not None and not _is_this_host(args.host):
+        raise UsageError(f"--host {args.host}: expected an address of this host")
     one_host = most == 1
-    nowhere_named = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    if args.standalone or (one_host and nowhere_named):
+    nowhere_named = not args.rdzv_endpoint and (args.rdzv_backend == "c10d" or args.master_port is None)
+    if args.standalone or (one_host and nowhere_named and args.rdzv_backend in ("static", "c10d")):
         # A port of the kernel's choice and a name of our own: two jobs on one host never meet.
-        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", uuid.uuid4().hex
-        args.local_addr = args.local_addr or "127.0.0.1"
-    elif one_host or (args.rdzv_backend == "static" and args.node_rank == 0):
+        args.rdzv_backend, args.rdzv_id = "static", uuid.uuid4().hex
+        args.rdzv_endpoint = f"{_address_for_ranks(args)}:0"
+    if one_host and args.rdzv_backend == "c10d" and _is_this_host(_endpoint(args)[1]):
+        args.rdzv_backend = "static"  # torch's, for hosts that come and go, would listen on every interface
+    if args.rdzv_backend == "static" and one_host:
+        args.host = args.host or _endpoint(args)[1]
+    elif args.host is not None and args.rdzv_backend != "static":
+        raise UsageError(
+            f"--host {args.host}: not known to --rdzv-backend {args.rdzv_backend}. Meet at --master-addr and "
+            "--master-port, or leave it out"
+        )
+    if one_host or (args.rdzv_backend == "static" and args.node_rank == 0):
         _check_port(
             args, remedy="leave it out, or choose another" if one_host else "choose another, on all hosts"
         )
@@ -159,18 +173,28 @@ def _choose_meeting_point(args: argparse.Namespace) -> None:
         args.master_port = 29500  # what torchrun means when several hosts name none
 
 
+def _address_for_ranks(args: argparse.Namespace) -> str:
+    """Return where ranks on this host connect to: an address that stands for all of them cannot be connected to."""
+    return LOOPBACK if args.host in (None, "0.0.0.0", "::") else args.host
+
+
+def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
+    """Return where the hosts meet: the option that says so, a host, and a port (0 for any)."""
+    if not args.rdzv_endpoint:
+        return "--master-port", args.master_addr, args.master_port or 29500
+    try:
+        host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+    except ValueError as error:
+        raise UsageError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from None
+    return "--rdzv-endpoint", host, port
+
+
 def _check_port(args: argparse.Namespace, *, remedy: str) -> None:
     """Where this host is the one that must listen, see that it can."""
-    option, host, port = "--master-port", args.master_addr, args.master_port or 29500
-    if args.rdzv_endpoint:
-        option = "--rdzv-endpoint"
-        try:
-            host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
-        except ValueError as error:
-            raise UsageError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from None
+    option, host, port = _endpoint(args)
     if args.rdzv_backend not in ("static", "c10d") or port == 0 or not _is_this_host(host):
         return
-    reason = _why_not_listen(port)
+    reason = _why_not_listen(args.host, port)
     if reason:
         raise UsageError(f"port {port} ({option}) {reason}: {remedy}")
 
@@ -185,18 +209,18 @@ def _is_this_host(host: str) -> bool:
     return True
 
 
-def _why_not_listen(port: int) -> str | None:
-    """Why torch's store could not listen on all addresses of this host; None if it can."""
+def _why_not_listen(address: str | None, port: int) -> str | None:
+    """Why no store could listen at an address of this host, or on every interface; None if it can."""
     dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: TIME_WAIT is no harm
-        if dual:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            reasons = {errno.EADDRINUSE: "is in use on this host", errno.EACCES: "needs more rights"}
-            return reasons.get(error.errno or 0)
+    try:
+        if address is not None:
+            bound_socket(address, port).close()
+        else:
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except OSError as error:
+        reasons = {errno.EADDRINUSE: "is in use on this host", errno.EACCES: "needs more rights"}
+        return reasons.get(error.errno or 0, f"cannot be had ({error})")
     return None
 
 
@@ -226,6 +250,8 @@ def _job(args: argparse.Namespace, scratch: Path) -> Job:
         config, command, arguments = config_from_args(args)
     except (ValueError, RuntimeError, AssertionError, KeyError) as error:
         raise UsageError(f"{error}; see syncline run --help") from None
+    if args.host is not None and config.rdzv_backend == "static":
+        listen_at(config, args.host)
     if not args.run_path:
         program = [args.training_script, *args.training_script_args]
         is_python = not args.no_python

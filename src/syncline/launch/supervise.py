@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from syncline import environment
 from syncline.launch.last_words import time_for_last_words
 from syncline.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs
+from syncline.launch.rendezvous import socket_variables
 from syncline.launch.report import Failure, describe, first_failure, read_last_words
 from syncline.launch.signals import Interruption, kill_left_behind, kill_workers, worker_groups
 from syncline.launch.stops import Stops
@@ -94,8 +96,13 @@ def supervise(job: Job) -> int:
         the signal that ended the launcher.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-    before = environment.export({environment.RUN_MARK: mark}, replace=True)
     config = job.config
+    before = environment.export({environment.RUN_MARK: mark}, replace=True)
+    before |= environment.export(socket_variables(config))
+    if (
+        config.max_nodes == 1
+    ):  # several hosts have no safe way to hand one out: the user sets it, or there is none
+        before |= environment.export({environment.TOKEN: secrets.token_hex(32)})
     logs: RankLogs | TorchLogs
     config.log_line_prefix_template = prefix = config.log_line_prefix_template or DEFAULT_PREFIX
     if job.torch_logs is None:

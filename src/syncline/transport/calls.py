@@ -17,6 +17,7 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
+from syncline.store_messages import decode
 
 __all__ = ["SAME_CALLS", "Call", "Failure", "lane_name", "named_ranks", "remedy_for_left"]
 
@@ -83,21 +84,28 @@ class Failure:
 
     def to_json(self, rank: int) -> str:
         """As text that `rank` tells the others; of a long one only the end, where tracebacks have their point."""
-        record = {
-            "kind": self.kind.__name__,
-            "text": self.text[-_MAX_TEXT_CHARS:],
-            "rank": None if self.is_common else rank,
-        }
-        return json.dumps(record)
+        record = _Record(self.kind.__name__, self.text[-_MAX_TEXT_CHARS:], None if self.is_common else rank)
+        return json.dumps(vars(record))
 
     @staticmethod
     def from_json(told: str | bytes) -> Failure:
-        """What another rank has told."""
-        record = json.loads(told)
-        rank = record["rank"]
-        return Failure(
-            _KINDS.get(record["kind"], PeerFailed), record["text"], aborted_by=rank, is_common=rank is None
-        )
+        """What another rank has told.
+
+        Raises:
+            SynclineError: it is not what `to_json` makes.
+        """
+        record = decode(_Record, told, "the reason for the end of a group")
+        kind = _KINDS.get(record.kind, PeerFailed)
+        return Failure(kind, record.text, aborted_by=record.rank, is_common=record.rank is None)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A failure as it travels."""
+
+    kind: str
+    text: str
+    rank: int | None
 
 
 def named_ranks(ranks: Iterable[int]) -> str:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from syncline.board import Place
+from syncline.errors import SynclineError
+from syncline.store_messages import SignedStore
 from syncline.transport.calls import Failure
 from syncline.transport.store_line import StoreLine, ends_with_the_network, line_to
 
@@ -52,22 +54,37 @@ class Notices:
             if store.timeout != timeout:
                 own.set_timeout(timeout)  # it is the same store after all
         self._line: StoreLine | None = line_to(own)
-        self._store: Store | None = PrefixStore("syncline", own)
+        self._store: SignedStore | None = SignedStore(PrefixStore("syncline", own))
         # Old notices stay in the store, and a group that is made again under the same name must not see them.
         # Each rank counts for itself how often that was: to ask another rank would be to wait for it.
-        self._epoch = self._ask(lambda store: store.add(f"epoch/{rank}", 1))
+        self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
 
     def publish(self, failure: Failure) -> Failure:
         """Tell why the group is broken; the first notice stays, and is what all ranks go by."""
         mine = failure.to_json(self._rank)
-        told = self._ask(lambda store: store.compare_set(self._key("failure"), "", mine))
-        return failure if told is None or told.decode() == mine else Failure.from_json(told)
+        try:
+            told = self._ask(lambda store: store.set_first(self._key("failure"), mine))
+        except SynclineError:  # junk is there; what this rank knows is the better reason
+            return failure
+        return failure if told is None or told == mine else self._parsed(told)
 
     def failure(self) -> Failure | None:
-        """Why the group is broken, in the words of the rank that knew first; None if nobody said."""
+        """Why the group is broken, in the words of the rank that knew first; None if nobody said.
+
+        What cannot be read there is a reason as well: nobody could learn the true one any more.
+        """
         key = self._key("failure")
-        told = self._ask(lambda store: store.get(key) if store.check([key]) else None)
-        return None if told is None else Failure.from_json(told)
+        try:
+            told = self._ask(lambda store: store.get(key) if store.has(key) else None)
+        except SynclineError as error:
+            return Failure(SynclineError, str(error))
+        return None if told is None else self._parsed(told)
+
+    def _parsed(self, told: str) -> Failure:
+        try:
+            return Failure.from_json(told)
+        except SynclineError as error:
+            return Failure(SynclineError, str(error))
 
     def post(self, news: Callable[[], Place | None]) -> None:
         """Tell where this rank is.
@@ -78,7 +95,7 @@ class Notices:
         """
         key = self._key(f"place/{self._rank}")
 
-        def tell(store: Any) -> None:
+        def tell(store: SignedStore) -> None:
             place = None if self._has_left else news()
             if place is not None:
                 store.set(key, place.to_json())
@@ -92,7 +109,7 @@ class Notices:
         connection that closes while torch waits on it is a C++ stack trace on stderr.
         """
 
-        def tell(store: Any) -> None:
+        def tell(store: SignedStore) -> None:
             self._has_left = True
             store.set(key, place.to_json())
 
@@ -103,19 +120,18 @@ class Notices:
         """Where each rank was last seen; without those that have told nothing."""
         return self._ask(self._read_places) or {}
 
-    def _read_places(self, store: Any) -> dict[int, Place]:
-        ranks = list(range(self._size))
-        keys = [self._key(f"place/{rank}") for rank in ranks]
-        if not store.check(keys):  # `multi_get` would wait for what is not there
-            present = [rank for rank in ranks if store.check([keys[rank]])]
-            ranks, keys = present, [keys[rank] for rank in present]
-        texts = store.multi_get(keys) if keys else []
-        return {rank: Place.from_json(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+    def _read_places(self, store: SignedStore) -> dict[int, Place]:
+        keys = {self._key(f"place/{rank}"): rank for rank in range(self._size)}
+        found = {}
+        for key, text in store.readable(list(keys)).items():
+            with contextlib.suppress(SynclineError):  # it only informs, most often in an error of its own
+                found[keys[key]] = Place.from_json(text)
+        return found
 
     def _key(self, name: str) -> str:
         return f"{self._epoch}/{name}"
 
-    def _ask(self, question: Callable[[Any], T]) -> T | None:
+    def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
         """The store's answer; None once it is gone, and in a fork, to which its connection does not belong."""
         if os.getpid() != self._pid:
             return None
@@ -123,6 +139,8 @@ class Notices:
             if self._store is not None and (self._line is None or self._line.is_open()):
                 try:
                     return question(self._store)
+                except SynclineError:
+                    raise  # the store is there, but what it holds is not ours
                 except RuntimeError:
                     pass
             self._store = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from syncline.errors import SynclineError
+from syncline.store_messages import decode
 from syncline.transport.calls import named_ranks
 from syncline.transport.shared_memory.library import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory
@@ -36,6 +38,7 @@ _CREDENTIALS = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<I32s")
 _MAX_BYTES = 1 << 20
+_SHOWN_BYTES = 60
 _CONNECT_SECONDS = 20.0
 _PROOF_BYTES = 32
 _PAGE_BYTES = 4096
@@ -56,6 +59,17 @@ class _Presence:
     address: str = ""
     """Where rank 0 listens."""
     token: str = ""
+
+
+def _parsed(row: bytes, rank: int) -> _Presence:
+    """What a rank has said of itself; `bytes.fromhex` and `pidfd_open` can work with it."""
+    where = f"rank {rank} on how it can share memory"
+    found = decode(_Presence, row, where)
+    if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):
+        raise SynclineError(
+            f"{where}: expected the number of a process and a token, got {row[:_SHOWN_BYTES]!r}"
+        )
+    return found
 
 
 class Hub:
@@ -98,7 +112,8 @@ class Hub:
             address="" if listener is None else listener.getsockname()[1:].decode(),
             token="" if listener is None else token.hex(),
         )
-        everyone = [_Presence(**json.loads(row)) for row in exchange(json.dumps(asdict(mine)).encode())]
+        rows = exchange(json.dumps(asdict(mine)).encode())
+        everyone = [_parsed(row, rank) for rank, row in enumerate(rows)]
         _check_that_they_can(everyone)
         return everyone
 
@@ -294,7 +309,7 @@ def _attempt(action: Callable[[], object]) -> str:
 
 def _agree(exchange: Exchange, trouble: str) -> None:
     """All ranks go on, or none does."""
-    troubles = [row.decode() for row in exchange(trouble.encode())]
+    troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
     if any(troubles):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
         raise SharedMemoryUnavailable("\n".join(["the ranks cannot share memory:", *lines]))

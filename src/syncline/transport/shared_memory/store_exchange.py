@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from syncline.errors import CollectiveTimeout
+from syncline.store_messages import SignedStore
 from syncline.transport.calls import named_ranks
 from syncline.transport.shared_memory.hub import Exchange
 
@@ -30,23 +31,23 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
     """
     # Old names stay in the store. Each rank counts for itself how often it was here, so that nobody reads what ranks
     # said to each other before.
-    epoch = store.add(f"syncline/meet/epoch/{rank}", 1)
+    messages = SignedStore(store)
+    epoch = messages.count_up(f"syncline/meet/epoch/{rank}")
     num_calls = 0
 
     def exchange(payload: bytes) -> list[bytes]:
         nonlocal num_calls
         keys = [f"syncline/meet/{epoch}/{num_calls}/{peer}" for peer in range(size)]
         num_calls += 1
-        # A store takes an empty value for none.
-        store.set(keys[rank], "+" + payload.decode())
+        messages.set(keys[rank], payload.decode())
         try:
-            store.wait(keys, timedelta(seconds=timeout_seconds))
+            messages.wait(keys, timedelta(seconds=timeout_seconds))
         except DistStoreError as error:
-            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
             raise CollectiveTimeout(
                 f"rank {rank} of {size} waited {timeout_seconds:g} s, but {named_ranks(missing)} did not come to share "
                 "memory. Did they fail before, or call something else?"
             ) from error
-        return [value[1:] for value in store.multi_get(keys)]
+        return [text.encode() for text in messages.multi_get(keys)]
 
     return exchange
