@@ -31,6 +31,7 @@ from syncline.sync.inventory import Inventory
 from syncline.sync.one_copy import one_copy_of, written_elsewhere
 from syncline.sync.optimizers import parameters_of
 from syncline.sync.options import GradientOptions
+from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.sync.selection import Selection, select
 from syncline.sync.stop_vote import StopVote, Told
@@ -39,8 +40,8 @@ from syncline.world import transport_of
 from syncline.wrapping import (
     Hosts,
     agree_on_module,
-    broadcast_new_values,
     broadcast_values,
+    describe_new_values,
     plan_after_change,
     plan_of,
     spec_of,
@@ -118,6 +119,8 @@ class Replica:
         self._ignore = tuple(ignore)
         self.checks = ReplicaChecks(replica_check)
         """What compares this replica with the others."""
+        self._was_changed = False
+        """Whether the module was found changed in the last forward that is to be followed by a backward."""
         self._equal_after_backward = 0
         """How many backwards there were when all parameters were equal for sure."""
         agree_on_module(chosen, contract_of(self.plan), options, transport)
@@ -149,7 +152,6 @@ class Replica:
         """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
         else that a rank does at the same time. A collective call.
         """
-        self._has_lanes = True
         self._gradient_lane = self._open_lane("gradients")
         if self._workers is not None:
             within = self.transport.split(self._workers[self.transport.rank])
@@ -184,7 +186,7 @@ class Replica:
     def _drift(self, is_open: bool) -> None:
         """Replicas begin to drift apart on purpose, or end to do so. A collective call where they begin."""
         if is_open and not self.is_agreed:
-            self.agree_before_the_first_step()  # for inside nothing is sent
+            self.agree_before_the_first_step()  # inside the block nothing is sent
         self._let_decide()
         for attached in self.gradients.guard.optimizers:
             attached.counts = not is_open
@@ -232,7 +234,6 @@ class Replica:
             has_own_connection=self._gradient_lane is not self.transport,
         )
         self.gradients.main_lane = self.transport
-        self.gradients.before_first = _weakly(self.agree_before_the_first_step)
         self._let_decide()
         self.buffers = BufferSync(
             self.module,
@@ -252,10 +253,9 @@ class Replica:
                 why = f"they meet {self.plan.rules.buffers_when}"
             self.buffers.why_disabled = f"under {self.strategy}: {why}"
         self._inventory = Inventory(self.module)
-        self.is_agreed = False
-        """Whether the ranks have compared what was registered."""
+        self._compare_in_next_backward()
         # It must not hold on to what holds on to the wrapper.
-        self._hooks_finalizer = weakref.finalize(self, _remove_all, self.gradients.handles)
+        self._hooks_finalizer = weakref.finalize(self, self.gradients.remove_hooks)
 
     def _watch(self, transport: Transport, ranks: Sequence[int]) -> ReplicaWatch | None:
         """What compares replicas with those of the other ranks of `transport`."""
@@ -351,29 +351,62 @@ class Replica:
     # ------------------------------------------------------------------ before a step
 
     def before_synchronized_forward(self, *, inside_join: bool) -> None:
-        """See that the ranks mean the same: they do, unless something was changed or registered meanwhile."""
+        """Check what this rank alone can check. Nothing is sent: a rank may run a forward that no other rank runs."""
         if self.divergence.is_open:
             return
         if self.divergence.has_diverged and (self.reduces() or self.strategy.needs_attach):
             self.divergence.check_met()
-        has_changed = self._inventory.has_changed() or not self.gradients.layout.fits()
-        if inside_join:
-            if has_changed:
+        self._was_changed = self._has_changed()
+        if self._was_changed:
+            if inside_join:
                 raise SynclineError(
                     f"rank {self.transport.rank}: {type(self.module).__name__} was changed inside of join(), where "
                     "ranks without inputs cannot follow: change it before or after"
                 )
+            self.gradients.before_reduction = _weakly(self._before_reduction)
+
+    def after_synchronized_forward(self, output: object) -> None:
+        """Where the module has changed, let the backward of this forward begin with an agreement on what it is now."""
+        if not self._was_changed:
             return
-        if has_changed:
-            self._follow_changes()
+        follow = _weakly(self._follow_changes)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                when_backward_reaches(tensor, follow)
+
+    def _has_changed(self) -> bool:
+        """Whether the module was changed since the ranks agreed on it."""
+        return self._inventory.has_changed() or not self.gradients.layout.fits()
+
+    def _compare_in_next_backward(self) -> None:
+        """Let the next synchronized backward compare what is registered on the ranks, before its first bucket."""
+        self.is_agreed = False
+        """Whether the ranks have compared what was registered."""
+        self.gradients.before_reduction = _weakly(self._before_reduction)
+
+    def _before_reduction(self) -> None:
+        """A synchronized backward begins, and something has to be compared first. A collective call."""
+        if not self.divergence.is_open and self._has_changed():
+            raise SynclineError(
+                f"rank {self.transport.rank}, step {self.gradients.step + 1}, backward: {type(self.module).__name__} "
+                "has changed since it was wrapped, and this backward did not begin at an output of the wrapper, so "
+                "the ranks could not compare the change. Call the wrapper, not the module, and return tensors (also "
+                "in lists, tuples, dictionaries or dataclasses); or wrap the changed module anew"
+            )
         if not self.is_agreed:
             self.agree_before_the_first_step()
 
-    def _follow_changes(self) -> None:
-        """The module was changed after wrapping: agree on what it is now, and go on with that. A collective call."""
+    def _follow_changes(self, _: object = None) -> None:
+        """The module was changed after wrapping: agree on what it is now, and synchronize that. A collective call.
+
+        It comes at the start of a backward, which all ranks reach, and not in the forward, which one rank may run
+        alone. So it is too late to send the values of new tensors: they are compared.
+        """
+        if not self.gradients.enabled or self.divergence.is_open or not self._has_changed():
+            return
         self.refuse_drifting("the module and its group cannot be changed")
         self.transport.board.phase = (
-            f"forward, where {type(self.module).__name__} has changed since it was wrapped"
+            f"backward, where {type(self.module).__name__} has changed since it was wrapped"
         )
         before, chosen = self.selection, self._chosen_again()
         self.plan = plan_after_change(self.plan, chosen)
@@ -385,18 +418,18 @@ class Replica:
             contract_of(self.plan),
             self.options,
             self.transport,
-            remedy="Change a wrapped module in the same way on every rank, between the same two steps.",
+            new_values=describe_new_values(chosen, before) if self.plan.init_sync else (),
+            remedy="Change a wrapped module in the same way on every rank, between the same two steps. Where new "
+            "parameters have different values, call sl.broadcast_(ddp.module) after the change, on every rank.",
         )
         if chosen.buffers and not before.buffers:
             self._buffer_lane = self._open_lane("buffers")
-        if self.plan.init_sync:
-            broadcast_new_values(chosen, before, self.transport)
         self._wire_again(chosen)
 
     def agree_before_the_first_step(self) -> None:
-        """What was registered after construction must be the same on all ranks."""
+        """Check that what was registered after construction is the same on all ranks. A collective call."""
         self.is_agreed = True
-        self.gradients.before_first = None
+        self.gradients.before_reduction = None
         step = optimizers_in_backward(self.gradients.parameters)
         hook = self.gradients.comm_hook
         self._check_attached()
@@ -411,12 +444,8 @@ class Replica:
                 *(f"attached optimizer {name}" for name in self.plan.optimizers),
                 *(() if self.sharding is None else self.sharding.describe()),
             ],
-            remedy="Register and attach the same on every rank, before the first forward.",
+            remedy="Register and attach the same on every rank, before the first backward.",
         )
-        if not self._has_lanes:  # it was unpickled, which is not a collective
-            self._open_lanes(self.selection)
-            self._wire_again()
-            self.is_agreed = True
         self.gradients.on_reduced = step
 
     def _check_attached(self) -> None:
@@ -498,7 +527,7 @@ class Replica:
         self.refuse_drifting("buffers meet when parameters do, so that a buffer hook would never be called")
         self.buffer_hook = hook
         self.plan = replace(self.plan, has_buffer_hook=True)
-        self.is_agreed = False
+        self._compare_in_next_backward()
 
     def _attached(self) -> list[tuple[Optimizer, list[Tensor]]]:
         """The attached optimizers, each with its parameters."""
@@ -550,7 +579,7 @@ class Replica:
         if self.rounds is not None:
             self.rounds.watch(attached, gone)
         self.plan = replace(self.plan, optimizers=(*(name for _, name in staying), name))
-        self.is_agreed = False
+        self._compare_in_next_backward()
 
     def reduces(self) -> bool:
         """Whether a backward that begins now is to be reduced, unless it runs under no_sync."""
@@ -676,11 +705,13 @@ class Replica:
         return {name: value for name, value in vars(self).items() if name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over the default group. Hooks and optimizers have to be registered again."""
+        """Over the default group, without lanes: opening them is a collective call, and unpickling is not.
+
+        Hooks and optimizers have to be registered again.
+        """
         vars(self).update(state)
         self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)
         self.divergence = self._divergence()
-        self._has_lanes = False
         self.plan = replace(self.plan, comm_hook=None, optimizers=())
         self._wire(self._chosen_again())
         if self.compression is not None:
@@ -705,11 +736,6 @@ _KEPT = frozenset(
         "_equal_after_backward",
     }
 )
-
-
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

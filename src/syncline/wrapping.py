@@ -19,6 +19,7 @@ from syncline.strategy import Spec
 from syncline.sync.agreement import agree, describe_tensors, exchange
 from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.buffers import BufferPolicy
+from syncline.sync.fingerprint import fingerprints
 from syncline.sync.options import GradientOptions
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import Selection
@@ -30,8 +31,8 @@ __all__ = [
     "Hosts",
     "agree_on_module",
     "are_of_the_bare_module",
-    "broadcast_new_values",
     "broadcast_values",
+    "describe_new_values",
     "gather_hosts",
     "plan_after_change",
     "plan_of",
@@ -143,6 +144,7 @@ def agree_on_module(
     options: GradientOptions,
     transport: Transport,
     *,
+    new_values: Sequence[str] = (),
     remedy: str = "Build the same module with the same arguments on every rank, then wrap it.",
 ) -> None:
     """Check that every rank wraps the same; a collective call.
@@ -160,6 +162,7 @@ def agree_on_module(
         *(f"ignored: {name}" for name in chosen.ignored),
         *describe_tensors(chosen.parameters, kind="parameter"),
         *describe_tensors(chosen.buffers, kind="buffer"),
+        *new_values,
     ]
     agree(
         transport,
@@ -175,11 +178,12 @@ def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffe
     TensorBroadcaster([t.detach() for t in tensors], transport).start(src).wait()
 
 
-def broadcast_new_values(chosen: Selection, before: Selection, transport: Transport, *, src: int = 0) -> None:
-    """The same for the tensors that `before` did not have yet."""
+def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
+    """One line for each tensor that `before` did not have yet, with a fingerprint of its values."""
     known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
-    new = [t.detach() for _, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
-    TensorBroadcaster(new, transport).start(src).wait()
+    new = [(name, t.detach()) for name, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
+    numbers = fingerprints([tensor for _, tensor in new])
+    return [f"values of {name}: {number:016x}" for (name, _), number in zip(new, numbers, strict=True)]
 
 
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:

@@ -176,32 +176,84 @@ def test_unfrozen_after_wrapping_is_reduced_from_then_on() -> None:
     each_rank(rank)
 
 
-def test_added_after_wrapping_starts_equal_and_is_reduced() -> None:
+def test_added_or_replaced_after_wrapping_is_reduced() -> None:
     def rank(t: Transport) -> list[Tensor]:
         ddp = DDP(copy.deepcopy(NET), process_group=t)
         loss_of(ddp, batch(t)).backward()
         ddp.zero_grad()
         added = nn.Linear(2, 2)
-        nn.init.constant_(added.weight, t.rank + 1.0)
+        nn.init.constant_(added.weight, 1.0)
+        nn.init.constant_(added.bias, 0.0)
         ddp.module.append(added)
+        ddp.module[0].weight = nn.Parameter(torch.full((4, 3), 0.1))
         loss_of(ddp, batch(t)).backward()
-        assert added.weight[0, 0].item() == 1.0, "rank 0's"
-        return [p.grad for p in added.parameters()]
+        return [p.grad for p in (*added.parameters(), ddp.module[0].weight)]
 
     first, second = each_rank(rank)
     torch.testing.assert_close(first, second)
     assert all(g.abs().sum() > 0 for g in first)
 
 
-def test_a_parameter_replaced_by_assignment_is_reduced() -> None:
-    def rank(t: Transport) -> Tensor:
+def test_added_with_different_values_is_an_error_that_names_the_remedy() -> None:
+    def fn(t: Transport) -> None:
         ddp = DDP(copy.deepcopy(NET), process_group=t)
-        ddp.module[0].weight = nn.Parameter(torch.full((4, 3), 0.1 * (t.rank + 1)))
+        added = nn.Linear(2, 2)
+        nn.init.constant_(added.weight, t.rank + 1.0)
+        nn.init.constant_(added.bias, 0.0)
+        ddp.module.append(added)
         loss_of(ddp, batch(t)).backward()
-        return ddp.module[0].weight.grad
+
+    text = raised_on_each_rank(ContractMismatch, fn)
+    assert "values of 3.weight" in text
+    assert "3.bias" not in text
+    assert "sl.broadcast_(ddp.module)" in text
+
+
+def test_a_change_on_one_rank_that_was_undone_before_the_backward_is_none() -> None:
+    """Rank 0 evaluates something with more parameters than it trains, in grad mode and alone."""
+
+    def rank(t: Transport) -> list[Tensor]:
+        net = copy.deepcopy(NET)
+        net[0].requires_grad_(False)
+        ddp = DDP(net, process_group=t)
+        loss_of(ddp, batch(t)).backward()
+        ddp.zero_grad()
+        if t.rank == 0:
+            net[0].requires_grad_(True)
+            ddp.eval()
+            ddp(batch(t))
+            ddp.train()
+            net[0].requires_grad_(False)
+        loss_of(ddp, batch(t)).backward()
+        return [p.grad for p in net[2].parameters()]
 
     first, second = each_rank(rank)
     torch.testing.assert_close(first, second)
+
+
+def test_a_change_that_no_output_of_the_wrapper_shows_is_an_error() -> None:
+    class Hidden:
+        def __init__(self, loss: Tensor) -> None:
+            self.loss = loss
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = copy.deepcopy(NET)
+
+        def forward(self, x: Tensor) -> Hidden:
+            return Hidden(self.body(x).sum())
+
+    def rank(t: Transport) -> None:
+        net = Net()
+        net.body[0].requires_grad_(False)
+        ddp = DDP(net, process_group=t)
+        net.body[0].requires_grad_(True)
+        loss = ddp(batch(t)).loss
+        with pytest.raises(SynclineError, match="step 1, backward: Net has changed since it was wrapped"):
+            loss.backward()
+
+    each_rank(rank)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -232,7 +284,7 @@ def test_a_model_moved_to_another_type_after_wrapping_is_reduced_in_it(view: boo
     [
         (lambda net: net[0].requires_grad_(False), "requires_grad=False"),
         (lambda net: net.append(nn.Linear(2, 2)), "3.weight"),
-        (lambda net: net[0].double(), "torch.float64"),
+        (lambda net: net.double(), "torch.float64"),
     ],
     ids=["frozen", "added", "moved"],
 )
@@ -247,7 +299,7 @@ def test_ranks_that_change_their_modules_differently_are_told_the_difference(
         net[2].bias.requires_grad_(True)  # both change, so both look
         if t.rank == 1:
             change(net)
-        ddp(batch(t))
+        ddp(batch(t).to(net[0].weight.dtype)).float().sum().backward()
 
     assert words in raised_on_each_rank(ContractMismatch, fn)
 
@@ -431,20 +483,44 @@ def test_a_gradient_that_is_not_finite_on_one_rank_does_not_spoil_the_weights(po
     assert all(bool(p.isfinite().all()) for p in one)
 
 
-def test_a_batch_skipped_on_one_rank_is_an_error_on_all() -> None:
-    """A loss that is not finite, say, and `continue` on the rank that sees it."""
+@pytest.mark.filterwarnings("ignore:step 3, backward. rank 1 ran forwards:RuntimeWarning")
+def test_a_batch_skipped_on_one_rank_is_an_error_where_its_batches_end() -> None:
+    """Rank 1 skips the backward of its third batch: its loss was not finite, say."""
 
-    def fn(t: Transport) -> None:
+    def rank(t: Transport) -> None:
         ddp = DDP(copy.deepcopy(NET), process_group=t)
         for step in range(4):
             loss = loss_of(ddp, batch(t, step))
-            if step == 2 and t.rank == 1:
+            if (t.rank, step) == (1, 2):
                 continue
-            loss.backward()
+            if (t.rank, step) == (0, 3):
+                with pytest.raises(UnevenInputs, match="step 4"):
+                    loss.backward()
+            else:
+                loss.backward()
 
-    text = raised_on_each_rank(UnevenInputs, fn)
-    assert "step 3" in text
-    assert "rank 1: 1 forward whose backward has not come" in text
+    each_rank(rank)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.filterwarnings("ignore:step 1, backward. rank 0 ran forwards:RuntimeWarning")
+def test_forwards_of_one_rank_that_need_no_backward_are_none_of_the_others_business(is_kept: bool) -> None:
+    """Train accuracy on rank 0, in training mode and in grad mode; also before the first step."""
+
+    def rank(t: Transport) -> list[Tensor]:
+        ddp = DDP(copy.deepcopy(NET), process_group=t)
+        kept = []
+        for step in range(3):
+            if t.rank == 0:
+                output = ddp(batch(t, step))
+                kept += [output] if is_kept else []
+                del output
+            loss_of(ddp, batch(t, step)).backward()
+        return gradients(ddp.module)
+
+    first, second = each_rank(rank)
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(first, expected_gradients(NET, steps=(0, 1, 2)))
 
 
 def test_a_batch_skipped_on_all_ranks_is_fine() -> None:

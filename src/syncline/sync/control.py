@@ -7,9 +7,9 @@ collective of their own and survive the reduction bit by bit.
 
 Layout of the tail, in elements:
 
-    rank 0: flags, items (6 digits, most significant first), fingerprint (3 digits) and, where replicas are compared,
-    the fingerprint of this step's slice of them (6 digits); rank 1: the same; ...; then, where unused parameters are
-    looked for, one element a parameter: 1 from each rank on which it was used.
+    rank 0: flags, forwards without a backward (1 digit), items (6 digits, most significant first), fingerprint (3
+    digits) and, where replicas are compared, the fingerprint of this step's slice of them (6 digits); rank 1: the same;
+    ...; then, where unused parameters are looked for, one element per parameter: 1 from each rank on which it was used.
 
 The sum of ones may stop growing at 256 in bfloat16; it is compared with zero only.
 """
@@ -19,17 +19,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MAX_FINGERPRINT", "MAX_ITEMS", "MAX_REPLICA_FINGERPRINT", "ControlForm", "RankControl"]
+__all__ = [
+    "MAX_FINGERPRINT",
+    "MAX_ITEMS",
+    "MAX_REPLICA_FINGERPRINT",
+    "MAX_WAITING",
+    "ControlForm",
+    "RankControl",
+]
 
 _NUM_ITEM_DIGITS = 6
 _NUM_FINGERPRINT_DIGITS = 3
 _NUM_REPLICA_DIGITS = 6
-_FINGERPRINT_AT = 1 + _NUM_ITEM_DIGITS
+_ITEMS_AT = 2
+_FINGERPRINT_AT = _ITEMS_AT + _NUM_ITEM_DIGITS
 _REPLICA_AT = _FINGERPRINT_AT + _NUM_FINGERPRINT_DIGITS
 MAX_ITEMS: int = 256**_NUM_ITEM_DIGITS - 1
 """The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
 MAX_FINGERPRINT: int = 256**_NUM_FINGERPRINT_DIGITS - 1
 """The largest fingerprint of what has to be equal on all ranks."""
+MAX_WAITING: int = 255
+"""The largest number of forwards without a backward that a rank reports; it stands for more."""
 MAX_REPLICA_FINGERPRINT: int = 256**_NUM_REPLICA_DIGITS - 1
 """The largest fingerprint of a slice of the replica."""
 
@@ -57,6 +67,8 @@ class RankControl:
     """This rank's own gradients hold NaN or infinity, and somebody has to do something about it."""
     stop: bool = False
     """This rank was asked to stop."""
+    num_waiting: int = 0
+    """Forwards since the last reduction that no backward has reached, up to `MAX_WAITING` (see `guard.py`)."""
     fingerprint: int = 0
     """Of what has to be equal on all ranks in this step, beside the gradients (see `guard.py`)."""
     replica: int = 0
@@ -74,8 +86,8 @@ class ControlForm:
 
     Example:
         >>> form = ControlForm(num_ranks=2)
-        >>> form.encode(RankControl(num_items=4097), rank=1)[10:]
-        [2, 0, 0, 0, 0, 16, 1, 0, 0, 0]
+        >>> form.encode(RankControl(num_items=4097), rank=1)[13:]
+        [0, 0, 0, 0, 16, 1, 0, 0, 0]
     """
 
     num_ranks: int
@@ -106,7 +118,7 @@ class ControlForm:
             flags |= _FLAG_STOP
         if control.num_items is not None:
             flags |= _FLAG_COUNTED
-            tail[at + 1 : at + _FINGERPRINT_AT] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
+            tail[at + _ITEMS_AT : at + _FINGERPRINT_AT] = control.num_items.to_bytes(_NUM_ITEM_DIGITS, "big")
         if control.fingerprint:
             digits = control.fingerprint.to_bytes(_NUM_FINGERPRINT_DIGITS, "big")
             tail[at + _FINGERPRINT_AT : at + _REPLICA_AT] = digits
@@ -114,7 +126,7 @@ class ControlForm:
             tail[at + _REPLICA_AT : at + self._num_slots] = control.replica.to_bytes(
                 _NUM_REPLICA_DIGITS, "big"
             )
-        tail[at] = flags
+        tail[at : at + _ITEMS_AT] = flags, control.num_waiting
         return [*tail, *used]
 
     def decode(self, tail: Sequence[float]) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
@@ -122,7 +134,7 @@ class ControlForm:
         num_slots = self._num_slots
         ranks = []
         for rank in range(self.num_ranks):
-            flags, *digits = (int(x) for x in tail[rank * num_slots : (rank + 1) * num_slots])
+            flags, num_waiting, *digits = (int(x) for x in tail[rank * num_slots : (rank + 1) * num_slots])
             ranks.append(
                 RankControl(
                     gradients_missing=bool(flags & _FLAG_MISSING),
@@ -131,8 +143,9 @@ class ControlForm:
                     joined=bool(flags & _FLAG_JOINED),
                     nonfinite=bool(flags & _FLAG_NONFINITE),
                     stop=bool(flags & _FLAG_STOP),
-                    fingerprint=_number(digits[_NUM_ITEM_DIGITS : _REPLICA_AT - 1]),
-                    replica=_number(digits[_REPLICA_AT - 1 :]),
+                    num_waiting=num_waiting,
+                    fingerprint=_number(digits[_NUM_ITEM_DIGITS : _REPLICA_AT - _ITEMS_AT]),
+                    replica=_number(digits[_REPLICA_AT - _ITEMS_AT :]),
                 )
             )
         return tuple(ranks), tuple(int(x) for x in tail[self.num_ranks * num_slots :])

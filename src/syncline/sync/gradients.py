@@ -26,9 +26,9 @@ from torch.autograd import Variable
 
 from syncline.errors import SynclineError
 from syncline.sync.bucket import Bucket, copy_scaled
-from syncline.sync.caretakers import remember_caretaker
+from syncline.sync.caretakers import caretakers_of, remember_caretaker
 from syncline.sync.comm_hook import CommHook
-from syncline.sync.control import RankControl
+from syncline.sync.control import MAX_WAITING, RankControl
 from syncline.sync.distributed_autograd import AutogradContexts
 from syncline.sync.guard import StepGuard
 from syncline.sync.layout import BucketLayout
@@ -36,6 +36,7 @@ from syncline.sync.ledger import Ledger
 from syncline.sync.nonfinite import NonFiniteWatch
 from syncline.sync.normalize import ItemNormalizer
 from syncline.sync.options import GradientOptions
+from syncline.sync.ownership import Ownership
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.replica_watch import ReplicaWatch
 from syncline.sync.sparse import SparseBucket
@@ -99,8 +100,8 @@ class GradientSync:
         """How many ranks used each parameter in the last backward, where unused ones are looked for."""
         self.decide: Callable[[], bool] | None = None
         """Asked when a backward begins, whether it is to be reduced; None: each one is."""
-        self.before_first: Callable[[], None] | None = None
-        """Called once, when the first backward that synchronizes begins."""
+        self.before_reduction: Callable[[], None] | None = None
+        """Called when a backward that synchronizes begins, once: something has to be compared before it."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
         self.watch: ReplicaWatch | None = None
@@ -115,6 +116,8 @@ class GradientSync:
         self._shared = SharedUsage(transport, len(self.parameters)) if options.skip_unused else None
         self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
         self._turns = Turns()
+        self.ownership = Ownership(self.parameters)
+        """Tells a backward of this wrapper from one of another wrapper with some of the same parameters."""
         self._context_id: int | None = None
         """Of the distributed autograd that the backward under way belongs to; None for an ordinary one."""
         # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
@@ -138,6 +141,7 @@ class GradientSync:
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
         if self._contexts is not None:
             self.handles += self._contexts.handles
+        self.ownership.share_with(other.ownership for other in caretakers_of(self.parameters))
         remember_caretaker(self)
 
     def continues(self, former: GradientSync) -> None:
@@ -146,7 +150,7 @@ class GradientSync:
         self.step, self._steps_before = former.step, former._steps_before
         self.enabled = former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
-        self.before_first, self.on_reduced = former.before_first, former.on_reduced
+        self.on_reduced = former.on_reduced
         self.decide, self.stop_vote = former.decide, former.stop_vote
         self.trouble.text = former.trouble.text
         if self.watch is not None and former.watch is not None:
@@ -212,6 +216,7 @@ class GradientSync:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self.ownership.withdraw()
 
     def use_comm_hook(self, hook: CommHook) -> None:
         """Reduce buckets by `hook` from now on. It gets undivided gradients and divides by itself.
@@ -260,12 +265,12 @@ class GradientSync:
         ready, places, turns = self._ready, self.layout.places, self._turns
         current_task = torch._C._current_graph_task_id
         as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
-        has_unused = self._usage is not None
+        has_unused, rivals = self._usage is not None, self.ownership.rivals
         stand_in = self.layout.stand_in_of(index)
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            if current_task() != turns.current:
-                self._begin()
+            if current_task() != turns.current and not self._begin():
+                return
             ready.append(index)
             if not self._synchronizing:
                 return
@@ -274,7 +279,7 @@ class GradientSync:
             bucket, view = places[index]
             if view is not None:
                 copy_scaled(view, parameter.grad, self._scale)
-                if as_view and not has_unused:
+                if as_view and not has_unused and not rivals:
                     parameter.grad = view  # frees the gradient while its memory is still in cache
                 elif stand_in is not None:
                     parameter.grad = stand_in
@@ -291,8 +296,8 @@ class GradientSync:
         current_task = torch._C._current_graph_task_id
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            if current_task() != turns.current:
-                self._begin()
+            if current_task() != turns.current and not self._begin():
+                return
             counts[index] += 1
             if counts[index] != expected[index]:
                 return
@@ -314,7 +319,8 @@ class GradientSync:
             return
         if torch._C._current_graph_task_id() != self._turns.current:
             self._context_id = context_id
-            self._begin()
+            if not self._begin():
+                return
         self._ready.append(index)
 
     def _mark_ready(self, index: int) -> None:
@@ -343,15 +349,21 @@ class GradientSync:
 
         return backward_begins
 
-    def _begin(self) -> None:
-        """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began."""
-        self.trouble.raise_again()
+    def _begin(self) -> bool:
+        """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began.
+
+        Returns:
+            Whether it is a backward of this wrapper.
+        """
         task = torch._C._current_graph_task_id()
+        if not self._turns.knows(task) and not self.ownership.owns(task):
+            return False
+        self.trouble.raise_again()
         entry = self._turns.enter(task)
         if entry is Entry.GOES_ON:
             if not self._turns.knows(task):
                 self._join_task(task)
-            return
+            return True
         if entry is Entry.INTERRUPTS:
             self._abandon()
         elif entry is Entry.TOO_LATE:
@@ -361,9 +373,9 @@ class GradientSync:
                 "backward(create_graph=True) through a synchronized module is not supported: the mean over ranks "
                 "has no graph. Use torch.autograd.grad for the inner gradients"
             )
-        if self.before_first is not None and self.enabled:
-            before_first, self.before_first = self.before_first, None
-            before_first()
+        if self.before_reduction is not None and self.enabled:
+            before_reduction, self.before_reduction = self.before_reduction, None
+            before_reduction()
         self._began_at = time.perf_counter()
         if self.nonfinite is not None:
             self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
@@ -384,6 +396,7 @@ class GradientSync:
             if self._shared is not None:
                 self._shared.tell(self._uses(set(range(len(self.parameters))) - self._absent))
         self._join_task(task)
+        return True
 
     def _uses(self, now: set[int]) -> list[int]:
         """1 for each parameter that this rank will have something for: from `now`, or from backwards under no_sync."""
@@ -461,7 +474,9 @@ class GradientSync:
         nonfinite = self.nonfinite is not None and self.nonfinite.has_found()
         stop = self.stop_vote is not None and self.stop_vote.request.is_asked
         replica = 0 if self.watch is None else self.watch.fingerprint()
-        if not (used or missing or fingerprint or nonfinite or stop or replica) and self._num_items is None:
+        num_waiting = min(self.guard.num_waiting, MAX_WAITING)
+        is_empty = not (used or missing or fingerprint or nonfinite or stop or replica or num_waiting)
+        if is_empty and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
@@ -471,6 +486,7 @@ class GradientSync:
             fingerprint=fingerprint,
             replica=replica,
             stop=stop,
+            num_waiting=num_waiting,
         )
         return self.layout.form.encode(control, rank=self.transport.rank, used=used)
 
@@ -685,6 +701,7 @@ class GradientSync:
             self.stop_vote.hear(ranks)
         if not ranks:
             return
+        self.guard.compare_forwards(ranks, rank=self.transport.rank, step=self.step)
         pass_verdict(
             ranks,
             self.transport,

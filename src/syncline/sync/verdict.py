@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from syncline.errors import ContractMismatch, SynclineError, UnevenInputs, UnreducedGradients
+from syncline.errors import ContractMismatch, SynclineError, UnreducedGradients
 from syncline.plan.difference import describe_difference, describe_ranks
 from syncline.sync.control import RankControl
 from syncline.transport.base import Transport
@@ -40,13 +40,11 @@ def pass_verdict(
 
     Raises:
         UnreducedGradients: gradients are missing.
-        UnevenInputs: a rank ran a forward whose backward never came.
         ContractMismatch: attached optimizers differ, or a graph that was said to be static has changed.
         SynclineError: some ranks ran under `normalize_by` and others did not.
     """
     mine = ranks[transport.rank]
     active = [rank for rank, control in enumerate(ranks) if not control.joined]
-    # First: a rank that is a batch ahead may lack gradients because of it.
     if len({ranks[rank].fingerprint for rank in active}) > 1:
         told = _exchange([] if mine.joined else facts(), transport)
         raise _disagreement({rank: told[rank] for rank in active}, transport.size, step)
@@ -120,23 +118,8 @@ def _changed_graph(told: Sequence[Sequence[str]], step: int) -> ContractMismatch
 
 
 def _disagreement(facts: dict[int, list[str]], num_ranks: int, step: int) -> SynclineError:
-    """The error for ranks whose facts differ. The first fact is of forwards, the others are of optimizers."""
-    forwards = {rank: int(lines[0].rpartition(" ")[2]) for rank, lines in facts.items()}
-    if len(set(forwards.values())) > 1:
-        fewest = min(forwards.values())
-        lines = [
-            f"  rank {rank}: {number} forward{'s' if number != 1 else ''} whose backward has not come"
-            for rank, number in forwards.items()
-        ]
-        ahead = describe_ranks([rank for rank, number in forwards.items() if number > fewest])
-        return UnevenInputs(
-            f"step {step}, backward: {ahead} ran more forwards than backwards, so the ranks' gradients are of "
-            "different batches, and nothing may be stepped with them:\n" + "\n".join(lines) + "\n"
-            "If a batch is to be skipped (a loss that is not finite, say), decide so on all ranks, by sl.mean of a "
-            "flag; or run its backward with the loss times 0. A forward that needs no backward goes under "
-            "torch.no_grad(), or through ddp.module"
-        )
-    shown = [facts.get(rank, ["joined: no inputs left"])[1:] for rank in range(num_ranks)]
+    """Return the error for ranks whose attached optimizers differ."""
+    shown = [facts.get(rank, ["joined: no inputs left"]) for rank in range(num_ranks)]
     return ContractMismatch(
         describe_difference(
             f"step {step}, backward: the attached optimizers",
