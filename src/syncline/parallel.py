@@ -300,9 +300,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         else:
             with self._inside_ddp_forward():
                 output = self._lowered(inputs, kwargs)
-        if synchronizes:
-            replica.after_synchronized_forward(output)
-        if torch.is_grad_enabled():
+        if synchronizes and replica.was_changed:
+            replica.follow_in_backward(output)
+        if replica.gradients.ownership.rivals and torch.is_grad_enabled():
             replica.gradients.ownership.watch(output)
         if replica.buffer_hook is not None and replica.buffer_hook.after_forward:
             self._run_buffer_hook(replica.buffer_hook)

@@ -119,7 +119,7 @@ class Replica:
         self._ignore = tuple(ignore)
         self.checks = ReplicaChecks(replica_check)
         """What compares this replica with the others."""
-        self._was_changed = False
+        self.was_changed = False
         """Whether the module was found changed in the last forward that is to be followed by a backward."""
         self._equal_after_backward = 0
         """How many backwards there were when all parameters were equal for sure."""
@@ -356,8 +356,8 @@ class Replica:
             return
         if self.divergence.has_diverged and (self.reduces() or self.strategy.needs_attach):
             self.divergence.check_met()
-        self._was_changed = self._has_changed()
-        if self._was_changed:
+        self.was_changed = self._has_changed()
+        if self.was_changed:
             if inside_join:
                 raise SynclineError(
                     f"rank {self.transport.rank}: {type(self.module).__name__} was changed inside of join(), where "
@@ -365,10 +365,8 @@ class Replica:
                 )
             self.gradients.before_reduction = _weakly(self._before_reduction)
 
-    def after_synchronized_forward(self, output: object) -> None:
-        """Where the module has changed, let the backward of this forward begin with an agreement on what it is now."""
-        if not self._was_changed:
-            return
+    def follow_in_backward(self, output: object) -> None:
+        """The module has changed: let the backward of this forward begin with an agreement on what it is now."""
         follow = _weakly(self._follow_changes)
         for tensor in tensors_in(output):
             if tensor.requires_grad:

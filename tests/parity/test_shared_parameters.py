@@ -75,7 +75,11 @@ def decayed_loss(actor: nn.Module, critic: nn.Module, rank: int) -> Tensor:
     [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
     ids=["plain", "view", "unused", "static"],
 )
-@pytest.mark.parametrize("losses", [(actor_loss, critic_loss), (combined_loss,), (decayed_loss,)], ids=["apart", "combined", "decayed"])
+@pytest.mark.parametrize(
+    "losses",
+    [(actor_loss, critic_loss), (combined_loss,), (decayed_loss,)],
+    ids=["apart", "combined", "decayed"],
+)
 def test_an_actor_and_a_critic_share_an_encoder(options: dict[str, Any], losses: Any) -> None:
     def rank(t: Transport) -> None:
         actor, critic = nets()

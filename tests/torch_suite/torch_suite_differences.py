@@ -21,9 +21,6 @@ EXPECTED: dict[str, str] = {
     "test_ddp_broadcast_buffers_deprecation_warning": "broadcast_buffers is not deprecated here: no warning",
     "test_ddp_control_flow_different_across_ranks": _UNUSED,
     "test_ddp_control_flow_same_across_ranks": _UNUSED,
-    "test_ddp_create_graph": (
-        "backward(create_graph=True) is refused: torch warns, and leaves higher gradients to each rank"
-    ),
     "test_ddp_logging_data_cpu": _LOGGING,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _UNUSED,
     "test_ddp_multiple_nested_unused_params_error": _UNUSED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections.abc import Callable
@@ -404,17 +405,76 @@ def test_normalize_by_on_some_ranks_only_is_an_error_on_every_rank() -> None:
     assert "rank 1 ran this backward under normalize_by, rank 0 did not" in first
 
 
-# ---------------------------------------------------------------------- what cannot be right is refused
+# ---------------------------------------------------------------------- second derivatives
 
 
-def test_create_graph_is_refused() -> None:
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_create_graph_averages_the_values_and_keeps_the_local_graph(view: bool) -> None:
+    """A Hessian-vector product, as AdaHessian computes it: per rank, then averaged."""
+
+    model = nn.Sequential(linear(), nn.Tanh())
+
     def rank(t: Transport) -> None:
-        ddp = DDP(linear(), process_group=t)
-        with pytest.raises(SynclineError, match="create_graph=True"):
+        net = copy.deepcopy(model)
+        ddp = DDP(net, process_group=t, gradient_as_bucket_view=view)
+        parameters = list(net.parameters())
+        for step in range(3):
+            ddp.zero_grad(set_to_none=True)
+            ddp(inputs(t)).sum().backward(create_graph=True)
+            batches = [torch.full((1, 2), float(rank + 1)) for rank in range(2)]
+            expected = [torch.autograd.grad(net(x).sum(), parameters, create_graph=True) for x in batches]
+            for parameter, one, other in zip(parameters, *expected, strict=True):
+                torch.testing.assert_close(parameter.grad.detach(), (one + other).detach() / 2)
+            local = torch.autograd.grad(
+                expected[t.rank], parameters, [torch.ones_like(p) for p in parameters]
+            )
+            second = torch.autograd.grad(
+                [p.grad for p in parameters], parameters, [torch.ones_like(p) for p in parameters]
+            )
+            torch.testing.assert_close(second, local)
+            assert ddp.last_step.step == step + 1
+        ddp.zero_grad(set_to_none=True)
+        ddp(inputs(t)).sum().backward()
+        assert not any(p.grad.requires_grad for p in parameters)
+
+    with pytest.warns(RuntimeWarning, match="step 1.*second derivatives are not averaged") as caught:
+        each_rank(rank)
+    assert sum(warning.category is RuntimeWarning for warning in caught) == 1
+
+
+def test_a_gradient_penalty_is_averaged() -> None:
+    """WGAN-GP: the inner gradient by torch.autograd.grad, then a plain backward."""
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        score = net(x).sum()
+        (inner,) = torch.autograd.grad(score, x, create_graph=True)
+        return score + inner.square().sum()
+
+    model = nn.Sequential(linear(), nn.Tanh())
+
+    def rank(t: Transport) -> None:
+        net, alone = copy.deepcopy(model), copy.deepcopy(model)
+        ddp = DDP(net, process_group=t)
+        loss(ddp, inputs(t)).backward()
+        (sum(loss(alone, torch.full((1, 2), float(rank + 1))) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in alone.parameters()])
+
+    each_rank(rank)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_create_graph_is_refused_for_shards() -> None:
+    def rank(t: Transport) -> None:
+        ddp = DDP(linear(), process_group=t, sharded=True)
+        with pytest.raises(SynclineError, match=r"step 1: backward\(create_graph=True\).*sharded=True"):
             ddp(inputs(t)).sum().backward(create_graph=True)
 
-    with pytest.warns(UserWarning, match="create_graph"):
-        each_rank(rank)
+    each_rank(rank)
+
+
+# ---------------------------------------------------------------------- what cannot be right is refused
 
 
 def test_after_a_backward_that_raised_early_the_next_one_is_right() -> None:

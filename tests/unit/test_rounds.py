@@ -73,7 +73,6 @@ def test_a_strategy_that_acts_at_the_step_is_named_before_anything_drifts() -> N
             ddp(batch(transport.rank, 0)).sum().backward()
         finally:
             assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-            assert all(p.grad is None for p in ddp.parameters())
 
     first, second = texts_of(program, sl.SynclineError)
     assert first == second

@@ -284,12 +284,19 @@ class Bucket(Lifecycle):
             return
         self._gradients_flat.div_(divisor)
 
-    def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
-        """Let `.grad` of each member be what was reduced; `skip` are indices of parameters to leave alone."""
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_graph: bool = False) -> None:
+        """Let `.grad` of each member be what was reduced.
+
+        Args:
+            skip: indices of parameters to leave alone.
+            any_missing: whether a member may have no `.grad`.
+            keeps_graph: whether `.grad` has a graph (create_graph=True): then it stays the tensor that it is, and gets
+                the values, also where it would become a view.
+        """
         if self.share is not None:
             self.share.hand_out(skip, any_missing=any_missing)
             return
-        if self._as_view:
+        if self._as_view and not keeps_graph:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index not in skip and parameter.grad is not view:
                     parameter.grad = view

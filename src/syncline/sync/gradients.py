@@ -46,6 +46,7 @@ from syncline.sync.turns import Entry, Turns
 from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
 from syncline.sync.verdict import pass_verdict, pass_verdict_alone
 from syncline.transport.base import Transport
+from syncline.transport.user_code import warn_user
 
 __all__ = ["GradientSync"]
 
@@ -124,6 +125,9 @@ class GradientSync:
         self._ready: list[int] = []
         self._used_since_reduction: set[int] = set()
         self._synchronizing = False
+        self._is_deferred = False
+        """Whether the backward under way is reduced at its end: under create_graph=True hooks must not copy."""
+        self._has_warned_of_graph = False
         self._num_items: int | None = None
         self._absent = _NONE
         self._scale = 1.0
@@ -356,9 +360,10 @@ class GradientSync:
             Whether it is a backward of this wrapper.
         """
         task = torch._C._current_graph_task_id()
-        if not self._turns.knows(task) and not self.ownership.owns(task):
+        if self.ownership.rivals and not self._turns.knows(task) and not self.ownership.owns(task):
             return False
-        self.trouble.raise_again()
+        if self.trouble.text is not None:
+            self.trouble.raise_again()
         entry = self._turns.enter(task)
         if entry is Entry.GOES_ON:
             if not self._turns.knows(task):
@@ -368,11 +373,6 @@ class GradientSync:
             self._abandon()
         elif entry is Entry.TOO_LATE:
             raise self.trouble.too_late(self.step)
-        if torch.is_grad_enabled():
-            raise SynclineError(
-                "backward(create_graph=True) through a synchronized module is not supported: the mean over ranks "
-                "has no graph. Use torch.autograd.grad for the inner gradients"
-            )
         if self.before_reduction is not None and self.enabled:
             before_reduction, self.before_reduction = self.before_reduction, None
             before_reduction()
@@ -380,12 +380,16 @@ class GradientSync:
         if self.nonfinite is not None:
             self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
         self.normalizer.count.backward_begins()
-        self._synchronizing = self.enabled and self._sends and (self.decide is None or self.decide())
+        synchronizes = self.enabled and self._sends and (self.decide is None or self.decide())
+        self._is_deferred = synchronizes and torch.is_grad_enabled()
+        self._synchronizing = synchronizes and not self._is_deferred
+        if self._is_deferred:
+            self._check_graph()
         if self.enabled:
             self._num_items = self.normalizer.count.take_for_reduction()
         if self._static is not None:
             self._static.reset()
-        if self._synchronizing:
+        if synchronizes:
             if self._num_items is not None or self.comm_hook is not None:
                 self._scale = 1.0
             else:
@@ -397,6 +401,24 @@ class GradientSync:
                 self._shared.tell(self._uses(set(range(len(self.parameters))) - self._absent))
         self._join_task(task)
         return True
+
+    def _check_graph(self) -> None:
+        """The backward runs under create_graph=True: only values are reduced."""
+        if self.options.sharded:
+            raise SynclineError(
+                f"rank {self.transport.rank}, step {self.step + 1}: backward(create_graph=True) is not possible with "
+                "sharded=True, where reduced gradients lie in shards without a graph. Use torch.autograd.grad for the "
+                "inner gradients, or wrap the module without sharded=True"
+            )
+        if self.transport.rank or self._has_warned_of_graph:
+            return
+        self._has_warned_of_graph = True
+        warn_user(
+            f"step {self.step + 1}: backward(create_graph=True): the values of .grad are the mean over ranks, but its "
+            "graph is this rank's own, so second derivatives are not averaged. Average what is computed from them "
+            "(sl.average_), or take an inner gradient by torch.autograd.grad(..., create_graph=True) and run a plain "
+            "backward() on the loss, which is averaged. This warning comes once"
+        )
 
     def _uses(self, now: set[int]) -> list[int]:
         """1 for each parameter that this rank will have something for: from `now`, or from backwards under no_sync."""
@@ -429,7 +451,8 @@ class GradientSync:
     def _abandon(self) -> None:
         """An earlier backward never came to its end: user code in it raised, or it is still going on."""
         num_launched = self._next_to_launch if self._synchronizing else 0
-        are_out_of_step = num_launched or (self._synchronizing and self._shared is not None)
+        is_under_way = self._synchronizing or self._is_deferred
+        are_out_of_step = num_launched or (is_under_way and self._shared is not None)
         self._forget_backward()
         if are_out_of_step:
             raise self.trouble.interrupted(self.step + 1, num_launched)
@@ -497,6 +520,7 @@ class GradientSync:
         """One graph task has ended; the backward has, unless it goes on around this one."""
         if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
             return
+        self._synchronizing = self._synchronizing or self._is_deferred
         try:
             if self._context_id is not None and self._synchronizing:
                 self._finish_in_context(self._context_id)
@@ -559,8 +583,10 @@ class GradientSync:
             self._finish_synchronized()
 
     def _finish_synchronized(self) -> None:
-        if self._static is not None and not self._static.is_learnt:
+        is_learning = self._static is not None and not self._static.is_learnt
+        if self._static is not None:
             self._static.learn()
+        if is_learning or self._is_deferred:
             for index in tuple(self._ready):
                 self._mark_ready(index)
         missing = self._missing()
@@ -576,7 +602,7 @@ class GradientSync:
                 self._wait(bucket)
                 if left != 1:
                     bucket.divide(left)
-                bucket.hand_out(_NONE, any_missing=False)
+                bucket.hand_out(_NONE, any_missing=False, keeps_graph=self._is_deferred)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
             ranks = self._decode()
             self._check(ranks)
@@ -597,7 +623,7 @@ class GradientSync:
             used = self.num_ranks_using
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self._sent:
-                bucket.hand_out(skip, any_missing=bool(missing))
+                bucket.hand_out(skip, any_missing=bool(missing), keeps_graph=self._is_deferred)
         if self.nonfinite is not None:
             self._conclude(self.nonfinite, ranks, self._sent)
         if self.watch is not None:
@@ -748,7 +774,7 @@ class GradientSync:
         self._ready.clear()
         self._absent = _NONE
         self.num_contributing = None
-        self._synchronizing = False
+        self._synchronizing = self._is_deferred = False
         self._num_items = None
 
     def _record(self, *, divisor: int) -> None:

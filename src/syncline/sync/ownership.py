@@ -25,7 +25,7 @@ _births = itertools.count()
 
 
 class Ownership:
-    """Decides whether a backward belongs to one wrapper. Without rivals, every backward does.
+    """Decides whether a backward belongs to one wrapper, where that has rivals. (Without, every backward does.)
 
     Args:
         parameters: those of the wrapper.
@@ -57,8 +57,6 @@ class Ownership:
 
     def watch(self, output: object) -> None:
         """A forward of the wrapper ended: note the backward that comes by its output."""
-        if not self.rivals:
-            return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 when_backward_reaches(tensor, self._note)
@@ -72,8 +70,6 @@ class Ownership:
         If it came by no output of any wrapper (the modules were called directly), it belongs to the wrapper with the
         most parameters in it; if there are several such, to the latest.
         """
-        if not self.rivals:
-            return True
         if self._judged[0] == task and not self._judged[1]:
             return False
         rivals = [rival for reference in self.rivals if (rival := reference()) is not None]
