@@ -608,6 +608,8 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
             ddp.zero_grad()
             backward(ddp, inputs(t))
         num_calls = 0
+        # Comprehensions are no calls from Python 3.12 on; a wrapper of an earlier test may be freed in this thread.
+        not_counted = ("<listcomp>", "<genexpr>", "remove_hooks", "withdraw")
 
         def profile(frame: Any, event: str, _: Any) -> None:
             nonlocal num_calls
@@ -617,7 +619,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
                 and str(path).startswith(package)
                 and (path.parent.name in sync or path.name in sync)
             ):
-                num_calls += frame.f_code.co_name not in ("<listcomp>", "<genexpr>")
+                num_calls += frame.f_code.co_name not in not_counted
 
         ddp.zero_grad()
         sys.setprofile(profile)
