@@ -79,7 +79,7 @@ enum { MAX_NUMEL = 6000, MAX_IN_PLACE_NUMEL = 80000, STRIDE = MAX_IN_PLACE_NUMEL
 enum { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECV, IN_PLACE, SCATTER_IN_PLACE, NUM_KINDS };
 enum { SUM, MEAN, MAX, MIN, PRODUCT, NUM_OPS };
 enum { F32, F64, F16, BF16, I8, U8, I16, I32, I64, NUM_DTYPES };
-enum { DONE, PENDING, ABORTED, MISMATCH };
+enum { DONE, PENDING, ABORTED, MISMATCH, DISAGREED };
 
 static const size_t itemsizes[NUM_DTYPES] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
 static const int group_of_lane[NUM_LANES] = {0, 0, 1, 0}; /* the last is the second thread's */
@@ -151,8 +151,8 @@ static double reduced(uint64_t key, size_t i, int op, int dtype) {
 struct call {
     int kind, dtype, op, src, lane, slot;
     size_t numel, itemsize, shift;
-    uint64_t key;
-    bool is_aliased;
+    uint64_t key, terms;
+    bool is_aliased, is_disputed;
 };
 
 struct pending {
@@ -180,6 +180,10 @@ static struct call drawn(uint64_t *state, int lane, int slot) {
     c.shift = next(state) % 3 == 0 ? 1 : 0;
     c.is_aliased = next(state) & 1;
     c.key = next(state);
+    bool may_have_terms = c.kind == ALL_REDUCE || c.kind == ALL_GATHER;
+    uint64_t which_terms = next(state);
+    if (may_have_terms && which_terms % 3) c.terms = which_terms | 1;
+    c.is_disputed = c.terms && which_terms % 3 == 1;
     return c;
 }
 
@@ -194,8 +198,12 @@ static struct pending begun(const struct core *core, struct lane *lane, int rank
     bool is_reduction = c->kind == ALL_REDUCE || c->kind == REDUCE_SCATTER || c->kind >= IN_PLACE;
     if (is_reduction) code |= (uint64_t)c->dtype << 8 | (uint64_t)c->op << 16;
     if (c->kind == BROADCAST) code |= (uint64_t)c->src << 24;
+    if (c->is_disputed && rank % 2) { /* the others give other terms, or call something else */
+        if (c->key % 2) p.call.terms += 2;
+        else p.call.numel /= 2, p.call.terms += 4;
+    }
     if (c->kind == BARRIER) {
-        p.ticket = core->start(lane, BARRIER, NULL, NULL, 0);
+        p.ticket = core->start(lane, BARRIER, NULL, NULL, 0, 0);
         return p;
     }
     if (c->kind >= IN_PLACE) {
@@ -225,15 +233,15 @@ static struct pending begun(const struct core *core, struct lane *lane, int rank
         }
     }
     if (c->kind != SEND) {
-        p.ticket = core->start(lane, code, p.from, p.to, c->numel);
+        p.ticket = core->start(lane, code, p.from, p.to, c->numel, c->terms);
         return p;
     }
     int after = (rank + 1) % size, before = (rank + size - 1) % size;
     p.queue = 1 + after;
     p.queue_of_recv = 1 + size + before;
-    p.ticket = core->start(lane, code | (uint64_t)after << 24, p.from, NULL, c->numel);
+    p.ticket = core->start(lane, code | (uint64_t)after << 24, p.from, NULL, c->numel, 0);
     code = (code & ~UINT64_C(0xff)) | RECV;
-    p.ticket_of_recv = core->start(lane, code | (uint64_t)before << 24, NULL, p.to, c->numel);
+    p.ticket_of_recv = core->start(lane, code | (uint64_t)before << 24, NULL, p.to, c->numel, 0);
     return p;
 }
 
@@ -243,6 +251,13 @@ static void check(const struct pending *p, int rank) {
     int before = (rank + size - 1) % size;
     size_t numel = c->kind == ALL_GATHER ? c->numel * (size_t)size : c->kind == BARRIER ? 0 : c->numel;
     if (c->kind == SCATTER_IN_PLACE) numel = p->span_to - p->span_from;
+    if (c->is_disputed) { /* nothing is written; memory that is nobody's input holds nothing that could be looked at */
+        for (size_t i = 0; p->to == p->from && i < numel; i++) {
+            put(expected, c->dtype, value(c->key, rank, i));
+            if (memcmp(expected, p->to + i * c->itemsize, c->itemsize) != 0) fail("rank %d: a disputed call wrote", rank);
+        }
+        return;
+    }
     for (size_t i = 0; i < numel; i++) {
         double x = 0;
         switch (c->kind) {
@@ -282,14 +297,15 @@ struct rank {
     int64_t also_ticket; /* 0: nothing; -1: the end */
 };
 
-static void wait_for(struct rank *r, struct lane *lane, int queue, int64_t ticket, uint64_t *own) {
+static void wait_for(struct rank *r, struct lane *lane, int queue, int64_t ticket, int expected, uint64_t *own) {
     if (ticket == 0) fail("rank %d: no memory", r->rank);
+    if (ticket < 0 && expected == DISAGREED) fail("rank %d: ranks that disagree got through", r->rank);
     if (ticket < 0) return; /* done at once */
     if (next(own) % 8 == 0)
         for (int n = 0; n < 20; n++)
             if (r->core->poll(lane, queue, (uint64_t)ticket) == DONE) return;
     int outcome = r->core->wait(lane, queue, (uint64_t)ticket, A_LONG_TIME);
-    if (outcome != DONE) fail("rank %d: the outcome of a wait is %d", r->rank, outcome);
+    if (outcome != expected) fail("rank %d: the outcome of a wait is %d", r->rank, outcome);
 }
 
 static void *also_waits(void *argument) {
@@ -304,7 +320,7 @@ static void *also_waits(void *argument) {
         if (ticket > 0) r->also_ticket = 0;
         pthread_mutex_unlock(&r->mutex);
         if (ticket < 0) return NULL;
-        wait_for(r, lane, queue, ticket, &own);
+        wait_for(r, lane, queue, ticket, DONE, &own);
     }
 }
 
@@ -333,9 +349,10 @@ static void talk(struct rank *r, int first_lane, int num_lanes, uint64_t stream,
             int at = (int)(next(&own) % (uint64_t)num);
             struct pending *p = &pending[at];
             struct lane *lane = r->lanes[p->call.lane];
-            if (is_observed && p->ticket > 0) let_also_wait(r, lane, p->queue, p->ticket);
-            wait_for(r, lane, p->queue, p->ticket, &own);
-            if (p->call.kind == SEND) wait_for(r, lane, p->queue_of_recv, p->ticket_of_recv, &own);
+            int expected = p->call.is_disputed ? DISAGREED : DONE;
+            if (is_observed && p->ticket > 0 && expected == DONE) let_also_wait(r, lane, p->queue, p->ticket);
+            wait_for(r, lane, p->queue, p->ticket, expected, &own);
+            if (p->call.kind == SEND) wait_for(r, lane, p->queue_of_recv, p->ticket_of_recv, DONE, &own);
             check(p, r->rank);
             discard(p);
             *p = pending[--num];
@@ -353,7 +370,7 @@ static void meet_in_different_calls(struct rank *r) {
     struct lane *lane = r->lanes[2];
     float x = 1;
     uint64_t sum_of_f32 = ALL_REDUCE | UINT64_C(4) << 40, pairs[2 * MAX_SIZE];
-    int64_t ticket = r->rank ? r->core->start(lane, sum_of_f32, &x, &x, 1) : r->core->start(lane, BARRIER, NULL, NULL, 0);
+    int64_t ticket = r->rank ? r->core->start(lane, sum_of_f32, &x, &x, 1, 0) : r->core->start(lane, BARRIER, NULL, NULL, 0, 0);
     if (ticket <= 0) fail("rank %d: ranks that called different things got through", r->rank);
     int outcome = r->core->wait(lane, 0, (uint64_t)ticket, A_LONG_TIME);
     if (outcome != MISMATCH) fail("rank %d: the outcome of a mismatch is %d", r->rank, outcome);
@@ -375,6 +392,7 @@ static void *works_until_the_end(void *argument) {
         if (r->rank == size - 1 && n == 20 && r->core->abort(r->groups[0], text, sizeof text) != 1)
             fail("the first to abort was not the first");
         int outcome = p.ticket < 0 ? DONE : r->core->wait(r->lanes[0], 0, (uint64_t)p.ticket, A_LONG_TIME);
+        if (outcome == DISAGREED && p.call.is_disputed) outcome = DONE;
         if (outcome == DONE) check(&p, r->rank);
         else if (outcome != ABORTED) fail("rank %d: the outcome of an abort is %d", r->rank, outcome);
         /* An aborted rank leaves its memory alone: a peer may still be at it. */

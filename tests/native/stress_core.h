@@ -17,7 +17,7 @@ struct core {
     struct lane *(*lane_open)(struct group *group, void *memory, int num_slots, size_t chunk_bytes,
                               size_t message_bytes);
     void (*lane_close)(struct lane *lane);
-    int64_t (*start)(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel);
+    int64_t (*start)(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel, uint64_t terms);
     int64_t (*start_in_place)(struct lane *lane, uint64_t code, void *base, size_t stride, uint64_t buffer,
                               size_t numel, void *out, size_t from, size_t to);
     int (*poll)(struct lane *lane, int queue_number, uint64_t ticket);

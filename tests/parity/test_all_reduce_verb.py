@@ -88,9 +88,6 @@ def test_shared_memory() -> None:
     assert t.name == "shared memory"
     for program in PROGRAMS:
         program(t)
-    with pytest.raises(CollectiveMismatch, match=r"all_reduce\(mean\) of 2 elements") as caught:
-        sl.all_reduce_(torch.ones(2 + t.rank))
-    assert "all_reduce(mean) of 3 elements" in str(caught.value)
 
 
 @pytest.mark.ranks(2)
@@ -101,12 +98,10 @@ def test_different_verbs_are_told_by_name_with_every_ranks_line_of_code() -> Non
             sl.barrier()
         else:
             sl.all_reduce_(torch.ones(2))
-    line = r"call \d+ on the main lane\), at test_all_reduce_verb\.py:\d+ in test_different_verbs"
+    line = r"at test_all_reduce_verb\.py:\d+ in test_different_verbs"
     text = str(caught.value)
-    assert re.search(rf"rank 0: .*waiting in sl\.barrier \({line}", text), text
-    assert re.search(
-        rf"rank 1: .*waiting in all_reduce\(mean\) of 2 elements, torch.float32 \({line}", text
-    ), text
+    assert re.search(rf"rank 0: sl\.barrier, before the first step, {line}", text), text
+    assert re.search(rf"rank 1: sl\.all_reduce_, before the first step, {line}", text), text
 
 
 @pytest.mark.ranks(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "distinct_tensors",
     "is_dense",
     "is_plain",
+    "mark_written",
     "named_tensors",
     "parts_of",
     "walk",
@@ -179,6 +180,14 @@ def _identity(tensor: Tensor) -> object:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory holds the values one after the other: no strides, no pending conjugation or sign."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Count an in-place change for autograd: a backward through a graph that saved one of them is torch's usual error.
+
+    Inference tensors are in no graph, and have no counter.
+    """
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def is_dense(tensor: Tensor) -> bool:

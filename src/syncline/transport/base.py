@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from syncline.board import Board
+from syncline.errors import CollectiveMismatch
 from syncline.plan.cost import sent_bytes
 
 __all__ = [
     "DONE",
     "REDUCE_OPS",
+    "Disagreement",
     "ReduceOp",
     "Statistics",
     "Team",
@@ -105,6 +107,10 @@ class _Counts:
         self.waited_seconds = 0.0
 
 
+class Disagreement(CollectiveMismatch):
+    """The ranks met in calls with different terms. Nothing was written, and the transport can still be used."""
+
+
 class Work(ABC):
     """One operation under way. Keep it until it has been waited for.
 
@@ -123,6 +129,7 @@ class Work(ABC):
             PeerLost: a rank's process or connection is gone.
             PeerFailed: a rank ended by an exception of its own.
             CollectiveMismatch: the ranks met with different operations or sizes.
+            Disagreement: they did, or their terms differ, and all calls had terms.
         """
 
     @abstractmethod
@@ -239,13 +246,20 @@ class Transport(ABC):
 
     # ------------------------------------------------------------------ what users of a transport call
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, terms: int = 0) -> Work:
         """Reduce `tensor` over all ranks, in place; every rank ends with the same bits.
 
         "mean" of integers is refused (its rounding would be an engine's choice).
+
+        Args:
+            tensor: the same number of elements on all ranks.
+            op: how.
+            terms: for ranks that have not agreed on this call yet: a number other than 0 that must be the same on all.
+                Where all calls that meet have terms, and calls or terms differ, every rank's `Work.wait` raises
+                `Disagreement`, and the transport can still be used. An engine that does not see calls ignores it.
         """
         self._check_reduction(op, tensor)
-        return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op))
+        return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op, terms))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce `input` (size * n elements); rank r ends with the r-th n elements in `output`."""
@@ -278,10 +292,13 @@ class Transport(ABC):
             )
         return self._started("reduce_spans", tensor, self._start_reduce_spans(tensor, bounds, op))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Concatenate the ranks' `input` (n elements each) in rank order into `output` (size * n)."""
+    def all_gather(self, output: Tensor, input: Tensor, *, terms: int = 0) -> Work:
+        """Concatenate the ranks' `input` (n elements each) in rank order into `output` (size * n).
+
+        `terms`: see `all_reduce`.
+        """
         self._check_parts("all_gather", whole=output, part=input)
-        return self._started("all_gather", output, self._start_all_gather(output, input))
+        return self._started("all_gather", output, self._start_all_gather(output, input, terms))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """Copy rank `src`'s `tensor` into every other rank's."""
@@ -432,7 +449,7 @@ class Transport(ABC):
         """Release what the transport owns. Not a collective; safe to call twice."""
 
     @abstractmethod
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work: ...
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work: ...
 
     @abstractmethod
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work: ...
@@ -449,7 +466,7 @@ class Transport(ABC):
         return _ThenCopyWork(work, flat[self.rank * each : (self.rank + 1) * each], part)
 
     @abstractmethod
-    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work: ...
+    def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work: ...
 
     @abstractmethod
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work: ...

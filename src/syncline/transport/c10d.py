@@ -186,7 +186,7 @@ class C10dTransport(Transport):
 
     # ------------------------------------------------------------------ operations
 
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if self.size == 1:
             return self._done_alone()
         wire, finish = _reducible(tensor)
@@ -212,7 +212,7 @@ class C10dTransport(Transport):
             "reduce_scatter", op, input, lambda: group._reduce_scatter_base(part, wire, options), finish
         )
 
-    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+    def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if self.size == 1:
             output.detach().view(-1).copy_(input.detach().view(-1))
             return self._done_alone()

@@ -52,6 +52,8 @@ class Call:
     detail: str = ""
     numel: int | None = None
     dtype: torch.dtype | None = None
+    terms: int = 0
+    """What else the ranks have to agree on; 0 where they have agreed before."""
 
     def agrees_with(self, other: Call) -> bool:
         """Whether two ranks may meet with these calls."""

@@ -125,6 +125,10 @@ class FaultyTransport(Transport):
         return self._inner.name
 
     @property
+    def sees_calls(self) -> bool:
+        return self._inner.sees_calls
+
+    @property
     def control_device(self) -> torch.device:
         return self._inner.control_device
 
@@ -155,8 +159,8 @@ class FaultyTransport(Transport):
     def close(self) -> None:
         self._inner.close()
 
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return self._start("all_reduce", lambda: self._inner.all_reduce(tensor, op))
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
+        return self._start("all_reduce", lambda: self._inner.all_reduce(tensor, op, terms=terms))
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         return self._start("reduce_scatter", lambda: self._inner.reduce_scatter(output, input, op))
@@ -164,8 +168,8 @@ class FaultyTransport(Transport):
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
         return self._start("reduce_spans", lambda: self._inner.reduce_spans(tensor, bounds, op))
 
-    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
-        return self._start("all_gather", lambda: self._inner.all_gather(output, input))
+    def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
+        return self._start("all_gather", lambda: self._inner.all_gather(output, input, terms=terms))
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         return self._start("broadcast", lambda: self._inner.broadcast(tensor, src))

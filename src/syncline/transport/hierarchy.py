@@ -187,7 +187,7 @@ class HierarchicalTransport(Transport):
 
     # ------------------------------------------------------------------ reductions
 
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if not tensor.is_cpu:
             return self._beneath._start_all_reduce(tensor, op)
         return self._start("all_reduce", op, tensor, self._reduction(tensor, op))
@@ -221,7 +221,7 @@ class HierarchicalTransport(Transport):
 
     # ------------------------------------------------------------------ data
 
-    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+    def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if not input.is_cpu:
             return self._beneath._start_all_gather(output, input)
         hosts, up, across, down = self._hosts, self._up, self._across, self._down

@@ -16,6 +16,7 @@ from typing import Any
 
 from syncline.board import MAIN_LANE, Board, Place, Wait, who_is_where
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
+from syncline.transport.base import Disagreement
 from syncline.transport.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks, remedy_for_left
 from syncline.transport.deadlock import stuck_among
 
@@ -57,6 +58,8 @@ class Meeting:
         self.parts: dict[int, Any] = {}
         self.result: Any = None
         self.failure: Failure | None = None
+        self.has_disagreed = False
+        """All called something with terms, but not the same: there is no result, and the ranks go on."""
         self.changed = threading.Condition(lock)
 
     def transition(self, to: State) -> None:
@@ -69,6 +72,11 @@ class Meeting:
     def fail(self, failure: Failure) -> None:
         self.failure = failure
         self.transition(State.FAILED)
+
+    def agrees(self) -> bool:
+        """Whether all who have come called the same."""
+        first, *others = self.calls.values()
+        return all(first.agrees_with(other) for other in others)
 
     def absent(self) -> list[int]:
         return [rank for rank in self.members if rank not in self.calls]
@@ -184,13 +192,17 @@ class MeetingRoom:
             del self._meetings[channel, nth]
             parts = [meeting.parts[member] for member in meeting.members]
             meeting.transition(State.COMPUTING)
+            if not meeting.agrees():
+                meeting.has_disagreed = True
+                meeting.transition(State.DONE)
+                return meeting
         self._compute(meeting, compute, parts)
         return meeting
 
     def _check(self, meeting: Meeting) -> None:
         """Break the group if the calls differ, or if a rank that is gone is needed. Lock held."""
-        first, *others = meeting.calls.values()
-        if not all(first.agrees_with(other) for other in others):
+        first = next(iter(meeting.calls.values()))
+        if not meeting.agrees() and not all(call.terms for call in meeting.calls.values()):
             text = (
                 f"the ranks met in different calls ({meeting.title} of this group of {self.size}):\n"
                 f"{meeting.who_called_what()}\n{self._who_is_where()}\n{SAME_CALLS}"
@@ -240,6 +252,8 @@ class MeetingRoom:
                 waiting.pop(me, None)
             if meeting.failure is not None:
                 raise meeting.failure.on_rank(rank)
+            if meeting.has_disagreed:
+                raise Disagreement(f"{meeting.title}:\n{meeting.who_called_what()}")
             return meeting.result
 
     def _check_that_ranks_can_go_on(self) -> None:

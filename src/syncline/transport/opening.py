@@ -17,6 +17,7 @@ import torch
 from syncline.board import Place
 from syncline.errors import CollectiveMismatch, ContractMismatch
 from syncline.plan.difference import DEFAULT_REMEDY, describe_difference, refusal_of
+from syncline.transport.base import Disagreement
 from syncline.transport.calls import SAME_CALLS
 from syncline.transport.user_code import called_in, user_code
 
@@ -29,6 +30,8 @@ PAYLOAD_BYTES = 72
 """What a record has room for besides the fingerprint."""
 
 _DIGEST_BYTES = 32
+_TERMS = 1
+"""Of a record: what it is about is compared by the ranks, not by the engine."""
 
 
 def fingerprint(title: str, lines: Sequence[str]) -> bytes:
@@ -77,7 +80,10 @@ def exchange(
     )
     before, transport.board.opening = transport.board.opening, title
     try:
-        records = _gathered(transport, record)
+        try:
+            records = _gathered(transport, record)
+        except Disagreement:  # a rank called something else, which it repeats in this form now
+            records = _gathered(transport, record)
     finally:
         transport.board.opening = before
     if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
@@ -90,7 +96,7 @@ def _gathered(transport: Transport, record: bytes) -> list[bytes]:
         return [record]
     mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.control_device)
     everyone = torch.empty(transport.size * len(record), dtype=torch.uint8, device=transport.control_device)
-    transport.all_gather(everyone, mine).wait()
+    transport.all_gather(everyone, mine, terms=_TERMS).wait()
     rows = bytes(everyone.tolist())
     return [rows[r * len(record) : (r + 1) * len(record)] for r in range(transport.size)]
 

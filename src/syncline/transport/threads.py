@@ -165,10 +165,10 @@ class ThreadsTransport(Transport):
                 True  # no more than that: a garbage collector may close a lane and hold the room's lock
             )
 
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if self.size == 1:
             return self._done_alone()
-        call = Call("all_reduce", op, tensor.numel(), tensor.dtype)
+        call = Call("all_reduce", op, tensor.numel(), tensor.dtype, terms)
         return self._start(call, _snapshot(tensor), lambda parts: _reduced(parts, op), tensor)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
@@ -182,11 +182,11 @@ class ThreadsTransport(Transport):
 
         return self._start(call, _snapshot(input), compute, output)
 
-    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+    def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if self.size == 1:
             output.detach().view(-1).copy_(input.detach().view(-1))
             return self._done_alone()
-        call = Call("all_gather", "", input.numel(), input.dtype)
+        call = Call("all_gather", "", input.numel(), input.dtype, terms)
         return self._start(call, _snapshot(input), _concatenated, output)
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from syncline.plan.packing import CAP_BYTES
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.reduction import TensorReducer, check_reducible
-from syncline.sync.tensors import is_plain, named_tensors
-from syncline.transport.base import ReduceOp, Work
+from syncline.sync.tensors import is_plain, mark_written, named_tensors
+from syncline.transport.base import Disagreement, ReduceOp, Transport, Work, reductions_of
 from syncline.verbs.common import Group, refuse_one_copy
 from syncline.world import transport_of
 
@@ -36,8 +37,8 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
     """Reduce `target` over all ranks, in place; every rank ends with the same bits.
 
     Tensors of one dtype and device travel together in few collectives, and no gradient flows through. Names, shapes and
-    dtypes are agreed on before anything is sent. A single tensor on an engine that sees by itself what the ranks call
-    (shared memory) is sent at once.
+    dtypes are agreed on before anything is written. A single tensor on an engine that compares what the ranks call
+    (shared memory) is sent at once, and its shape is compared on the way.
 
     Args:
         target: see `broadcast_`. Of a module parameters and buffers: integer buffers have no mean.
@@ -49,9 +50,10 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
         `target`, or with async_op a handle with `.wait()`.
 
     Raises:
-        ContractMismatch, CollectiveMismatch: the ranks' targets or operations differ; on every rank.
-        TypeError: `target` is or contains something else.
-        ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place.
+        ContractMismatch: the ranks' targets or operations differ; the same text on every rank.
+        TypeError: `target` is or contains something else; on every rank, if only one does so.
+        ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place; on every rank
+            too.
 
     Example:
         >>> import torch, syncline as sl
@@ -59,18 +61,44 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)
-    if transport.sees_calls and type(target) is Tensor and target.is_cpu and target.nbytes <= CAP_BYTES:
-        # Whether it is plain may differ from rank to rank, but not what is sent.
-        if is_plain(target):
-            work = transport.all_reduce(target, op)  # which refuses what cannot be reduced
-            increment_version(target)
-        else:
-            check_reducible(named_tensors(target), op)
-            work = TensorReducer([target], transport, op).start()
+    if transport.sees_calls and _travels_alone(target, op):
+        # The ranks compare the shape on the way; the rest is part of what is called.
+        work = transport.all_reduce(target, op, terms=hash(target.shape) or 1)
         if async_op:
-            return work
-        work.wait()
+            return _Alone(work, target, lambda: _all_reduce(target, op, transport))
+        try:
+            work.wait()
+        except Disagreement:
+            _all_reduce(target, op, transport)
+        else:
+            mark_written([target])
         return target
+    reducer = _agreed(target, op, transport)
+    if async_op:
+        return reducer.start()
+    reducer.run()
+    return target
+
+
+def _travels_alone(target: Any, op: str) -> bool:
+    """Whether a target can be sent as it is; it may differ from rank to rank."""
+    return (
+        type(target) is Tensor
+        and target.layout is torch.strided
+        and not target.is_nested
+        and target.is_cpu
+        and op in reductions_of(target.dtype)
+        and is_plain(target)
+        and target.nbytes <= CAP_BYTES
+    )
+
+
+def _all_reduce(target: Any, op: ReduceOp, transport: Transport) -> None:
+    _agreed(target, op, transport).run()
+
+
+def _agreed(target: Any, op: ReduceOp, transport: Transport) -> TensorReducer:
+    """What reduces `target`, now that all ranks have given the same."""
     tensors: list[Tensor] = []
     lines: list[str] = []
     fault = None
@@ -83,8 +111,35 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
     except Exception as error:
         fault = error
     exchange(transport, "sl.all_reduce_", lines, fault=fault, remedy=_SAME_TREE)
-    reducer = TensorReducer(tensors, transport, op)
-    if async_op:
-        return reducer.start()
-    reducer.run()
-    return target
+    return TensorReducer(tensors, transport, op)
+
+
+class _Alone(Work):
+    """A tensor that travels alone, and without that the ranks had agreed.
+
+    Args:
+        work: the transport's.
+        target: the tensor.
+        again: what to do where the ranks did not call the same.
+    """
+
+    def __init__(self, work: Work, target: Tensor, again: Callable[[], None]) -> None:
+        self._work = work
+        self._target = target
+        self._again: Callable[[], None] | None = again
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        again = self._again
+        if again is None:
+            return
+        try:
+            self._work.wait(timeout_seconds)
+        except Disagreement:
+            self._again = None
+            again()
+        else:
+            self._again = None
+            mark_written([self._target])
+
+    def is_completed(self) -> bool:
+        return self._again is None or self._work.is_completed()

@@ -37,6 +37,7 @@ class Outcome:
     PENDING = 1
     ABORTED = 2
     MISMATCH = 3
+    DISAGREED = 4
 
 
 _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
@@ -48,7 +49,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
     "lane_bytes": (c_size_t, [c_int, c_int, c_size_t, c_size_t]),
     "lane_open": (c_void_p, [c_void_p, c_void_p, c_int, c_size_t, c_size_t]),
     "lane_close": (None, [c_void_p]),
-    "start": (c_int64, [c_void_p, c_uint64, c_void_p, c_void_p, c_size_t]),
+    "start": (c_int64, [c_void_p, c_uint64, c_void_p, c_void_p, c_size_t, c_uint64]),
     "start_in_place": (
         c_int64,
         [c_void_p, c_uint64, c_void_p, c_size_t, c_uint64, c_size_t, c_void_p, c_size_t, c_size_t],

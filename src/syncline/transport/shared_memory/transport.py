@@ -215,16 +215,18 @@ class SharedMemoryTransport(Transport):
 
     # ------------------------------------------------------------------ operations
 
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_all_reduce(tensor, op)
         numel = _core_numel(tensor)
-        if self._regions and (region := self._regions.get(id(tensor))) is not None:
+        if self._regions and not terms and (region := self._regions.get(id(tensor))) is not None:
             code = _CODES[Kind.ALL_REDUCE_IN_PLACE][tensor.dtype, op]
             arguments = (code, *region, numel, 0, 0, 0)
             return self._begin("all_reduce", op, (tensor,), self._start_in_place, *arguments)
         code, pointer = _CODES[Kind.ALL_REDUCE][tensor.dtype, op], tensor.data_ptr()
-        return self._begin("all_reduce", op, (tensor,), self._start_native, code, pointer, pointer, numel)
+        return self._begin(
+            "all_reduce", op, (tensor,), self._start_native, code, pointer, pointer, numel, terms
+        )
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if not input.is_cpu:
@@ -237,7 +239,7 @@ class SharedMemoryTransport(Transport):
             return self._begin("reduce_scatter", op, tensors, self._start_in_place, *arguments)
         code = _CODES[Kind.REDUCE_SCATTER][input.dtype, op]
         return self._begin(
-            "reduce_scatter", op, tensors, self._start_native, code, input.data_ptr(), target, numel
+            "reduce_scatter", op, tensors, self._start_native, code, input.data_ptr(), target, numel, 0
         )
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
@@ -251,7 +253,7 @@ class SharedMemoryTransport(Transport):
         arguments = (code, *region, _core_numel(tensor), target, from_ * width, to * width)
         return self._begin("reduce_spans", op, (tensor,), self._start_in_place, *arguments)
 
-    def _start_all_gather(self, output: Tensor, input: Tensor) -> Work:
+    def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if not input.is_cpu:
             return self._transport_beneath(input)._start_all_gather(output, input)
         arguments = (
@@ -259,6 +261,7 @@ class SharedMemoryTransport(Transport):
             input.data_ptr(),
             output.data_ptr(),
             input.numel(),
+            terms,
         )
         return self._begin("all_gather", "", (input, output), self._start_native, *arguments)
 
@@ -267,25 +270,25 @@ class SharedMemoryTransport(Transport):
             return self._transport_beneath(tensor)._start_broadcast(tensor, src)
         code, pointer = code_of(Kind.BROADCAST, tensor.dtype, peer=src), tensor.data_ptr()
         detail = f"from rank {self._numbers[src]}"
-        arguments = (code, pointer, pointer, tensor.numel())
+        arguments = (code, pointer, pointer, tensor.numel(), 0)
         return self._begin("broadcast", detail, (tensor,), self._start_native, *arguments)
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_send(tensor, dst)
-        arguments = (code_of(Kind.SEND, tensor.dtype, peer=dst), tensor.data_ptr(), 0, tensor.numel())
+        arguments = (code_of(Kind.SEND, tensor.dtype, peer=dst), tensor.data_ptr(), 0, tensor.numel(), 0)
         queue, detail = self.engine_lane.queue_of_sends(dst), f"to rank {self._numbers[dst]}"
         return self._begin("send", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=dst)
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_recv(tensor, src)
-        arguments = (code_of(Kind.RECV, tensor.dtype, peer=src), 0, tensor.data_ptr(), tensor.numel())
+        arguments = (code_of(Kind.RECV, tensor.dtype, peer=src), 0, tensor.data_ptr(), tensor.numel(), 0)
         queue, detail = self.engine_lane.queue_of_receives(src), f"from rank {self._numbers[src]}"
         return self._begin("recv", detail, (tensor,), self._start_native, *arguments, queue=queue, peer=src)
 
     def _start_barrier(self) -> Work:
-        return self._begin("barrier", "", (), self._start_native, Kind.BARRIER, 0, 0, 0)
+        return self._begin("barrier", "", (), self._start_native, Kind.BARRIER, 0, 0, 0, 0)
 
     def _begin(
         self,

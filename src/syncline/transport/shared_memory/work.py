@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from syncline.errors import SynclineError
+from syncline.transport.base import Disagreement
 from syncline.transport.calls import Call, Failure, named_ranks
 from syncline.transport.shared_memory.codes import call_of
 from syncline.transport.shared_memory.library import Outcome, library
@@ -75,21 +76,23 @@ class SharedMemoryWork(WatchedWork):
         wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
         while seconds > 0:
             outcome = wait(handle, queue, ticket, int(min(seconds, _GLANCE_SECONDS) * 1e9))
-            if outcome == Outcome.DONE:
+            gone: Sequence[int] = ()
+            is_broken = False
+            if outcome == Outcome.PENDING:
+                is_broken = self._health.failure is not None
+                gone = () if is_broken else self._transport.peers.gone()
+                if is_broken or gone:  # the last that a peer did may have been to complete this
+                    outcome = wait(handle, queue, ticket, 0)
+            if outcome in (Outcome.DONE, Outcome.DISAGREED):
                 self._end()
+                if outcome == Outcome.DISAGREED:
+                    raise Disagreement(f"{self}: other ranks gave other terms, or called something else")
                 return True
             if outcome != Outcome.PENDING:
                 raise self._ended_by(outcome)
-            if self._health.failure is not None:
+            if is_broken:
                 raise self._health.error()
-            gone = self._transport.peers.gone()
             if gone:
-                outcome = library().poll(handle, queue, ticket)
-                if outcome == Outcome.DONE:  # the last thing that it did was to end this
-                    self._end()
-                    return True
-                if outcome != Outcome.PENDING:  # another survivor was faster
-                    raise self._ended_by(outcome)
                 raise self._health.lost(self, self._transport.numbers_of(gone))
             seconds -= _GLANCE_SECONDS
         if self.elapsed_seconds() > SLICE_SECONDS:

@@ -22,6 +22,11 @@
  * shares of those who are still computing. Sums are taken in rank order whoever takes them: the same bits everywhere,
  * in every run.
  *
+ * Ranks that call different things have lost each other: the lane is of no more use. An operation with terms is one
+ * that they have not agreed on before: its first chunk is compared before anything else is filled, and where calls or
+ * terms differ, and all have terms, this chunk is all that there is of it. Nothing is written, every rank's outcome is
+ * DISAGREED, and the lane goes on.
+ *
  * Nothing blocks but syncline_wait, and that not longer than it is told to.
  */
 
@@ -42,7 +47,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define ABI 2
 
-enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100 };
+enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100, MAX_DISAGREED = 64 };
 enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 4 };
 enum { PIECE_BYTES = 256 * 1024, STRIP_BYTES = 16 * 1024, BLOCK_NUMEL = 1024, SPLIT_RANKS = 4, SPLIT_BYTES = 16384 };
 
@@ -59,7 +64,7 @@ enum kind {
     ALL_REDUCE_IN_PLACE,
     REDUCE_SCATTER_IN_PLACE
 };
-enum outcome { DONE = 0, PENDING = 1, ABORTED = 2, MISMATCH = 3 };
+enum outcome { DONE = 0, PENDING = 1, ABORTED = 2, MISMATCH = 3, DISAGREED = 4 };
 
 /* ------------------------------------------------------------------ kernels */
 
@@ -171,6 +176,7 @@ struct header { /* of a cell: what its rank called */
     uint64_t numel;
     uint64_t chunk;
     uint64_t buffer;
+    uint64_t terms; /* 0 from the second chunk on */
 };
 
 struct channel { /* messages from one rank to another */
@@ -196,6 +202,8 @@ struct operation {
     size_t stride;
     size_t from, to; /* in place: this rank's span of a reduce_scatter, in elements */
     uint64_t buffer;
+    uint64_t terms; /* 0: none */
+    bool has_disagreed;
 };
 
 struct queue { /* of operations in the order in which they were started */
@@ -223,6 +231,9 @@ struct lane {
     uint64_t fill_at, reduce_at, consume_at; /* chunks of all collectives so far */
     struct queue collectives, *sends, *receives; /* the latter by peer */
     uint64_t num_pending_messages;
+    bool is_undecided; /* the last chunk that was filled has terms, and was not compared yet */
+    _Atomic int num_disagreed;
+    uint64_t disagreed[MAX_DISAGREED]; /* tickets that were not waited for yet */
     bool is_mismatched;
     const struct header *mismatch[2]; /* of a message: mine and the peer's */
     struct header mine;
@@ -344,7 +355,7 @@ static void copy_in(struct lane *lane, const struct operation *o, char *data) {
 
 static bool fill(struct lane *lane) {
     struct queue *queue = &lane->collectives;
-    if (queue->num_filled == queue->num_started) return false;
+    if (queue->num_filled == queue->num_started || lane->is_undecided) return false;
     uint64_t at = lane->fill_at;
     struct slot *slot = slot_of(lane, at);
     if (at >= (uint64_t)lane->num_slots &&
@@ -357,6 +368,8 @@ static bool fill(struct lane *lane) {
     header->numel = o->numel;
     header->chunk = o->num_filled;
     header->buffer = o->buffer;
+    header->terms = o->num_filled ? 0 : o->terms;
+    lane->is_undecided = header->terms != 0;
     copy_in(lane, o, (char *)(header + 1));
     if (++o->num_filled == o->num_chunks) queue->num_filled++;
     lane->fill_at++;
@@ -371,10 +384,26 @@ static bool all_called_the_same(struct lane *lane, uint64_t at) {
     for (int r = 0; r < lane->group->size; r++) {
         const struct header *other = (const struct header *)cell_of(lane, at, r);
         if (other->code != mine->code || other->numel != mine->numel || other->chunk != mine->chunk ||
-            other->buffer != mine->buffer)
+            other->buffer != mine->buffer || other->terms != mine->terms)
             return false;
     }
     return true;
+}
+
+static bool all_have_terms(struct lane *lane, uint64_t at) {
+    for (int r = 0; r < lane->group->size; r++)
+        if (!((const struct header *)cell_of(lane, at, r))->terms) return false;
+    return true;
+}
+
+/* The ranks do not agree on an operation, of which none has filled more than the first chunk. */
+static void give_up(struct lane *lane, struct operation *o) {
+    o->has_disagreed = true;
+    o->is_split = false;
+    if (o->num_chunks > 1) {
+        o->num_chunks = 1;
+        lane->collectives.num_filled++;
+    }
 }
 
 /* Where every rank's chunk lies: this rank's own in its tensor, which is warm in its cache, unless misaligned. */
@@ -442,11 +471,16 @@ static bool reduce_next(struct lane *lane) {
     if (at == lane->fill_at || lane->is_mismatched) return false;
     struct slot *slot = slot_of(lane, at);
     if (atomic_load_explicit(&slot->arrived, memory_order_acquire) < all_of(lane, at)) return false;
-    if (!all_called_the_same(lane, at)) {
-        lane->is_mismatched = true;
-        return false;
-    }
     struct operation *o = operation_at(queue, queue->num_reduced);
+    if (!all_called_the_same(lane, at)) {
+        /* More of these than are ever waited for, and nobody would be told. */
+        if (!all_have_terms(lane, at) || lane->num_disagreed == MAX_DISAGREED) {
+            lane->is_mismatched = true;
+            return false;
+        }
+        give_up(lane, o);
+    }
+    if (((const struct header *)cell_of(lane, at, lane->group->rank))->terms) lane->is_undecided = false;
     if (o->is_split) reduce_own_part(lane, o, at);
     if (o->kind == REDUCE_SCATTER_IN_PLACE) reduce_own_span(lane, o);
     if (++o->num_reduced == o->num_chunks) queue->num_reduced++;
@@ -462,7 +496,7 @@ static void copy_out(struct lane *lane, const struct operation *o, uint64_t at) 
     size_t numel = chunk_numel(o, o->num_consumed), from = chunk_from(o, o->num_consumed) * o->itemsize;
     size_t bytes = numel * o->itemsize;
     const void *sources[MAX_RANKS];
-    if (bytes == 0) return;
+    if (bytes == 0 || o->has_disagreed) return;
     switch (o->kind) {
     case ALL_REDUCE:
         if (!o->is_split) {
@@ -518,7 +552,11 @@ static bool consume(struct lane *lane, bool is_waiting) {
         atomic_store_explicit(&slot->claimed, 0, memory_order_relaxed);
         atomic_store_explicit(&slot->done, 0, memory_order_relaxed);
     }
-    if (is_operation_complete) atomic_fetch_add(&queue->num_completed, 1);
+    if (is_operation_complete) {
+        if (o->has_disagreed)
+            lane->disagreed[lane->num_disagreed++] = atomic_load_explicit(&queue->num_completed, memory_order_relaxed) + 1;
+        atomic_fetch_add(&queue->num_completed, 1);
+    }
     return true;
 }
 
@@ -638,13 +676,32 @@ static bool has_completed(struct queue *queue, uint64_t ticket) {
     return atomic_load_explicit(&queue->num_completed, memory_order_acquire) >= ticket;
 }
 
+/* Whether the ranks disagreed on a collective that has completed. The lane is locked. */
+static bool has_disagreed(struct lane *lane, uint64_t ticket, bool forget) {
+    for (int i = 0; i < lane->num_disagreed; i++)
+        if (lane->disagreed[i] == ticket) {
+            if (forget) lane->disagreed[i] = lane->disagreed[--lane->num_disagreed];
+            return true;
+        }
+    return false;
+}
+
+static enum outcome outcome_of(struct lane *lane, struct queue *queue, uint64_t ticket, bool forget) {
+    if (queue != &lane->collectives || !lane->num_disagreed) return DONE;
+    pthread_mutex_lock(&lane->mutex);
+    bool have_disagreed = has_disagreed(lane, ticket, forget);
+    pthread_mutex_unlock(&lane->mutex);
+    return have_disagreed ? DISAGREED : DONE;
+}
+
 /* One look: do what can be done, and say how things stand. A last look before sleeping has to be one's own; otherwise
- * it will do that another thread is at it. */
+ * it will do that another thread is at it. After an abort as well: what all had come for before it is completed, and
+ * who has seen the abort before the look sees all that came before the abort. */
 static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket, bool is_last, bool *has_moved) {
     *has_moved = false;
     if (has_completed(queue, ticket)) return DONE;
-    bool is_mismatched = false;
-    if (is_last ? !pthread_mutex_lock(&lane->mutex) : !pthread_mutex_trylock(&lane->mutex)) {
+    bool is_mismatched = false, was_aborted = is_aborted(lane->group);
+    if (is_last || was_aborted ? !pthread_mutex_lock(&lane->mutex) : !pthread_mutex_trylock(&lane->mutex)) {
         *has_moved = progress(lane, true);
         is_mismatched = lane->is_mismatched;
         pthread_mutex_unlock(&lane->mutex);
@@ -653,7 +710,7 @@ static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket
     }
     if (has_completed(queue, ticket)) return DONE;
     if (is_mismatched) return MISMATCH;
-    return is_aborted(lane->group) ? ABORTED : PENDING;
+    return was_aborted ? ABORTED : PENDING;
 }
 
 /* ------------------------------------------------------------------ what is called from outside */
@@ -788,6 +845,7 @@ static uint64_t start(struct lane *lane, int queue_number, const struct operatio
             progress(lane, false);
             *is_done = has_completed(queue, ticket);
         }
+    if (*is_done && o->terms) *is_done = !has_disagreed(lane, ticket, false);
     pthread_mutex_unlock(&lane->mutex);
     return ticket;
 }
@@ -816,13 +874,16 @@ static struct operation decoded(const struct lane *lane, uint64_t code, size_t n
 
 /* Begin an operation and do what can be done of it at once.
  *
- * numel: elements of the tensor, or of one rank's part where there are parts. Returns a ticket above 0 to wait for;
- * negative where it was done at once (minus the ticket); 0 where memory is exhausted.
+ * numel: elements of the tensor, or of one rank's part where there are parts. terms: of a collective, what else the
+ * ranks have to agree on; 0 where they must have agreed before. Returns a ticket above 0 to wait for; negative where it
+ * was done at once (minus the ticket); 0 where memory is exhausted.
  */
-EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel) {
+EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel,
+                              uint64_t terms) {
     struct operation o = decoded(lane, code, numel);
     o.in = in;
     o.out = out;
+    o.terms = terms;
     int queue = 0;
     if (o.kind == SEND) queue = 1 + o.peer;
     if (o.kind == RECV) queue = 1 + lane->group->size + o.peer;
@@ -851,16 +912,14 @@ EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *b
 /* Whether an operation is done, or why it never will be; does what can be done. Never blocks. */
 EXPORT int syncline_poll(struct lane *lane, int queue_number, uint64_t ticket) {
     bool has_moved, has_foreign;
-    enum outcome outcome = look(lane, queue_of(lane, queue_number), ticket, false, &has_moved);
+    struct queue *queue = queue_of(lane, queue_number);
+    enum outcome outcome = look(lane, queue, ticket, false, &has_moved);
     if (outcome == PENDING && !has_moved) progress_others(lane, &has_foreign);
-    return outcome;
+    return outcome == DONE ? outcome_of(lane, queue, ticket, false) : outcome;
 }
 
-/* Wait for an operation: 0 when it is done, 1 when the time is up, 2 when the group was aborted, 3 when the ranks
- * called different things (see syncline_called). Spins first, then yields the processor, then sleeps. */
-EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, uint64_t timeout_nanoseconds) {
+static enum outcome wait_for(struct lane *lane, struct queue *queue, uint64_t ticket, uint64_t timeout_nanoseconds) {
     struct group *group = lane->group;
-    struct queue *queue = queue_of(lane, queue_number);
     _Atomic uint32_t *doorbell = &group->memory->doorbells[group->rank].num_rings;
     counter *sleeping = &group->memory->sleeping[group->rank / 64];
     uint64_t bit = UINT64_C(1) << (group->rank % 64);
@@ -882,7 +941,7 @@ EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, u
         uint64_t now = now_nanoseconds();
         if (!began) began = now;
         if (!spin_from) spin_from = now;
-        if (now - began >= timeout_nanoseconds) return PENDING;
+        if (now - began >= timeout_nanoseconds) return look(lane, queue, ticket, true, &has_moved);
         if (now - spin_from < group->spin_nanoseconds) continue;
         if (progress_others(lane, &has_foreign)) continue;
         if (num_yields++ < group->num_yields) {
@@ -902,6 +961,15 @@ EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, u
         num_looks = num_yields = 0;
         spin_from = 0;
     }
+}
+
+/* Wait for an operation: 0 when it is done, 1 when the time is up, 2 when the group was aborted, 3 when the ranks
+ * called different things (see syncline_called), 4 when they did not agree on its terms, of which only the first wait
+ * is told. Spins first, then yields the processor, then sleeps. */
+EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, uint64_t timeout_nanoseconds) {
+    struct queue *queue = queue_of(lane, queue_number);
+    enum outcome outcome = wait_for(lane, queue, ticket, timeout_nanoseconds);
+    return outcome == DONE ? outcome_of(lane, queue, ticket, true) : outcome;
 }
 
 /* End the group: every wait on it returns 2. The first text stays; returns whether it was this one. */
