@@ -433,3 +433,81 @@ def test_a_rule_of_sleeping_that_is_broken_is_noticed(meeting: str, broken: str)
     model = replace(MEETINGS[meeting], broken=broken)
     with pytest.raises(BrokenError, match="nobody can go on"):
         explore(model.start(), model.steps, model.is_end)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- completed, then aborted
+
+
+@dataclass(frozen=True)
+class Ending:
+    has_arrived: bool = False
+    """The last of the others; now the operation can be completed."""
+    is_aborted: bool = False
+    is_completed: bool = False
+    holder: str = ""
+    """Which thread of the waiting rank holds the lane."""
+    helper_at: str = "lock"
+    looker_at: str = "read"
+    has_read: bool = False
+    outcome: str = ""
+
+
+@dataclass(frozen=True)
+class AbortModel:
+    """A rank waits, by a thread that looks, while another one helps now and then; a peer arrives, and then aborts.
+
+    What all had come for before the abort is done, whoever looks when.
+    """
+
+    broken: str = ""
+
+    def is_end(self, state: Ending) -> bool:
+        return bool(state.outcome)
+
+    def steps(self, state: Ending) -> Iterator[Ending]:
+        if state.outcome == "aborted" and state.has_arrived:
+            raise BrokenError(f"an operation that all had come for was aborted: {state}")
+        if not state.has_arrived and not state.is_aborted:
+            yield replace(state, has_arrived=True)
+        if not state.is_aborted:  # whether it has arrived or not
+            yield replace(state, is_aborted=True)
+        yield from self.help(state)
+        if not state.outcome:
+            yield from self.look(state)
+
+    def help(self, state: Ending) -> Iterator[Ending]:
+        if state.helper_at == "lock" and not state.holder:
+            yield replace(state, holder="helper", helper_at="progress")
+        if state.helper_at == "progress":
+            yield replace(state, is_completed=state.is_completed or state.has_arrived, helper_at="unlock")
+        if state.helper_at == "unlock":
+            yield replace(state, holder="", helper_at="lock")
+
+    def look(self, state: Ending) -> Iterator[Ending]:
+        reads_last = self.broken == "looked for the abort last"
+        if state.looker_at == "read":
+            yield replace(state, has_read=state.is_aborted and not reads_last, looker_at="lock")
+        if state.looker_at == "lock":
+            if not state.holder:
+                yield replace(state, holder="looker", looker_at="progress")
+            elif not state.has_read or self.broken == "did not wait for the lock":
+                yield replace(state, looker_at="decide")
+        if state.looker_at == "progress":
+            yield replace(state, is_completed=state.is_completed or state.has_arrived, looker_at="unlock")
+        if state.looker_at == "unlock":
+            yield replace(state, holder="", looker_at="decide")
+        if state.looker_at == "decide":
+            outcome = "aborted" if (state.is_aborted if reads_last else state.has_read) else ""
+            yield replace(state, outcome="done" if state.is_completed else outcome, looker_at="read")
+
+
+def test_what_all_had_come_for_is_done_before_the_abort_counts() -> None:
+    model = AbortModel()
+    assert explore(Ending(), model.steps, model.is_end) > 30  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("broken", ["looked for the abort last", "did not wait for the lock"])
+def test_an_abort_that_overtakes_is_noticed(broken: str) -> None:
+    model = AbortModel(broken)
+    with pytest.raises(BrokenError):
+        explore(Ending(), model.steps, model.is_end)  # type: ignore[arg-type]

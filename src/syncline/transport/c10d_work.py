@@ -73,11 +73,21 @@ class C10dWork(WatchedWork):
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
+    def _has_succeeded(self) -> bool:
+        # A backend has threads of its own: what a peer sent before it failed may still be on its way.
+        work = self._work
+        try:
+            if work is not None:
+                work.wait(_SLICE)
+        except RuntimeError:
+            return False
+        return True
+
     def _ends_within(self, seconds: float) -> bool:
         health, work = self._health, self._work
         if work is None:  # another thread has waited for it
             return True
-        if health.failure is not None and not work.is_completed():
+        if health.failure is not None and not self._has_succeeded():
             raise health.error()
         try:
             work.wait(_SLICE if seconds == SLICE_SECONDS else _at_least_a_millisecond(seconds))

@@ -94,6 +94,10 @@ class PhasedWork(WatchedWork):
         if self._health.failure is None:
             self._health.fail(Failure(SynclineError, f"{self}: {error}"))
 
+    def _has_succeeded(self) -> bool:
+        under_way.drive()
+        return self.is_done
+
     def _ends_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while True:

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from syncline.board import Wait
+from syncline.errors import SynclineError
 from syncline.transport.base import Work
 from syncline.transport.calls import Call
 from syncline.transport.health import Health, Lane
@@ -148,6 +149,10 @@ class WatchedWork(Work):
         return str(self.as_wait())
 
     @abstractmethod
+    def _has_succeeded(self) -> bool:
+        """Whether the operation is done, at a last look, now that something has failed. Never raises."""
+
+    @abstractmethod
     def _ends_within(self, seconds: float) -> bool:
         """Wait for at most so long; whether the operation is done. Raises what ended it."""
 
@@ -160,7 +165,12 @@ class WatchedWork(Work):
                 remaining_seconds = deadline - time.monotonic()
                 if remaining_seconds <= 0:
                     raise self._health.timed_out(self)
-                long_wait.look_around()
+                try:
+                    long_wait.look_around()
+                except SynclineError:
+                    if self._has_succeeded():  # what failed came later
+                        return
+                    raise
                 if self._ends_driving(min(remaining_seconds, SLICE_SECONDS)):
                     return
 

@@ -76,28 +76,37 @@ class SharedMemoryWork(WatchedWork):
         wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
         while seconds > 0:
             outcome = wait(handle, queue, ticket, int(min(seconds, _GLANCE_SECONDS) * 1e9))
-            gone: Sequence[int] = ()
-            is_broken = False
-            if outcome == Outcome.PENDING:
-                is_broken = self._health.failure is not None
-                gone = () if is_broken else self._transport.peers.gone()
-                if is_broken or gone:  # the last that a peer did may have been to complete this
-                    outcome = wait(handle, queue, ticket, 0)
-            if outcome in (Outcome.DONE, Outcome.DISAGREED):
-                self._end()
-                if outcome == Outcome.DISAGREED:
-                    raise Disagreement(f"{self}: other ranks gave other terms, or called something else")
-                return True
             if outcome != Outcome.PENDING:
-                raise self._ended_by(outcome)
-            if is_broken:
-                raise self._health.error()
-            if gone:
-                raise self._health.lost(self, self._transport.numbers_of(gone))
+                return self._ended(outcome)
+            is_broken = self._health.failure is not None
+            gone = () if is_broken else self._transport.peers.gone()
+            if is_broken or gone:
+                if self._has_succeeded():  # the last that a peer did was to complete this
+                    return True
+                raise self._health.error() if is_broken else self._lost(gone)
             seconds -= _GLANCE_SECONDS
         if self.elapsed_seconds() > SLICE_SECONDS:
             self._warn_of(self._transport.numbers_of(self._transport.peers.stopped()))
         return False
+
+    def _has_succeeded(self) -> bool:
+        if library().wait(self._engine_lane.handle, self._queue, self._ticket, 0) == Outcome.DONE:
+            self._end()
+        return not self._ticket
+
+    def _lost(self, gone: Sequence[int]) -> SynclineError:
+        outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
+        if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another survivor was faster
+            return self._ended_by(outcome)
+        return self._health.lost(self, self._transport.numbers_of(gone))
+
+    def _ended(self, outcome: int) -> bool:
+        if outcome not in (Outcome.DONE, Outcome.DISAGREED):
+            raise self._ended_by(outcome)
+        self._end()
+        if outcome == Outcome.DISAGREED:
+            raise Disagreement(f"{self}: other ranks gave other terms, or called something else")
+        return True
 
     def _ended_by(self, outcome: int) -> SynclineError:
         health = self._health
