@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -65,13 +66,12 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
         # The ranks compare the shape on the way; the rest is part of what is called.
         work = transport.all_reduce(target, op, terms=hash(target.shape) or 1)
         if async_op:
-            return _Alone(work, target, lambda: _all_reduce(target, op, transport))
-        try:
+            return _Alone(work, target, lambda: _agreed(target, op, transport).run())
+        with suppress(Disagreement):
             work.wait()
-        except Disagreement:
-            _all_reduce(target, op, transport)
-        else:
             mark_written([target])
+            return target
+        _agreed(target, op, transport).run()
         return target
     reducer = _agreed(target, op, transport)
     if async_op:
@@ -91,10 +91,6 @@ def _travels_alone(target: Any, op: str) -> bool:
         and is_plain(target)
         and target.nbytes <= CAP_BYTES
     )
-
-
-def _all_reduce(target: Any, op: ReduceOp, transport: Transport) -> None:
-    _agreed(target, op, transport).run()
 
 
 def _agreed(target: Any, op: ReduceOp, transport: Transport) -> TensorReducer:
@@ -132,14 +128,13 @@ class _Alone(Work):
         again = self._again
         if again is None:
             return
-        try:
+        with suppress(Disagreement):
             self._work.wait(timeout_seconds)
-        except Disagreement:
-            self._again = None
-            again()
-        else:
-            self._again = None
             mark_written([self._target])
+            again = None
+        self._again = None
+        if again is not None:
+            again()
 
     def is_completed(self) -> bool:
         return self._again is None or self._work.is_completed()
