@@ -13,8 +13,10 @@ Gloo cannot tell ranks that they called different things: sizes that do not fit 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
@@ -60,6 +62,7 @@ _MOVED_AS_THEY_ARE = {
     torch.int64,
 }
 _FALLBACK_TIMEOUT_SECONDS = 1800.0
+_DESTROY_SECONDS = 1.0
 _SPLIT = struct.Struct("<?q8s")
 """What a rank says at a split: whether it takes part, its color, a random number that may name the group."""
 
@@ -293,6 +296,7 @@ class C10dTransport(Transport):
         self.health.lanes.append(lane.own_lane)
         self._lanes.append(lane)
         lane._start_barrier().wait()  # a rank that closed it at once would cut off others that still connect
+        lane.forget_addresses()
         return lane
 
     def lane_among(self, ranks: list[int], name: str, token: bytes) -> C10dTransport:
@@ -336,6 +340,7 @@ class C10dTransport(Transport):
         child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
         child._owns_group = True
         child._start_barrier().wait()
+        child.forget_addresses()
         return child
 
     def _part_of_one(self) -> Transport:
@@ -374,6 +379,12 @@ class C10dTransport(Transport):
         }
         return group
 
+    def forget_addresses(self) -> None:
+        """Delete from the store what only served to connect. All ranks of the group must be connected."""
+        for device in self._backends:
+            with contextlib.suppress(RuntimeError):  # not every store can
+                self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")
+
     def abort(self, reason: str) -> None:
         self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
@@ -391,11 +402,35 @@ class C10dTransport(Transport):
             self._lanes.remove(self)
             if self.own_lane in self.health.lanes:
                 self.health.lanes.remove(self.own_lane)
-        if self._owns_group and group in distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)
+        if self._owns_group and group is not None:
+            self.own_lane.group = None
+            groups = [group]
+            del group
+            _destroy(groups)
 
 
 # ---------------------------------------------------------------------- what a group is made of
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy a group of ours, of which the caller keeps no reference.
+
+    Its destructor waits for operations under way, so for ranks that perhaps never join them: not on this thread, which
+    may be one that only frees a wrapper.
+    """
+
+    def destroy() -> None:
+        if groups[0] in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(groups[0])
+        groups.clear()
+
+    thread = threading.Thread(target=destroy, name="syncline destroys a group", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending
+        destroy()
+    else:
+        thread.join(_DESTROY_SECONDS)
 
 
 def _group_name(token: bytes) -> str:

@@ -147,6 +147,8 @@ class HierarchicalTransport(Transport):
             self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
         # A rank that closed it before all are here would cut off others that still connect.
         _raise_if_any(beneath, trouble)
+        if self._across is not None:
+            self._across.forget_addresses()
 
     @staticmethod
     def over(beneath: C10dTransport, *, host: str = "") -> Transport:
@@ -390,6 +392,8 @@ class HierarchicalTransport(Transport):
             self.health.close()  # the peers know that this is no accident before they lose the connection
         for lane in list(self._lanes) if is_main else []:
             lane.close()
+        if self in self._lanes:
+            self._lanes.remove(self)
         for part in (self._up, self._down, self._across, self._inside if is_main else None):
             if part is not None:
                 part.close()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
+import weakref
+from typing import Any
 
 from syncline.errors import SynclineError
 from syncline.transport.shared_memory.room import available_bytes
@@ -17,31 +20,50 @@ from syncline.transport.shared_memory.room import available_bytes
 __all__ = ["SharedMemory"]
 
 _MADV_POPULATE_WRITE = 23
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _RESERVE_BYTES = 64 * 1024 * 1024
 """What is left for others when memory is short."""
 
 
+@functools.cache
+def _libc() -> Any:
+    """Python's own mmap keeps a duplicate of the descriptor open (until 3.13), one for each mapping."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
+    libc.munmap.restype, libc.munmap.argtypes = number, [pointer, size]
+    libc.madvise.restype, libc.madvise.argtypes = number, [pointer, size, number]
+    return libc
+
+
 class SharedMemory:
-    """A mapping of a memfd; unmapped when the last who uses it is gone.
+    """A mapping of a memfd.
 
     Args:
         file_descriptor: of the memfd; belongs to this object from now on.
         num_bytes: its size.
+
+    Attributes:
+        map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when it is freed.
+        address: of the first byte.
     """
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._file_descriptor = file_descriptor
-        try:
-            self.map = mmap.mmap(file_descriptor, num_bytes)
-        except (OSError, ValueError) as error:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, file_descriptor, 0)
+        if address == _MAP_FAILED:
+            reason = os.strerror(ctypes.get_errno())
             self.release_file()
-            raise SynclineError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
+            raise SynclineError(f"cannot map {num_bytes} bytes of shared memory: {reason}")
+        self.address: int = address
+        self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
+        weakref.finalize(self.map, _libc().munmap, address, num_bytes).atexit = False
         if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
-                self.map.madvise(mmap.MADV_HUGEPAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+                self._advise(mmap.MADV_HUGEPAGE, 0, num_bytes)
 
     @staticmethod
     def create(num_bytes: int) -> SharedMemory:
@@ -76,13 +98,17 @@ class SharedMemory:
         _check_room(to - from_)  # this rank's limit may be another one than rank 0's
         try:
             try:
-                self.map.madvise(_MADV_POPULATE_WRITE, from_, to - from_)
-            except (OSError, ValueError):  # before Linux 5.14, or no memory: this says which
+                self._advise(_MADV_POPULATE_WRITE, from_, to - from_)
+            except OSError:  # before Linux 5.14, or no memory: this says which
                 os.posix_fallocate(self._file_descriptor, from_, to - from_)
         except OSError as error:
             raise SynclineError(
                 f"cannot get {(to - from_) / 1e6:.1f} MB of shared memory: {error.strerror}"
             ) from error
+
+    def _advise(self, advice: int, offset: int, num_bytes: int) -> None:
+        if _libc().madvise(self.address + offset, num_bytes, advice):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def release_file(self) -> None:
         """Close the descriptor; the mapping stays."""

@@ -453,6 +453,8 @@ class SharedMemoryTransport(Transport):
         if self.own_lane.name != MAIN_LANE:
             if self.own_lane in self.health.lanes:
                 self.health.lanes.remove(self.own_lane)
+            if self in self._lanes:  # which kept its memory mapped
+                self._lanes.remove(self)
             return
         for lane in self._lanes:
             lane._handle = None
