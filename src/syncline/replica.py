@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from syncline.sync.outputs import tensors_in, when_backward_reaches
 from syncline.sync.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.sync.selection import Selection, select
 from syncline.sync.stop_vote import StopVote, Told
+from syncline.sync.weak_methods import weakly as _weakly
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 from syncline.wrapping import (
@@ -734,14 +735,3 @@ _KEPT = frozenset(
         "_equal_after_backward",
     }
 )
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of a bound method that does not keep its object alive; nothing happens when that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        target = reference()
-        return None if target is None else target(*args)
-
-    return call

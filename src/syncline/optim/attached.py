@@ -6,7 +6,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from syncline.optim.state import gather_state, share_state, slice_state
 from syncline.plan.shards import Piece, pieces_of
 from syncline.sync.part import whole_of
 from syncline.sync.share import Shard, Share
+from syncline.sync.weak_methods import unbound, weakly_bound
 from syncline.transport.base import Transport
 
 __all__ = ["AttachedShards", "is_sharded"]
@@ -65,7 +65,7 @@ class AttachedShards:
         find_together: Callable[[Tensor], None],
         around_step: Callable[[AttachedShards, Callable[[], Any]], Any],
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self.whole = whole
         self.shards: list[Shard] = []
         self._names = names
@@ -91,7 +91,7 @@ class AttachedShards:
         self.shares = [share for share in shares if not set(share.plan.parameters).isdisjoint(self.group_of)]
         """Of the buckets that this optimizer steps something of."""
         self.members = [p for share in self.shares for p in share.members]
-        self._native_load = optimizer.load_state_dict
+        self._native_load = unbound(optimizer, optimizer.load_state_dict)
         self._put_methods(around_step)
         _sharded.add(optimizer)
         given = {index: optimizer.state.get(self._parameter(index), {}) for index in self.group_of}
@@ -107,6 +107,13 @@ class AttachedShards:
         self.cut()
         for shard, state in self._sliced(given):
             optimizer.state[shard.parameter] = state
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one whose methods call this; they alone keep this object once the wrapper is gone."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     def _parameter(self, index: int) -> Tensor:
         flat = [p for group in self.groups for p in group]
@@ -154,7 +161,7 @@ class AttachedShards:
 
     def _put_methods(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
         optimizer: Any = self.optimizer
-        inner_step, inner_zero = optimizer.step, optimizer.zero_grad
+        inner_step, inner_zero = unbound(optimizer, optimizer.step), unbound(optimizer, optimizer.zero_grad)
 
         @functools.wraps(inner_step)
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
@@ -163,14 +170,14 @@ class AttachedShards:
                     "with sharded=True step() takes no closure, for all backwards must be over before anyone writes "
                     "the parameters: run the backward, then step()"
                 )
-            return around_step(self, functools.partial(inner_step, **kwargs))
+            return around_step(self, functools.partial(inner_step, self_, **kwargs))
 
         @functools.wraps(inner_zero)
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
             for group in self.groups:
                 for parameter in group:
                     parameter.grad = None
-            inner_zero(set_to_none=True)
+            inner_zero(self_, set_to_none=True)
 
         @functools.wraps(optimizer.state_dict)
         def state_dict(self_: Optimizer) -> dict[str, Any]:
@@ -190,9 +197,8 @@ class AttachedShards:
             )
 
         for method in (step, zero_grad, state_dict, share_state_dict, load_state_dict, add_param_group):
-            # Who looks for the signature (a GradScaler does) would take off `self` once too often.
             method.__dict__.pop("__wrapped__", None)
-            setattr(optimizer, method.__name__, MethodType(method, optimizer))
+            setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
 
     def release(self, successor: str) -> None:
         """Let go of the optimizer, of which nothing can be used any more.
@@ -217,7 +223,6 @@ class AttachedShards:
             group["params"] = parameters
         optimizer.state.clear()
         self.shards = []
-        del self.optimizer, self._native_load  # or it would be alive until the garbage collector comes
 
     def use_plain_gradients(self) -> None:
         """Let the optimizer's kernels see plain tensors, and nothing where nothing counts."""
@@ -307,7 +312,7 @@ class AttachedShards:
             for position, its_id in enumerate(ids)
             if position not in trained and its_id in state_dict["state"]
         }
-        self._native_load({"state": packed, "param_groups": groups})
+        self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
         share_of = {share.plan.index: share for share in self._shares}

@@ -24,6 +24,7 @@ from syncline.optim.kinds import is_elementwise
 from syncline.plan.shards import bounds_of
 from syncline.sync.one_copy import OneCopy, one_copy_of, remember_one_copy
 from syncline.sync.share import Share
+from syncline.sync.weak_methods import weakly
 from syncline.transport.base import Transport
 
 __all__ = ["Sharding"]
@@ -115,7 +116,7 @@ class Sharding:
             lane=self._lane,
             whole=whole,
             by_parameter=self._by_parameter,
-            find_together=self._find_together,
+            find_together=weakly(self._find_together),
             around_step=self._around_step,
         )
         self.optimizers.append(attached)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import SynclineError
 from syncline.sync.optimizers import parameters_of
+from syncline.sync.weak_methods import unbound, weakly_bound
 from syncline.words import format_count
 
 __all__ = ["AttachedOptimizer", "settings_of", "to_replace"]
@@ -138,48 +139,25 @@ def _link_of(optimizer: Optimizer) -> _Link:
         if link.replaced_by or link.attached() is None:
             return link
         link = getattr(link.inner, _LINK, None)
-    link = _Link(_without(optimizer, inner))
+    link = _Link(unbound(optimizer, inner))
     optimizer.step = _bound(optimizer, link, inner)  # type: ignore[method-assign]
     return link
 
 
-def _without(optimizer: Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A step as a function of the optimizer, of which it keeps no reference."""
-    if getattr(inner, "__self__", None) is optimizer:
-        own: Callable[..., Any] = inner.__func__  # type: ignore[attr-defined]
-        return own
+def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the place of `optimizer.step`."""
 
     @functools.wraps(inner)
     def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
-
-    return step
-
-
-def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the place of `optimizer.step`: like a bound method, but without a reference to the optimizer.
-
-    With one, the optimizer and its state would stay in memory until the garbage collector comes.
-    """
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(inner)
-    def unbound(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return link.step(self_, *args, **kwargs)
 
-    @functools.wraps(inner)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        owner = reference()
-        assert owner is not None, "whose step is called exists"
-        return unbound(owner, *args, **kwargs)
-
-    for function in (unbound, step):
-        del function.__wrapped__
+    del step.__wrapped__
+    bound: Any = weakly_bound(optimizer, step)
+    for function in (step, bound):
         setattr(function, _LINK, link)
-    found: Any = step
-    found.__signature__ = inspect.signature(inner)  # a GradScaler looks for a parameter
-    found.__func__ = unbound
-    return step
+    bound.__signature__ = inspect.signature(inner)  # a GradScaler looks for a parameter
+    own: Callable[..., Any] = bound
+    return own
 
 
 class _Evaluated:

@@ -1,0 +1,67 @@
+"""Methods that do not keep their object alive.
+
+A bound method in an object's own `__dict__` is a reference cycle: the object would stay in memory, and what it has
+mapped, until the garbage collector runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["unbound", "weakly", "weakly_bound"]
+
+
+def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` of `owner` as a function of the owner; where it is a bound method, it keeps no reference."""
+    if getattr(method, "__self__", None) is owner:
+        own: Callable[..., Any] = method.__func__  # type: ignore[attr-defined]
+        return own
+
+    @functools.wraps(method)
+    def function(owner_: object, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
+
+
+def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
+    """Return what `MethodType(function, owner)` would be, `__func__` and signature included, but for `__self__`.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> layer.double_of = weakly_bound(layer, lambda self, x: 2 * x)
+        >>> layer.double_of(21)
+        42
+    """
+    reference = weakref.ref(owner)
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        assert found is not None, "whose method is called exists"
+        return function(found, *args, **kwargs)
+
+    bound: Any = method
+    del (
+        bound.__wrapped__
+    )  # who looks for a signature would follow it, and find the owner among the parameters
+    signature = inspect.signature(function)
+    bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    bound.__func__ = function
+    return bound
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a bound method that does not keep its object alive; without the object it does nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = reference()
+        return None if target is None else target(*args)
+
+    return call
