@@ -424,8 +424,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         """Let `hook(state, bucket)` reduce each bucket in place of all_reduce, as in torch.
 
         The hook gets undivided gradients (a `GradBucket` with torch's methods), divides by itself, and returns a
-        `torch.futures.Future` of the reduced flat tensor. Register it on all ranks, once, before the first
-        backward. The hooks that torch ships call torch.distributed themselves, over the group they are given.
+        `torch.futures.Future` of the reduced flat tensor. Register it on all ranks, once, between the
+        same two backwards. The hooks that torch ships call torch.distributed themselves, over the group they are given.
 
         Args:
             state: handed to the hook in each call.
@@ -434,7 +434,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         Raises:
             TypeError: not callable.
             ValueError: annotations that say it is something else.
-            RuntimeError: there is one already, or a backward has synchronized.
+            RuntimeError: there is one already, or a backward is running.
 
         Example:
             >>> import torch, syncline as sl

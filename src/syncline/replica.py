@@ -520,6 +520,7 @@ class Replica:
             hook = replace(hook, label=hook.state.compression.in_words(), averages=True)
         self.gradients.use_comm_hook(hook)
         self.plan = replace(self.plan, comm_hook=hook.name)
+        self._compare_in_next_backward()
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
         """Let a hook synchronize buffers."""

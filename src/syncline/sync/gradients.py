@@ -226,16 +226,17 @@ class GradientSync:
         """Reduce buckets by `hook` from now on. It gets undivided gradients and divides by itself.
 
         Raises:
-            RuntimeError: there is one already, or a backward has synchronized.
+            RuntimeError: there is one already, or a backward has begun and not ended.
         """
         if self.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once: "
                 f"{self.comm_hook.name} is registered"
             )
-        if self.num_backwards or self._turns.is_running:
+        if self._turns.is_running:
             raise RuntimeError(
-                f"register_comm_hook must be called before the first backward, got it after step {self.step}"
+                "register_comm_hook must be called between two backwards, got it in the backward of step "
+                f"{self.step + 1}"
             )
         self.comm_hook = hook
         self.layout.build(hook)

@@ -92,6 +92,7 @@ class BucketLayout:
         Of sharded ones this is a collective call.
         """
         self._comm_hook = comm_hook
+        self.order_is_learnt = False
         # Shards lie where they lie from the start, so these buckets do not wait for an order to be learnt.
         in_place = self._options.sharded and self._transport.reduces_in_place
         self._build(list(reversed(range(len(self._parameters)))), in_place=in_place)
