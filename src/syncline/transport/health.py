@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from syncline.errors import (
 from syncline.transport.calls import SAME_CALLS, Call, Failure, named_ranks, remedy_for_left
 from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
 from syncline.transport.notices import Notices
+from syncline.transport.processes import RankProcess
+from syncline.transport.publisher import SIGN_OF_LIFE_SECONDS
 from syncline.transport.user_code import user_code
 
 if TYPE_CHECKING:
@@ -196,19 +198,14 @@ class Health:
     def broken_by(self, error: RuntimeError, work: WatchedWork) -> SynclineError:
         """The backend's error in our words."""
         kind, what, remedy = _meaning(str(error))
+        if kind is PeerLost:
+            return self._connection_lost(work, error)
         told = None if self.notices is None else self.notices.failure()
-        if told is not None and (told.kind is PeerFailed or (kind is PeerLost and told.kind is not PeerLost)):
-            # A lost connection is only the consequence of what the peer itself has told.
+        if told is not None and told.kind is PeerFailed:
             return self.told(told)
-        places = self.places() if kind in (CollectiveTimeout, PeerLost) else None
-        if kind is CollectiveTimeout and places is not None:
+        places = self.places() if kind is CollectiveTimeout else None
+        if places is not None:
             what = self._late(work, places)
-        elif kind is PeerLost and places is not None:
-            left = [rank for rank, place in sorted(places.items()) if place.has_left]
-            if left:
-                return self._left(work, left, places)
-            if self.size == 2:
-                what = f"the connection to rank {1 - self.rank} is lost"
         return self._ended(work, kind, what, remedy, places, error)
 
     def lost(self, work: WatchedWork, ranks: Sequence[int]) -> SynclineError:
@@ -217,11 +214,55 @@ class Health:
         if told is not None:
             return self.told(told)
         places = self.places()
-        left = [rank for rank in ranks if rank in places and places[rank].has_left]
-        if left:
-            return self._left(work, left, places)
-        has = "its process has" if len(ranks) == 1 else "their processes have"
-        return self._ended(work, PeerLost, f"{named_ranks(ranks)}: {has} ended", _LOST, places, None)
+        killed = [rank for rank in ranks if rank not in places or not places[rank].has_left]
+        if not killed:
+            return self._left(work, ranks, places)
+        has = "its process has" if len(killed) == 1 else "their processes have"
+        return self._ended(work, PeerLost, f"{named_ranks(killed)}: {has} ended", _LOST, places, None)
+
+    def _connection_lost(self, work: WatchedWork, error: RuntimeError) -> SynclineError:
+        """A connection was closed; of the peers the one is looked for that has ended first.
+
+        A survivor's connections close as well, as soon as it raises. But it reports the cause before that. And a
+        connection closes a moment before its process counts as ended, or has reported anything.
+        """
+        first = self.places()
+        began = time.monotonic()
+        # With two ranks there is no doubt which one it is.
+        nobody_is_elsewhere = self.size == 2 or len(self._neighbours()) == self.size - 1
+        patience_seconds = _NAMING_SECONDS if nobody_is_elsewhere else _HEARTBEAT_SECONDS
+        places, glance_seconds = first, _GLANCE_SECONDS
+        while self.notices is not None:
+            ended = self.ended_ranks()
+            told = self.notices.failure()
+            places = self.places()
+            left = [rank for rank, place in sorted(places.items()) if place.has_left]
+            if told is not None or not set(ended) <= set(left):
+                return self.lost(work, ended)
+            if left:
+                return self._left(work, left, places)
+            if time.monotonic() > began + patience_seconds:
+                break
+            time.sleep(glance_seconds)
+            glance_seconds = min(1.5 * glance_seconds, _MAX_GLANCE_SECONDS)
+        what = "the connection to a peer is lost"
+        silent = [rank for rank in first if rank != self.rank and places[rank].seen == first[rank].seen]
+        if self.size == 2:
+            what = f"the connection to rank {1 - self.rank} is lost"
+        elif silent and not nobody_is_elsewhere:
+            what += f", and {named_ranks(silent)} gave no sign of life for {patience_seconds:g} s"
+        return self._ended(work, PeerLost, what, _LOST, places, error)
+
+    def _neighbours(self) -> Mapping[int, RankProcess]:
+        return {} if self.notices is None else self.notices.processes_here()
+
+    def ended_ranks(self) -> list[int]:
+        """Ranks on this host whose process has ended."""
+        return sorted(rank for rank, process in self._neighbours().items() if process.has_ended())
+
+    def stopped_ranks(self) -> list[int]:
+        """Ranks on this host whose process is stopped."""
+        return sorted(rank for rank, process in self._neighbours().items() if process.is_stopped())
 
     def _left(self, work: WatchedWork, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
         """Some ranks have left in good order."""
@@ -325,6 +366,11 @@ CLOSED = Failure(
 _TELLING_SECONDS = 1.0
 """How long who has found that calls differ waits for the peers to find it as well."""
 _GLANCE_SECONDS = 0.005
+_MAX_GLANCE_SECONDS = 0.1
+_NAMING_SECONDS = 0.75
+"""How long a closed connection is asked for its cause on one host."""
+_HEARTBEAT_SECONDS = SIGN_OF_LIFE_SECONDS + 1.5
+"""The same where ranks live on other hosts: any rank that is there has given a sign of life by then."""
 _BROKEN = (
     "this group was broken before, and nothing more can be synchronized over it. To go on, make it anew on all ranks "
     "(sl.shutdown() and sl.init(), or destroy the process group and create it again). What broke it:"

@@ -32,7 +32,8 @@ from syncline.transport.calls import Failure, lane_name, named_ranks
 from syncline.transport.health import CLOSED, Lane
 from syncline.transport.opening import exchange
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
-from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub, host_key
+from syncline.transport.processes import host_key
+from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
 from syncline.transport.shared_memory.library import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 

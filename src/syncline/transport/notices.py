@@ -1,8 +1,8 @@
 """What ranks tell each other beside the data, through their process group's store.
 
-Two things: why the group is broken (the first to know tells the others, who look while they wait), and where each
-rank is (so that whoever waits can say who is elsewhere). Telling is best effort: when the store is gone, ranks still
-have their own errors.
+Three things: why the group is broken (the first to know tells the others, who look while they wait), where each rank
+is (so that whoever waits can say who is elsewhere), and which process each rank is. Telling is best effort: when the
+store is gone, ranks still have their own errors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from syncline.board import Place
 from syncline.errors import SynclineError
 from syncline.store_messages import SignedStore
 from syncline.transport.calls import Failure
+from syncline.transport.processes import RankProcess
 from syncline.transport.store_line import StoreLine, ends_with_the_network, line_to
 
 __all__ = ["Notices"]
@@ -58,6 +59,11 @@ class Notices:
         # Old notices stay in the store, and a group that is made again under the same name must not see them.
         # Each rank counts for itself how often that was: to ask another rank would be to wait for it.
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
+        self._process = RankProcess.own()
+        self._processes: dict[int, RankProcess] = {}
+        if (process := self._process) is not None:
+            key = self._key(f"process/{rank}")
+            self._ask(lambda store: store.set(key, process.to_json()))
 
     def publish(self, failure: Failure) -> Failure:
         """Tell why the group is broken; the first notice stays, and is what all ranks go by."""
@@ -118,14 +124,28 @@ class Notices:
 
     def places(self) -> dict[int, Place]:
         """Where each rank was last seen; without those that have told nothing."""
-        return self._ask(self._read_places) or {}
+        return self._read_all("place", Place.from_json)
 
-    def _read_places(self, store: SignedStore) -> dict[int, Place]:
-        keys = {self._key(f"place/{rank}"): rank for rank in range(self._size)}
+    def processes_here(self) -> dict[int, RankProcess]:
+        """The processes of the other ranks on this host. Once all ranks have named theirs, the store is not read."""
+        own = self._process
+        if own is None:
+            return {}
+        if len(self._processes) < self._size:
+            self._processes.update(self._read_all("process", RankProcess.from_json))
+        return {
+            rank: process
+            for rank, process in list(self._processes.items())
+            if rank != self._rank and process.host == own.host
+        }
+
+    def _read_all(self, name: str, parsed: Callable[[str], T]) -> dict[int, T]:
+        """What each rank has said of itself."""
+        keys = {self._key(f"{name}/{rank}"): rank for rank in range(self._size)}
         found = {}
-        for key, text in store.readable(list(keys)).items():
+        for key, text in (self._ask(lambda store: store.readable(list(keys))) or {}).items():
             with contextlib.suppress(SynclineError):  # it only informs, most often in an error of its own
-                found[keys[key]] = Place.from_json(text)
+                found[keys[key]] = parsed(text)
         return found
 
     def _key(self, name: str) -> str:

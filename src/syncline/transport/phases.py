@@ -59,11 +59,6 @@ class PhasedWork(WatchedWork):
             under_way.drive()
         return self.is_done or self._health.failure is not None
 
-    @property
-    def timeout_seconds(self) -> float:
-        """Of the transport."""
-        return self._timeout_seconds
-
     def advance(self, taken: set[str]) -> None:
         """Go as far as is possible now.
 

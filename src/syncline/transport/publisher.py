@@ -17,10 +17,10 @@ from syncline.board import Place
 from syncline.transport.notices import Notices
 from syncline.transport.user_code import user_code_of_main_thread
 
-__all__ = ["Published", "Publisher", "publisher"]
+__all__ = ["SIGN_OF_LIFE_SECONDS", "Published", "Publisher", "publisher"]
 
 _PERIOD_SECONDS = 0.5
-_SIGN_OF_LIFE_SECONDS = 5.0
+SIGN_OF_LIFE_SECONDS = 5.0
 """A place that does not change is told again so often: who is silent for longer does not run."""
 _JOIN_SECONDS = 5.0
 
@@ -88,6 +88,7 @@ class Publisher:
                 self._told.pop(what, None)
             return
         what.notices.post(lambda: self._news(what))
+        what.notices.processes_here()  # learned in good time: a store may end with the rank that is lost
 
     def _news(self, what: Published) -> Place | None:
         """Where `what` is, unless that was told. Walking the stack costs most, so only who stays gets a line."""
@@ -95,7 +96,7 @@ class Publisher:
         stays = place.is_as(told)
         if stays or place.wait is not None:
             place = what.place(code=user_code_of_main_thread())
-        if stays and place.code == told.code and place.seen - told.seen < _SIGN_OF_LIFE_SECONDS:
+        if stays and place.code == told.code and place.seen - told.seen < SIGN_OF_LIFE_SECONDS:
             return None
         self._told[what] = place
         return place

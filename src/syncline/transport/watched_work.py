@@ -123,6 +123,11 @@ class WatchedWork(Work):
         self._number = None if operation in MESSAGES else lane.num_started
         self._started = time.monotonic()
 
+    @property
+    def timeout_seconds(self) -> float:
+        """Of the transport."""
+        return self._timeout_seconds
+
     def elapsed_seconds(self) -> float:
         """Time since the call."""
         return time.monotonic() - self._started

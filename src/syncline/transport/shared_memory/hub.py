@@ -23,11 +23,12 @@ from dataclasses import asdict, dataclass
 from syncline.errors import SynclineError
 from syncline.store_messages import decode
 from syncline.transport.calls import named_ranks
+from syncline.transport.processes import host_key
 from syncline.transport.shared_memory.library import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.peers import Peers
 
-__all__ = ["NUM_EXCHANGES", "Exchange", "Hub", "host_key"]
+__all__ = ["NUM_EXCHANGES", "Exchange", "Hub"]
 
 Exchange = Callable[[bytes], list[bytes]]
 """Gathers every rank's bytes, in rank order; a collective call."""
@@ -234,14 +235,6 @@ def _close(connections: dict[int, socket.socket]) -> None:
 
 
 # ---------------------------------------------------------------------- who may take part
-
-
-def host_key() -> str:
-    """What has to be equal where processes can share memory in our way; that they do is proved later."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
-    return " ".join([boot, *spaces])
 
 
 def _check_that_they_can(everyone: list[_Presence]) -> None:

@@ -40,10 +40,6 @@ class Peers:
             poll.register(descriptor, select.POLLIN)
         return sorted(rank_of[descriptor] for descriptor, events in poll.poll(0) if events & select.POLLIN)
 
-    def stopped(self) -> list[int]:
-        """Ranks whose process is stopped (SIGSTOP, Ctrl-Z, a debugger)."""
-        return sorted(rank for rank in self._rank_of.values() if _is_stopped(self.pids[rank]))
-
     def close(self) -> None:
         """Follow nobody any more."""
         rank_of, self._rank_of = self._rank_of, {}
@@ -53,11 +49,3 @@ class Peers:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False

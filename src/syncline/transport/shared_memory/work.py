@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from syncline.errors import SynclineError
 from syncline.transport.base import Disagreement
-from syncline.transport.calls import Call, Failure, named_ranks
+from syncline.transport.calls import Call, Failure
 from syncline.transport.shared_memory.codes import call_of
 from syncline.transport.shared_memory.library import Outcome, library
-from syncline.transport.user_code import warn_user
-from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
+from syncline.transport.watched_work import WatchedWork
 
 if TYPE_CHECKING:
     from syncline.transport.shared_memory.transport import SharedMemoryTransport
@@ -28,7 +27,6 @@ class SharedMemoryWork(WatchedWork):
 
     __slots__ = (
         "_engine_lane",
-        "_known_as_stopped",
         "_num_polls",
         "_peer",
         "_queue",
@@ -51,7 +49,6 @@ class SharedMemoryWork(WatchedWork):
         self._ticket = ticket
         self._peer = peer
         self._num_polls = 0
-        self._known_as_stopped: Sequence[int] = ()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if self._ticket:
@@ -85,8 +82,6 @@ class SharedMemoryWork(WatchedWork):
                     return True
                 raise self._health.error() if is_broken else self._lost(gone)
             seconds -= _GLANCE_SECONDS
-        if self.elapsed_seconds() > SLICE_SECONDS:
-            self._warn_of(self._transport.numbers_of(self._transport.peers.stopped()))
         return False
 
     def _has_succeeded(self) -> bool:
@@ -115,16 +110,6 @@ class SharedMemoryWork(WatchedWork):
         if outcome == Outcome.ABORTED:
             return health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
         return health.mismatched(self, self._calls())
-
-    def _warn_of(self, stopped: Sequence[int]) -> None:
-        news = [rank for rank in stopped if rank not in self._known_as_stopped]
-        self._known_as_stopped = stopped
-        if news:
-            warn_user(
-                f"rank {self._health.rank} waits in {self} for {named_ranks(news)}, whose process is stopped (by "
-                f"SIGSTOP, Ctrl-Z or a debugger): continue it, or end it; this rank waits "
-                f"{self._timeout_seconds:g} s in all"
-            )
 
     def _calls(self) -> dict[int, Call]:
         called = self._engine_lane.called()

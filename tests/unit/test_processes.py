@@ -1,0 +1,55 @@
+"""The process of a rank, as the kernel knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from syncline.transport import processes
+from syncline.transport.processes import RankProcess
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a system without /proc")
+
+
+def test_a_process_ends_when_it_is_killed_though_nobody_has_waited_for_it() -> None:
+    own = RankProcess.own()
+    assert own is not None
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = dataclasses.replace(own, pid=child.pid, started=processes._state_and_start(child.pid)[1])
+    assert not process.has_ended()
+    assert not process.is_stopped()
+    child.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while not process.is_stopped():
+        assert time.monotonic() < deadline
+    assert not process.has_ended()
+    child.kill()
+    while not process.has_ended():
+        assert time.monotonic() < deadline
+    assert not process.is_stopped()
+    child.communicate()
+    assert process.has_ended()
+
+
+def test_another_process_with_the_same_number_is_not_the_rank() -> None:
+    own = RankProcess.own()
+    assert own is not None
+    assert dataclasses.replace(own, started=own.started - 1).has_ended()
+
+
+def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(pid: int) -> tuple[str, int]:
+        raise FileNotFoundError
+
+    own = RankProcess(host="", pid=os.getpid(), started=0)
+    monkeypatch.setattr(processes, "_state_and_start", hidden)
+    assert not own.has_ended()
+    assert not own.is_stopped()
+    assert RankProcess.own() is None
