@@ -205,6 +205,8 @@ def _cuda_is_cpu(tested: type[nn.Module]) -> Iterator[None]:
     rank = dist.get_rank()
     module_to = nn.Module.to
     init = tested.__init__
+    is_ours = tested is CLASSES["syncline"]
+    sync_batch_norm = syncline.nn.SyncBatchNorm if is_ours else nn.SyncBatchNorm
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return module_to(self, *map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
@@ -233,6 +235,8 @@ def _cuda_is_cpu(tested: type[nn.Module]) -> Iterator[None]:
         ),
         mock.patch.multiple(torch, Stream=_NoStream, Event=_NoEvent),
         mock.patch.object(torch.accelerator, "current_stream", _NoStream),
+        # torch's own has no kernels for the CPU, and torch's class refuses it there.
+        mock.patch.object(nn, "SyncBatchNorm", sync_batch_norm),
         mock.patch.object(
             dist, "new_subgroups", partial(dist.new_subgroups, group_size=dist.get_world_size())
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn import SyncBatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 __all__ = ["Selection", "select"]
@@ -134,7 +135,7 @@ def _check_devices(
         return
     for path, submodule in module.named_modules():
         # One of a subclass with a forward of its own, as sl.nn.SyncBatchNorm is, may know better.
-        if isinstance(submodule, nn.SyncBatchNorm) and type(submodule).forward is nn.SyncBatchNorm.forward:
+        if isinstance(submodule, SyncBatchNorm) and type(submodule).forward is SyncBatchNorm.forward:
             raise ValueError(
                 f"torch's SyncBatchNorm layers only work with GPU modules, and {path or 'this one'} is on CPU: use "
                 "sl.nn.SyncBatchNorm, which runs on every device (sl.nn.SyncBatchNorm.convert_sync_batchnorm(module))"
