@@ -120,6 +120,7 @@ class _Group:
 
     group: dist.ProcessGroup
     transport: Transport | None = None
+    is_default: bool = True
     lock: Any = field(default_factory=threading.RLock)
     """Held while the ranks meet: other groups may be met by other threads at the same time."""
 
@@ -131,6 +132,8 @@ _num_inits = 0
 _stores: dict[tuple[str | None, int | None, int, int], Store] = {}
 _transports: dict[int, _Group] = {}
 _alone: Transport | None = None
+_lost_default_group = False
+"""Whether the default group, of several ranks, was destroyed by another than `shutdown`: then None means no group."""
 _tells_peers = False
 
 
@@ -210,7 +213,7 @@ def shutdown() -> None:
     Destroys the process group that `init` made, and closes the transports; call it on all ranks. Saves that are under
     way are waited for, unless an exception is on its way out.
     """
-    global _session, _alone
+    global _session, _alone, _lost_default_group
     if sys.exc_info()[1] is None:
         for known in _unfinished:
             wait = known()
@@ -219,6 +222,8 @@ def shutdown() -> None:
                     wait()
     with _lock:
         session, _session, _alone = _session, None, None
+        _forget_destroyed_groups()
+        _lost_default_group = False
         if session is None:
             return
         atexit.unregister(_at_exit)
@@ -451,7 +456,7 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
         >>> transport_of(None).size
         1
     """
-    global _alone
+    global _alone, _lost_default_group
     if isinstance(group, Transport):
         return group
     default = _default_group()
@@ -461,8 +466,16 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
         return known.transport
     with _lock:
         _forget_destroyed_groups()
+        if default is not None:
+            _lost_default_group = False
         found = group if group is not None else default
         if found is None:
+            if _lost_default_group:
+                raise SynclineError(
+                    "the default process group was destroyed (torch.distributed.destroy_process_group), and this "
+                    "process is in no group of ranks any more: synchronize before that, or join the ranks again "
+                    "(sl.init(), or torch.distributed.init_process_group()); sl.shutdown() goes on alone"
+                )
             _check_that_ranks_were_joined()
             if _alone is None:
                 _alone = ThreadGroup(1).transport(0)
@@ -475,7 +488,7 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
         if id(found) not in _transports:
             if not _is_alive(found):
                 raise ValueError("this process group was destroyed: pass one that is alive, or None")
-            _transports[id(found)] = _Group(found)
+            _transports[id(found)] = _Group(found, is_default=found is default)
             _tell_peers_without_session()
         known = _transports[id(found)]
         asked = _session.asked.transport if _session is not None else "auto"
@@ -506,10 +519,12 @@ def _made_transports() -> list[Transport]:
 
 
 def _forget_destroyed_groups() -> None:
+    global _lost_default_group
     for key in [key for key, known in _transports.items() if not _is_alive(known.group)]:
-        transport = _transports.pop(key).transport
-        if transport is not None:
-            transport.close()
+        known = _transports.pop(key)
+        if known.transport is not None:
+            _lost_default_group |= known.is_default and known.transport.size > 1
+            known.transport.close()
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import threading
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import syncline as sl
-from syncline.errors import CollectiveMismatch, ContractMismatch
+from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.threads import run_ranks
+from syncline.transport.threads import ThreadGroup, run_ranks
 
 
 def engines() -> Iterator[Transport]:
@@ -107,11 +113,35 @@ def ranks_in_different_verbs_are_told_so(t: Transport) -> None:
     can_still_be_used(t)
 
 
+# ---------------------------------------------------------------------- NaN
+
+
+def a_nan_is_the_maximum_and_the_minimum(t: Transport) -> None:
+    inf, nan = float("inf"), float("nan")
+    mine = [[nan, 1.0, -2.0, -inf, inf], [1.0, nan, 3.0, nan, nan], [2.0, 5.0, -3.0, 0.0, 7.0]][t.rank]
+    expected = {"max": [nan, nan, 3.0, nan, nan, -0.5, 0.0], "min": [nan, nan, -3.0, nan, nan, -2.5, -1.0]}
+    mine += [-0.5 - t.rank, -0.5 * t.rank]
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for op, result in expected.items():
+            here = torch.tensor(mine, dtype=dtype)
+            torch.testing.assert_close(
+                sl.all_reduce_(here, op, group=t),  # type: ignore[call-overload]
+                torch.tensor(result, dtype=dtype),
+                equal_nan=True,
+                rtol=0,
+                atol=0,
+            )
+            part = torch.zeros(7, dtype=dtype)
+            t.reduce_scatter(part, torch.tensor(mine * t.size, dtype=dtype), op).wait()  # type: ignore[arg-type]
+            assert torch.equal(part.nan_to_num(99), here.nan_to_num(99))
+
+
 PROGRAMS = (
     what_differs_is_shown_and_nothing_is_written,
     what_one_rank_cannot_do_all_are_told_of,
     how_a_tensor_lies_in_memory_is_its_ranks_affair,
     ranks_in_different_verbs_are_told_so,
+    a_nan_is_the_maximum_and_the_minimum,
 )
 
 
@@ -127,3 +157,96 @@ def test_processes() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_threads(program: Callable[[Transport], None]) -> None:
     run_ranks(3, program)
+
+
+# ---------------------------------------------------------------------- forks, and groups that were destroyed
+
+
+def in_a_fork(check: Callable[[], None]) -> int:
+    """How a fork of this process ends that runs `check`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of any fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        faulthandler.dump_traceback_later(30, exit=True)
+        try:
+            check()
+            code = 0
+        except BaseException as error:
+            print(repr(error), flush=True)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def a_fork_is_refused_and_its_parent_goes_on(t: Transport) -> None:
+    lane = t.lane("a test")
+
+    def is_refused() -> None:
+        for call in (lambda: sl.mean(1.0, group=t), lambda: t.all_reduce(torch.ones(1)), lane.barrier):
+            with pytest.raises(SynclineError, match="this process was forked from a rank"):
+                call()
+
+    assert in_a_fork(is_refused) == 0
+    can_still_be_used(t)
+    lane.close()
+
+
+@pytest.mark.ranks(3)
+def test_forks() -> None:
+    def is_refused() -> None:
+        for call in (lambda: sl.mean(1.0), lambda: C10dTransport()):
+            with pytest.raises(SynclineError, match="this process was forked from a rank"):
+                call()
+
+    assert in_a_fork(is_refused) == 0  # of which nothing was used yet
+    on_every_engine(a_fork_is_refused_and_its_parent_goes_on)
+
+
+def test_a_fork_of_ranks_that_are_threads() -> None:
+    group, room = ThreadGroup(2), threading.Barrier(2)
+
+    def program(t: Transport) -> None:
+        room.wait()
+        if t.rank == 0:
+            a_fork_is_refused(t)
+        t.barrier().wait()
+
+    def a_fork_is_refused(t: Transport) -> None:
+        def is_refused() -> None:
+            with pytest.raises(SynclineError, match="this process was forked from a rank"):
+                t.barrier()
+
+        with group._room._lock:  # as a thread may that does not exist in the fork
+            assert in_a_fork(is_refused) == 0
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(program, group.transport(rank)) for rank in range(2)]:
+            done.result()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_what_used_a_group_that_was_destroyed_says_so(transport: Any) -> None:
+    part = dist.new_group()
+    whole = C10dTransport()
+    others = [SharedMemoryTransport.over(C10dTransport(part)), C10dTransport(part)]
+    used = others[transport == "c10d"]
+    ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=part)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert sl.mean(1.0, group=used) == sl.mean(1.0, group=part) == sl.mean(1.0) == 1.0
+    whole.barrier().wait()
+    dist.destroy_process_group(part)
+    for call in (
+        lambda: sl.mean(1.0, group=used),
+        lambda: sl.all_reduce_(torch.ones(1), group=used),
+        lambda: sl.mean(1.0, group=part),
+        lambda: ddp(torch.ones(1, 2)).sum().backward(),
+    ):
+        with pytest.raises((SynclineError, ValueError), match="process group was destroyed"):
+            call()
+    whole.barrier().wait()
+    dist.destroy_process_group()
+    with pytest.raises(SynclineError, match="the default process group was destroyed"):
+        sl.mean(1.0)

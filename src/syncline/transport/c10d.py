@@ -3,9 +3,7 @@
 The process group's methods are called directly: `torch.distributed.all_reduce` and its like add 3 to 50 us of
 checks for each call, depending on the version of torch, and this is the training step's hot path.
 
-What differs from backend to backend is evened out here. Gloo and NCCL lack int16 and the unsigned types; Gloo
-lacks complex numbers in some operations; MPI has no mean. Tensors of such types are moved as bytes, and int16
-is reduced as int32.
+What differs from backend to backend is evened out here, and in `wire.py`. MPI has no mean.
 
 Gloo cannot tell ranks that they called different things: sizes that do not fit end the *process* there
 ("terminate called ... EnforceNotMet"), and its peers raise `PeerLost`. So agree on sizes first.
@@ -34,12 +32,14 @@ from syncline.errors import PeerFailed, PeerLost
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.calls import Failure, lane_name, named_ranks
+from syncline.transport.forks import FORKED, is_inherited
 from syncline.transport.health import CLOSED, Health, Lane
 from syncline.transport.notices import Notices
 from syncline.transport.opening import exchange
 from syncline.transport.publisher import publisher
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched_work import MESSAGES
+from syncline.transport.wire import movable, put_back, reducible, writing
 
 __all__ = ["C10dTransport"]
 
@@ -51,16 +51,6 @@ _REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
-_MOVED_AS_THEY_ARE = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-}
 _FALLBACK_TIMEOUT_SECONDS = 1800.0
 _DESTROY_SECONDS = 1.0
 _SPLIT = struct.Struct("<?q8s")
@@ -104,6 +94,8 @@ class C10dTransport(Transport):
         rank = dist.get_rank(group)
         if rank < 0 or not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"expected a process group that this process is in, got {group!r}")
+        if group.size() > 1 and is_inherited(group):
+            raise FORKED.on_rank(rank)
         if timeout_seconds is None:
             timeout_seconds = _group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
@@ -192,7 +184,8 @@ class C10dTransport(Transport):
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if self.size == 1:
             return self._done_alone()
-        wire, finish = _reducible(tensor)
+        wire, back = reducible(tensor, op)
+        finish = put_back(tensor, wire, back)
         if op == "mean" and not self._has_mean:
             finish = _then_divide(tensor, self.size)
         group, options = self._group, self._all_reduce_options[op]
@@ -202,12 +195,12 @@ class C10dTransport(Transport):
         if self.size == 1:
             output.detach().view(-1).copy_(input.detach().view(-1))
             return self._done_alone()
-        wire, _ = _reducible(input)
-        if wire.dtype is not output.dtype and not output.is_complex():
-            part = torch.empty(output.numel(), dtype=wire.dtype, device=output.device)
-            finish: Callable[[], object] | None = _then_copy(output, part)
+        wire, back = reducible(input, op)
+        if back is None:
+            part, _ = reducible(output, op)
         else:
-            part, finish = _reducible(output)
+            part = torch.empty(output.numel(), dtype=wire.dtype, device=output.device)
+        finish = put_back(output, part, back)
         if op == "mean" and not self._has_mean:
             finish = _then_divide(output, self.size)
         group, options = self._group, self._reduce_scatter_options[op]
@@ -219,25 +212,25 @@ class C10dTransport(Transport):
         if self.size == 1:
             output.detach().view(-1).copy_(input.detach().view(-1))
             return self._done_alone()
-        whole, part = _movable(output), _movable(input)
+        whole, part = movable(output), movable(input)
         group, options = self._group, self._all_gather_options
         return self._start("all_gather", "", input, lambda: group._allgather_base(whole, part, options))
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if self.size == 1:
             return self._done_alone()
-        wire = _movable(tensor)
+        wire = movable(tensor)
         group, options = self._group, self._broadcast_options[src]
         return self._start("broadcast", f"from rank {src}", tensor, lambda: group.broadcast([wire], options))
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
-        wire = _movable(tensor)
+        wire = movable(tensor)
         return self._start(
             "send", f"to rank {dst}", tensor, lambda: self._message(self._group.send, wire, dst)
         )
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
-        wire = _movable(tensor)
+        wire = movable(tensor)
         return self._start(
             "recv", f"from rank {src}", tensor, lambda: self._message(self._group.recv, wire, src)
         )
@@ -262,7 +255,7 @@ class C10dTransport(Transport):
         health = self.health
         if health.failure is not None:
             raise health.error()
-        if self._group is None:
+        if self._group is None or health.has_lost_its_group():
             raise CLOSED.on_rank(self.rank)
         thread = get_ident()
         if thread != health.calling_thread:
@@ -455,29 +448,9 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
 
 
-# ---------------------------------------------------------------------- what a backend can carry
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend moves."""
-    if tensor.dtype in _MOVED_AS_THEY_ARE:
-        return tensor.detach() if tensor.requires_grad else tensor
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _reducible(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """`tensor` in a dtype that every backend reduces, and how its result gets back."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.detach()), None
-    if tensor.dtype is torch.int16:
-        wide = tensor.to(torch.int32)
-        return wide, _then_copy(tensor, wide)
-    return (tensor.detach() if tensor.requires_grad else tensor), None
-
-
-def _then_copy(target: Tensor, result: Tensor) -> Callable[[], object]:
-    return lambda: target.view(-1).copy_(result.view(-1))
-
-
 def _then_divide(target: Tensor, size: int) -> Callable[[], object]:
-    return lambda: target.detach().div_(size)
+    def finish() -> None:
+        with writing(target):
+            target.detach().div_(size)
+
+    return finish

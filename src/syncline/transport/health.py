@@ -22,6 +22,7 @@ from syncline.errors import (
 )
 from syncline.transport.calls import SAME_CALLS, Call, Failure, named_ranks, remedy_for_left
 from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
+from syncline.transport.forks import FORKED, refuse_in_forks
 from syncline.transport.notices import Notices
 from syncline.transport.processes import RankProcess
 from syncline.transport.publisher import SIGN_OF_LIFE_SECONDS
@@ -92,6 +93,9 @@ class Health:
         self._board = board
         self.backend = backend
         self._timeout_seconds = timeout_seconds
+        self._group = main.group
+        if size > 1:
+            refuse_in_forks(self)
 
     # ------------------------------------------------------------------ the end of the group
 
@@ -117,6 +121,15 @@ class Health:
             error = type(error)(f"{_BROKEN}\n{error}")
         self._has_raised = True
         return error
+
+    def refuse_a_fork(self) -> None:
+        """This process is a fork of a rank: it can use nothing of it, and the peers are told nothing."""
+        self.failure = FORKED
+        self.on_failure.clear()
+
+    def has_lost_its_group(self) -> bool:
+        """Whether the process group was destroyed, by torch.distributed.destroy_process_group."""
+        return self._group is not None and self._group not in _groups
 
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls, and that nothing is wrong with that."""
@@ -169,8 +182,7 @@ class Health:
         """Whether there is still something to tell the peers; once not, never again."""
         if self.failure is not None:
             return False
-        group = self.lanes[0].group
-        return group is None or group in distributed_c10d._world.pg_map
+        return not self.has_lost_its_group()
 
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
         """Where this rank is."""
@@ -358,6 +370,8 @@ class Health:
         return self.failed(Failure(kind, "\n".join(lines)))
 
 
+_groups = distributed_c10d._world.pg_map
+"""All that are alive; the same dict for good."""
 CLOSED = Failure(
     SynclineError,
     "this transport was closed, by shutdown(), by its own close(), or because its process group was destroyed: "

@@ -36,6 +36,7 @@ from syncline.transport.processes import host_key
 from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
 from syncline.transport.shared_memory.library import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.wire import writing
 
 __all__ = ["HierarchicalTransport", "Hosts"]
 
@@ -200,7 +201,7 @@ class HierarchicalTransport(Transport):
             return self._beneath._start_reduce_scatter(output, input, op)
         whole = input.detach().reshape(-1).clone()
         mine = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        take = _then(lambda: output.detach().view(-1).copy_(mine))
+        take = _then(partial(_fill, output, mine))
         return self._start("reduce_scatter", op, input, [*self._reduction(whole, op), take])
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
@@ -217,7 +218,7 @@ class HierarchicalTransport(Transport):
         if across is not None:
             phases.append(Phase(_ACROSS, lambda: across._start_all_reduce(tensor, part)))
             if op == "mean":
-                phases.append(_then(lambda: tensor.detach().div_(self.size)))
+                phases.append(_then(partial(_divide, tensor, self.size)))
         if down is not None:
             phases.append(Phase(_DOWN, lambda: down._start_broadcast(tensor, 0)))
         return phases
@@ -299,7 +300,7 @@ class HierarchicalTransport(Transport):
         health, thread = self.health, get_ident()
         if health.failure is not None:
             raise health.error()
-        if self._is_closed:
+        if self._is_closed or health.has_lost_its_group():
             raise CLOSED.on_rank(self.rank)
         if thread != health.calling_thread:
             health.called_from(thread)
@@ -471,6 +472,16 @@ def _then(action: Callable[[], object]) -> Phase:
     return Phase(None, run)
 
 
+def _divide(tensor: Tensor, size: int) -> None:
+    with writing(tensor):
+        tensor.detach().div_(size)
+
+
+def _fill(target: Tensor, values: Tensor) -> None:
+    with writing(target):
+        target.detach().view(-1).copy_(values)
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -479,5 +490,6 @@ def _put_in_rank_order(target: Tensor, parts: Tensor, hosts: Hosts, part_bytes: 
     """From one row of parts a host, filled up to the widest, to rank order."""
     rows = parts.view(len(hosts.members), hosts.widest, part_bytes)
     in_order = target.view(len(hosts.host_of), part_bytes)
-    for host, ranks in enumerate(hosts.members):
-        in_order[list(ranks)] = rows[host, : len(ranks)]
+    with writing(target):
+        for host, ranks in enumerate(hosts.members):
+            in_order[list(ranks)] = rows[host, : len(ranks)]

@@ -19,6 +19,7 @@ from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, S
 from syncline.transport.base import Disagreement
 from syncline.transport.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks, remedy_for_left
 from syncline.transport.deadlock import stuck_among
+from syncline.transport.forks import FORKED, refuse_in_forks
 
 __all__ = ["Meeting", "MeetingRoom", "State"]
 
@@ -105,6 +106,11 @@ class _Family:
         self.rooms: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.num_lanes_for: Counter[str] = Counter()
+        self.is_forked = False
+
+    def refuse_a_fork(self) -> None:
+        """This process is a fork of the one whose threads are the ranks."""
+        self.is_forked = True
 
 
 class MeetingRoom:
@@ -125,6 +131,8 @@ class MeetingRoom:
         self._meetings: dict[tuple[object, int], Meeting] = {}
         self._num_joined: Counter[tuple[int, object]] = Counter()
         self._ranks_in_parent: tuple[int, ...] = ()
+        if size > 1:
+            refuse_in_forks(self._family)
 
     def child(self, ranks: tuple[int, ...]) -> MeetingRoom:
         """A room for some of the ranks; it breaks when this one does."""
@@ -168,6 +176,7 @@ class MeetingRoom:
             compute: from the members' parts, in rank order, to the result.
             channel: None for a collective, (src, dst) for a message.
         """
+        self._refuse_a_fork()
         with self._lock:
             if self.failure is not None:
                 raise self.failure.on_rank(rank)
@@ -198,6 +207,10 @@ class MeetingRoom:
                 return meeting
         self._compute(meeting, compute, parts)
         return meeting
+
+    def _refuse_a_fork(self) -> None:
+        if self._family.is_forked:  # without the lock, which nobody gives back here
+            raise FORKED.on_rank(None)
 
     def _check(self, meeting: Meeting) -> None:
         """Break the group if the calls differ, or if a rank that is gone is needed. Lock held."""
@@ -238,6 +251,7 @@ class MeetingRoom:
 
     def wait(self, rank: int, meeting: Meeting, timeout_seconds: float) -> Any:
         """The meeting's result, or its failure raised."""
+        self._refuse_a_fork()
         waiting, me = self._family.waiting, (rank, threading.get_ident())
         with self._lock:
             waiting[me] = self, meeting

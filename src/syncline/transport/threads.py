@@ -21,6 +21,7 @@ from syncline.errors import PeerFailed, SynclineError
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.calls import Call, Failure
 from syncline.transport.meeting import Meeting, MeetingRoom, State
+from syncline.transport.wire import writing
 
 __all__ = ["ThreadGroup", "ThreadsTransport", "run_ranks"]
 
@@ -86,7 +87,8 @@ class _ThreadsWork(Work):
         result = transport._room.wait(transport.rank, self._meeting, timeout)
         if self._target is not None:
             part = result[transport.rank] if isinstance(result, list) else result
-            self._target.detach().view(-1).copy_(part)
+            with writing(self._target):
+                self._target.detach().view(-1).copy_(part)
             _synchronize(self._target)
         self._meeting = None
 

@@ -9,7 +9,6 @@ fp32 and rounded once.
 
 from __future__ import annotations
 
-import os
 import secrets
 import weakref
 from collections import Counter
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from syncline.board import MAIN_LANE, Board
-from syncline.errors import PeerFailed, SynclineError
+from syncline.errors import PeerFailed
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.calls import Failure, lane_name
@@ -53,12 +52,6 @@ _CODES = {
         Kind.REDUCE_SCATTER_IN_PLACE,
     )
 }
-_FORKED = Failure(
-    SynclineError,
-    "this process was forked from a rank: it is no rank itself, and what it did in the shared memory would be taken "
-    "for the rank's. Start processes before the ranks join, or by spawn, and synchronize in the rank only",
-)
-_live: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 class _Region(NamedTuple):
@@ -118,7 +111,6 @@ class SharedMemoryTransport(Transport):
         engine, rank = self.engine, health.rank  # the health must not hold on to its transport
         self._tell = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._tell)
-        _live.add(self)
 
     def _open(self, hub: Hub) -> None:
         is_main = self.own_lane.name == MAIN_LANE
@@ -306,7 +298,7 @@ class SharedMemoryTransport(Transport):
             raise health.error()
         if get_ident() != health.calling_thread:
             health.called_from(get_ident())
-        if self._handle is None:
+        if self._handle is None or health.has_lost_its_group():
             raise CLOSED.on_rank(health.rank)
         if not queue:
             self.own_lane.num_started += 1
@@ -418,7 +410,6 @@ class SharedMemoryTransport(Transport):
         lane.own_lane = Lane(name, None)
         lane._open(self._hub)
         self._lanes.append(lane)
-        _live.add(lane)
         return lane
 
     def split(self, color: int | None) -> Transport | None:
@@ -470,14 +461,3 @@ class SharedMemoryTransport(Transport):
 def _core_numel(tensor: Tensor) -> int:
     """Elements as the core counts them: a complex number is a pair."""
     return tensor.numel() * (2 if tensor.dtype.is_complex else 1)
-
-
-def _refuse_in_the_fork() -> None:
-    """A fork has the rank's memory mapped, but is no rank: whatever it calls is refused."""
-    for transport in list(_live):
-        transport.health.failure = _FORKED
-        transport.health.on_failure.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_refuse_in_the_fork)

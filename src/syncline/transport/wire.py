@@ -1,0 +1,92 @@
+"""What backends of torch carry: tensors in types that all of them move and reduce, and the way back.
+
+Gloo and NCCL lack int16 and the unsigned types; Gloo lacks complex numbers in some operations. The maximum and the
+minimum of floats are a backend's affair where one is NaN (Gloo keeps or drops it, depending on the rank that has it):
+they travel as integers in the same order, in which NaN comes last or first, and so are NaN on every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from syncline.transport.base import ReduceOp
+
+__all__ = ["Back", "movable", "put_back", "reducible", "writing"]
+
+Back = Callable[[Tensor], Tensor]
+"""From what arrived to values."""
+
+_MOVED_AS_THEY_ARE = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+}
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend moves."""
+    if tensor.dtype in _MOVED_AS_THEY_ARE:
+        return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
+    """`tensor` in a dtype that every backend reduces right; and how values come back, None where it is its memory."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach()), None
+    if tensor.dtype is torch.int16:
+        return tensor.to(torch.int32), _as_it_is
+    if op in ("max", "min") and tensor.is_floating_point():
+        return _in_order(tensor.detach(), op), _out_of_order
+    return (tensor.detach() if tensor.requires_grad else tensor), None
+
+
+def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], object] | None:
+    """What is left to do when `result` has arrived, for `target` to have it."""
+    if back is None:
+        return None
+
+    def finish() -> None:
+        with writing(target):
+            target.detach().view(-1).copy_(back(result).view(-1))
+
+    return finish
+
+
+def writing(target: Tensor) -> AbstractContextManager[object]:
+    """Inference tensors are written in inference mode alone; a backend of torch writes them anywhere."""
+    return torch.inference_mode() if target.is_inference() else nullcontext()
+
+
+def _as_it_is(result: Tensor) -> Tensor:
+    return result
+
+
+def _in_order(values: Tensor, op: ReduceOp) -> Tensor:
+    """Floats as integers: the bits of those below zero, whose order is reversed, but for the sign."""
+    wide = values if values.dtype is torch.float64 else values.to(torch.float32)
+    nan = torch.full((), torch.nan, dtype=wide.dtype, device=wide.device)
+    nan = torch.copysign(nan, torch.ones_like(nan) if op == "max" else -torch.ones_like(nan))
+    return _flipped(torch.where(wide.isnan(), nan, wide).view(_integer_like(wide)))
+
+
+def _out_of_order(ordered: Tensor) -> Tensor:
+    return _flipped(ordered).view(torch.float64 if ordered.dtype is torch.int64 else torch.float32)
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    most = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (most.bits - 1)) & most.max)
+
+
+def _integer_like(values: Tensor) -> torch.dtype:
+    return torch.int64 if values.dtype is torch.float64 else torch.int32
