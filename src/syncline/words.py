@@ -29,7 +29,7 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def format_names(names: Sequence[str], num_shown: int = 4) -> str:
+def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:
     """All names of parameters, or the first ones and the last.
 
     Example:
@@ -38,4 +38,4 @@ def format_names(names: Sequence[str], num_shown: int = 4) -> str:
     """
     if len(names) <= num_shown:
         return ", ".join(names)
-    return ", ".join([*names[: num_shown - 1], "...", names[-1]]) + f" ({len(names)} parameters)"
+    return ", ".join([*names[: num_shown - 1], "...", names[-1]]) + f" ({len(names)} {noun})"

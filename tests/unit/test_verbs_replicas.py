@@ -191,6 +191,43 @@ def test_equal_replicas_pass_by_one_small_collective() -> None:
     assert num_bytes < 1000
 
 
+@pytest.mark.parametrize("kind", ["buffers", "ignored", "between two meetings", "inside of another module"])
+def test_what_the_contract_lets_differ_is_a_note(kind: str) -> None:
+    def program(t: Transport) -> str:
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        strategy = sl.LocalSGD(8) if kind == "between two meetings" else None
+        ignore = ["0.bias"] if kind == "ignored" else []
+        ddp = sl.DistributedDataParallel(module, process_group=t, strategy=strategy, ignore=ignore)
+        optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        ddp(torch.randn(4, 2, generator=torch.Generator().manual_seed(t.rank))).square().sum().backward()
+        optimizer.step()
+        target = (
+            nn.Sequential(nn.Linear(2, 2).requires_grad_(False), ddp) if kind.startswith("inside") else ddp
+        )
+        if kind.startswith("inside"):
+            nn.init.ones_(target[0].weight), nn.init.ones_(target[0].bias)
+        report = sl.check_replicas(target, group=t)
+        with pytest.raises(ReplicaDivergence):
+            sl.check_replicas(ddp.module, group=t)  # compared whole
+        if strategy is None:
+            with torch.no_grad():
+                module[0].weight[0, 0] += t.rank
+            with pytest.raises(ReplicaDivergence, match=r"0.weight, element \[0, 0\]") as caught:
+                sl.check_replicas(target, group=t)
+            assert "running_mean" not in str(caught.value)
+        assert report.num_ranks == 2
+        assert all(name in str(report) for name in report.may_differ[:3])
+        return ", ".join(report.may_differ)
+
+    inside = "1." if kind.startswith("inside") else ""
+    expected = [f"{inside}module.1.running_mean", f"{inside}module.1.running_var"]
+    if kind == "ignored":
+        expected.insert(0, "module.0.bias")
+    if kind == "between two meetings":
+        expected = [f"module.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")] + expected
+    assert run_ranks(2, program) == [", ".join(expected)] * 2
+
+
 def test_the_first_tensor_that_differs_and_the_minority_are_named() -> None:
     def change(t: Transport) -> nn.Module:
         module = replica()

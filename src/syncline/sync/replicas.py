@@ -23,7 +23,7 @@ from syncline.sync.fingerprint import (
 from syncline.transport.base import Transport
 from syncline.words import format_count
 
-__all__ = ["LocatedDifference", "divergence_error", "locate", "values_fingerprints"]
+__all__ = ["LocatedDifference", "differing", "divergence_error", "locate", "values_fingerprints"]
 
 _MAX_LOCATED = 5
 """Of so many tensors the elements are looked for, and so many are shown."""
@@ -102,12 +102,8 @@ def locate(
         mine: their fingerprints, where they are known.
     """
     mine = values_fingerprints(values) if mine is None else mine
-    # By number, for names may occur twice (keys of an optimizer's state that are written alike).
-    found = differences([str(index) for index in range(len(names))], _gathered(mine, transport))
     located = []
-    for number, numbered in enumerate(found):
-        index = int(numbered.name)
-        difference = numbered._replace(name=names[index])
+    for number, (index, difference) in enumerate(differing(names, mine, transport)):
         value = values[index]
         is_tensor = isinstance(value, Tensor)
         located.append(
@@ -119,6 +115,21 @@ def locate(
             )
         )
     return located
+
+
+def differing(
+    names: Sequence[str], mine: Sequence[int], transport: Transport
+) -> list[tuple[int, Difference]]:
+    """Find which fingerprints differ between the ranks, with their places among all; a collective call.
+
+    Args:
+        names: of what they are of, the same on all ranks.
+        mine: the fingerprints of this rank.
+        transport: between the ranks.
+    """
+    # By number, for names may occur twice (keys of an optimizer's state that are written alike).
+    found = differences([str(index) for index in range(len(names))], _gathered(mine, transport))
+    return [(int(one.name), one._replace(name=names[int(one.name)])) for one in found]
 
 
 def _gathered(mine: Sequence[int], transport: Transport) -> list[list[int]]:

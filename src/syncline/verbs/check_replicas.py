@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,22 +16,61 @@ from syncline.optim.attached import is_sharded
 from syncline.state.encoding import encode
 from syncline.state.train_state import TrainState
 from syncline.sync.agreement import describe_tensors, exchange
-from syncline.sync.divergence import have_met
+from syncline.sync.divergence import divergences_around, have_met
 from syncline.sync.fingerprint import digest_of
 from syncline.sync.optimizers import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
-from syncline.sync.replicas import LocatedDifference, divergence_error, locate, values_fingerprints
+from syncline.sync.replicas import (
+    LocatedDifference,
+    differing,
+    divergence_error,
+    locate,
+    values_fingerprints,
+)
 from syncline.sync.tensors import distinct_tensors, named_tensors
 from syncline.transport.user_code import calling
 from syncline.verbs.common import Group
+from syncline.words import format_names
 from syncline.world import transport_of
 
-__all__ = ["check_replicas"]
+__all__ = ["ReplicaReport", "check_replicas"]
 
 _TITLE = "sl.check_replicas"
+_DIGEST_BYTES = 32
 _REMEDY = "Call it with the same tree of tensors on every rank. (Of tied tensors only the first is named.)"
 
 
-def check_replicas(target: Any, *, group: Group = None) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaReport:
+    """What `check_replicas` compared, and what it found to differ where the contract allows it.
+
+    Attributes:
+        num_ranks: that were compared.
+        num_compared: tensors and numbers.
+        may_differ: names of those that differ and may: buffers after a forward, parameters between two meetings,
+            tensors under `ignore=`.
+
+    Example:
+        >>> print(ReplicaReport(num_ranks=2, num_compared=7, may_differ=("1.running_mean",)))
+        6 of 7 tensors and numbers are the same on all 2 ranks
+        note: these differ, as the contract of the wrapped module allows now: 1.running_mean
+    """
+
+    num_ranks: int
+    num_compared: int
+    may_differ: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        num_same = self.num_compared - len(self.may_differ)
+        same = f"{num_same:,} of " if self.may_differ else ""
+        ranks = f"all {self.num_ranks} ranks" if self.num_ranks > 1 else "the only rank"
+        text = f"{same}{self.num_compared:,} tensors and numbers are the same on {ranks}"
+        if self.may_differ:
+            names = format_names(self.may_differ, noun="tensors")
+            text += f"\nnote: these differ, as the contract of the wrapped module allows now: {names}"
+        return text
+
+
+def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
     """Raise if `target` is not the same on all ranks, bit for bit.
 
     Each rank boils its tensors down to numbers of 64 bits, by exact integer arithmetic on the device that they are on;
@@ -39,7 +79,8 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
     is missed with a probability of about 2**-64. Nothing is changed.
 
     Args:
-        target: a Module (parameters and buffers), an Optimizer (tensors and numbers of its state and of its parameter
+        target: a Module (parameters and buffers; of a wrapped one, what its contract says is equal now: `ddp.module` is
+            compared whole), an Optimizer (tensors and numbers of its state and of its parameter
             groups), a Tensor, or nested dicts, lists and tuples of tensors. Tied tensors are looked at once. Of a
             `TrainState`: its step, its modules, optimizers, scheduler and scaler; not what is each rank's own (random
             numbers, the sampler's place, a share of a sharded optimizer, floats of an optimizer's state, other objects
@@ -48,17 +89,25 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
             optimizer and, between two meetings, parameters).
         group: see `broadcast_`.
 
+    Returns:
+        What was compared, the same on every rank. `print` it: what the contract of a wrapped module lets differ, and
+        does, is a note there (BatchNorm's buffers after a forward; under `sl.LocalSGD`, say, parameters between two
+        meetings; what `ignore=` names).
+
     Raises:
-        ReplicaDivergence: something differs: the first tensors in the target's order, the elements, how many there
-            are, and which ranks are in the minority; the same text on every rank.
+        ReplicaDivergence: something differs that has to be equal: the first tensors in the target's order, the
+            elements, how many there are, and which ranks are in the minority; the same text on every rank.
         ContractMismatch: the ranks' targets have different names, shapes or dtypes; the same text on every rank.
         TypeError, ValueError: `target` is or contains something else, or is a sharded optimizer; on every rank.
 
     Example:
         >>> import torch, syncline as sl
         >>> model = torch.nn.Linear(2, 1)
-        >>> sl.check_replicas(model)
-        >>> sl.check_replicas(sl.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters())))
+        >>> print(sl.check_replicas(model))
+        2 tensors and numbers are the same on the only rank
+        >>> state = sl.TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+        >>> sl.check_replicas(state).may_differ
+        ()
     """
     transport = transport_of(group)
     read = _Read()
@@ -72,11 +121,24 @@ def check_replicas(target: Any, *, group: Group = None) -> None:
         mine = values_fingerprints(read.values)
     except Exception as error:
         fault = error
-    told = exchange(transport, _TITLE, read.lines, payload=digest_of(mine), fault=fault, remedy=_REMEDY)
-    if len(set(told)) > 1:
-        found = locate(read.names, read.values, transport, mine=mine)
-        raise _divergence(found, len(mine), transport.size)
-    have_met([value for value in read.values if isinstance(value, Tensor)], by_writing=False)
+    apart = read.may_differ
+    payload = digest_of(_without(apart, mine)) + digest_of(mine)
+    rows = exchange(transport, _TITLE, read.lines, payload=payload, fault=fault, remedy=_REMEDY)
+    if len({row[:_DIGEST_BYTES] for row in rows}) > 1:
+        names, values, fingerprints = (_without(apart, each) for each in (read.names, read.values, mine))
+        found = locate(names, values, transport, mine=fingerprints)
+        raise _divergence(found, len(fingerprints), transport.size)
+    noted = {} if len(set(rows)) == 1 else dict(differing(read.names, mine, transport))
+    have_met([v for v in _without(noted.keys(), read.values) if isinstance(v, Tensor)], by_writing=False)
+    return ReplicaReport(
+        num_ranks=transport.size,
+        num_compared=len(mine),
+        may_differ=tuple(difference.name for difference in noted.values()),
+    )
+
+
+def _without(places: Set[int], values: Sequence[Any]) -> list[Any]:
+    return [value for place, value in enumerate(values) if place not in places]
 
 
 class _Read:
@@ -88,6 +150,8 @@ class _Read:
         """Tensors and numbers."""
         self.lines: list[str] = []
         """What has to be the same before anything can be compared."""
+        self.may_differ: set[int] = set()
+        """Places of tensors that the contract of a wrapped module lets differ now."""
 
     def add(self, target: Any) -> None:
         """Of a module, an optimizer or a tree of tensors: all of it."""
@@ -99,6 +163,14 @@ class _Read:
             self.add_optimizer(target)
         else:
             self.add_tensors(named_tensors(target, for_writing=False), "")
+        if isinstance(target, nn.Module) and any(_wrapped_in(target)):
+            equal = {id(tensor) for _, tensor in _in_common(target)}
+            for wrapper in _wrapped_in(target):
+                if any(one.has_diverged and not one.is_open for one in divergences_around(wrapper.module)):
+                    equal.update(
+                        id(parameter) for parameter in wrapper.parameters()
+                    )  # see whether they have met
+            self.may_differ = {place for place, value in enumerate(self.values) if id(value) not in equal}
 
     def add_optimizer(self, optimizer: Optimizer, prefix: str = "", *, own: Set[int] | None = None) -> None:
         """Its tensors and numbers; those alone that every rank has the same of, where it is said what is a rank's own.
@@ -164,7 +236,11 @@ class _Read:
 def _wrappers(state: TrainState) -> list[Any]:
     """Those by torch or Syncline among what is named, and inside of it."""
     modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
-    return [part for one in modules for part in one.modules() if isinstance(part, DistributedDataParallel)]
+    return [part for one in modules for part in _wrapped_in(one)]
+
+
+def _wrapped_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
+    return (part for part in module.modules() if isinstance(part, DistributedDataParallel))
 
 
 def _in_common(module: nn.Module) -> list[tuple[str, Tensor]]:
