@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from syncline.compression import Compression
-from syncline.given import checked_choice
+from syncline.given import checked_choice, checked_kind, checked_number, checked_truth, what_it_is
 from syncline.plan.buckets import MIB, BucketCaps
 from syncline.strategy import EveryStep, Strategy
 from syncline.sync.buffers import BufferPolicy
@@ -24,15 +25,58 @@ from syncline.transport.base import Transport
 
 __all__ = [
     "check_compression",
+    "check_reduce_dtype",
     "check_sharded",
     "checked_buffers",
     "checked_caps",
+    "checked_delayed",
     "checked_device_ids",
     "checked_on_nonfinite",
     "checked_replica_check",
     "checked_strategy",
+    "checked_truths",
     "group_of_mesh",
 ]
+
+
+def checked_truths(**given: object) -> list[bool]:
+    """torch's yes or no arguments, by name, in the order in which they are given (see `checked_truth`)."""
+    return [checked_truth(name, value) for name, value in given.items()]
+
+
+def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients travel last, by torch's rules."""
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
+        )
+    if named is None:
+        return ()
+    checked_kind("param_to_hook_all_reduce", trigger, Tensor, "a parameter")
+    pairs: list[Any] = list(named) if isinstance(named, Iterable) and not isinstance(named, str) else [None]
+    if not all(
+        isinstance(pair, Sequence) and [isinstance(pair[0], str), len(pair)] == [True, 2] for pair in pairs
+    ):
+        raise TypeError(
+            f"expected delay_all_reduce_named_params to be pairs of a name and a parameter, got {named!r}"
+        )
+    return pairs
+
+
+def check_reduce_dtype(reduce_dtype: object) -> None:
+    """Raise unless gradients can be added up in it.
+
+    Raises:
+        TypeError: not a type of elements.
+        ValueError: integers, complex numbers, or floating numbers of one byte, in which nothing can be added up.
+    """
+    if reduce_dtype is None:
+        return
+    text = f"expected reduce_dtype to be a floating type, say torch.float32, or None, got {reduce_dtype!r}"
+    if not isinstance(reduce_dtype, torch.dtype):
+        raise TypeError(text)
+    if not reduce_dtype.is_floating_point or reduce_dtype.itemsize < 2:
+        raise ValueError(text)
 
 
 def checked_device_ids(
@@ -41,6 +85,11 @@ def checked_device_ids(
     output_device: int | torch.device | None,
 ) -> tuple[list[int] | None, int | None]:
     """Where inputs are moved to, by torch's rules; None leaves them alone."""
+    is_list = isinstance(device_ids, Sequence) and not isinstance(device_ids, str)
+    if device_ids is not None and not (is_list and all(map(_is_device, device_ids))):
+        raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
+    if output_device is not None and not _is_device(output_device):
+        raise TypeError(f"expected output_device to be a device, or None, got {output_device!r}")
     devices = {p.device for p in module.parameters()}
     types = {device.type for device in devices}
     if not device_ids and output_device is None:
@@ -62,6 +111,10 @@ def checked_device_ids(
     return [first], first if output_device is None else _index_of(output_device)
 
 
+def _is_device(device: object) -> bool:
+    return isinstance(device, int | str | torch.device) and not isinstance(device, bool)
+
+
 def _index_of(device: int | torch.device) -> int:
     if isinstance(device, int):
         return device
@@ -73,6 +126,10 @@ def checked_buffers(
     buffers: BufferPolicy | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[BufferPolicy, bool]:
     """What becomes of buffers before a forward, and whether they are broadcast at construction."""
+    if broadcast_buffers is not None:
+        broadcast_buffers = checked_truth("broadcast_buffers", broadcast_buffers)
+    if forward_sync_buffers is not None:
+        forward_sync_buffers = checked_truth("forward_sync_buffers", forward_sync_buffers)
     if buffers is not None and (broadcast_buffers is not None or forward_sync_buffers is not None):
         raise ValueError(
             "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
@@ -92,14 +149,19 @@ def checked_buffers(
     return buffers or ("broadcast" if forward_sync_buffers else "none"), init_buffers
 
 
-def checked_caps(bucket_cap_mb: float | None, listed_mb: Sequence[float] | None) -> BucketCaps | None:
+def checked_caps(bucket_cap_mb: float | None, listed_mb: Any) -> BucketCaps | None:
     """As in torch, where a list is given, nothing else counts; None where nothing is given."""
-    if listed_mb and any(not cap > 0 for cap in listed_mb):
-        raise ValueError(f"expected bucket_cap_mb_list to hold sizes above 0 (MiB), got {list(listed_mb)}")
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise ValueError(f"expected bucket_cap_mb above 0 (MiB), got {bucket_cap_mb}")
+    if listed_mb is not None and (not isinstance(listed_mb, Sequence) or isinstance(listed_mb, str)):
+        raise TypeError(
+            f"expected bucket_cap_mb_list to be a list of sizes (MiB), or None, got {listed_mb!r}"
+        )
+    if bucket_cap_mb is not None:
+        bucket_cap_mb = checked_number("bucket_cap_mb", bucket_cap_mb, above=0)
     if listed_mb:
-        listed_bytes = tuple(int(cap * MIB) for cap in listed_mb)
+        caps_mb = [
+            checked_number(f"bucket_cap_mb_list[{at}]", cap, above=0) for at, cap in enumerate(listed_mb)
+        ]
+        listed_bytes = tuple(int(cap * MIB) for cap in caps_mb)
         return BucketCaps(
             cap_bytes=listed_bytes[-1], first_cap_bytes=listed_bytes[0], listed_bytes=listed_bytes
         )
@@ -119,13 +181,15 @@ def checked_strategy(strategy: object) -> Strategy[Any]:
         return EveryStep()
     if isinstance(strategy, Strategy):
         return strategy
-    given = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+    given = what_it_is(strategy) if isinstance(strategy, type) else repr(strategy)
     hint = (
         ": call it with its arguments"
         if isinstance(strategy, type) and issubclass(strategy, Strategy)
         else ""
     )
-    raise TypeError(f"expected a strategy, say sl.LocalSGD(every=8), or None; got {given}{hint}")
+    raise TypeError(
+        f"expected strategy to be a strategy, say sl.LocalSGD(every=8), or None, got {given}{hint}"
+    )
 
 
 def checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCheck | None:
@@ -171,7 +235,7 @@ def check_compression(compression: object, chosen: Selection, *, sharded: bool) 
     if compression is None:
         return
     if not isinstance(compression, Compression):
-        raise TypeError(f"expected compression= to be one of sl.compression, got {compression!r}")
+        raise TypeError(f"expected compression to be one of sl.compression, or None, got {compression!r}")
     if sharded:
         raise ValueError(
             "sharded=True does not go with compression= (each rank reduces its share of the gradients, which no "
@@ -248,6 +312,7 @@ def group_of_mesh(
 ) -> dist.ProcessGroup | Transport | None:
     if device_mesh is None:
         return process_group
+    checked_kind("device_mesh", device_mesh, DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh")
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any
@@ -19,19 +19,25 @@ __all__ = [
     "checked_choice",
     "checked_count",
     "checked_flag",
+    "checked_function",
+    "checked_kind",
     "checked_number",
     "checked_seconds",
+    "checked_state",
+    "checked_truth",
     "did_you_mean",
+    "number_in",
+    "store",
     "what_it_is",
 ]
 
 
-def checked_count(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
-    """An integer that is large enough, as an `int` (NumPy's are accepted).
+def checked_count(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
+    """An integer within the bounds that are given, as an `int` (NumPy's are accepted).
 
     Raises:
         TypeError: not an integer; True and False are none.
-        ValueError: too small, or too large.
+        ValueError: out of bounds.
 
     Example:
         >>> checked_count("every", 8, at_least=1)
@@ -40,12 +46,14 @@ def checked_count(name: str, value: Any, *, at_least: int, at_most: int | None =
         Traceback (most recent call last):
         TypeError: expected every to be an integer of at least 1, got True
     """
-    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-    text = f"expected {name} to be an integer {bounds}, got {value!r}"
+    bounds = "" if at_least is None else f" of at least {at_least}"
+    if at_most is not None:
+        bounds = f" of at most {at_most}" if at_least is None else f" from {at_least} to {at_most}"
+    text = f"expected {name} to be an integer{bounds}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(text)
     number = int(value)
-    if number < at_least or (at_most is not None and number > at_most):
+    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
         raise ValueError(text)
     return number
 
@@ -58,12 +66,13 @@ def checked_number(
     at_least: float | None = None,
     below: float | None = None,
     at_most: float | None = None,
+    finite: bool = True,
 ) -> float:
-    """A finite real number within the bounds that are given.
+    """A real number within the bounds that are given; a tensor of one element counts as its number.
 
     Raises:
         TypeError: not a real number; True and False are none.
-        ValueError: NaN, infinite, or out of bounds.
+        ValueError: NaN, out of bounds, or infinite (unless `finite` is False).
 
     Example:
         >>> checked_number("mixing", 0.5, at_least=0, below=1)
@@ -72,14 +81,20 @@ def checked_number(
         Traceback (most recent call last):
         ValueError: expected mixing to be a finite number of at least 0 and below 1, got nan
     """
+    number = number_in(value)
     limits = {"above": above, "of at least": at_least, "below": below, "of at most": at_most}
     bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
-    text = f"expected {name} to be a finite number {bounds}".rstrip() + f", got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, Real):
+    kind = "finite number" if finite else "number"
+    text = f"expected {name} to be a {kind} {bounds}".rstrip() + f", got {value!r}"
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(text)
-    number = float(value)
+    try:
+        number = float(number)
+    except OverflowError:  # an integer that no float can hold
+        raise ValueError(text) from None
     if (
-        not math.isfinite(number)
+        math.isnan(number)
+        or (finite and math.isinf(number))
         or (above is not None and number <= above)
         or (at_least is not None and number < at_least)
         or (below is not None and number >= below)
@@ -87,6 +102,12 @@ def checked_number(
     ):
         raise ValueError(text)
     return number
+
+
+def number_in(value: Any) -> Any:
+    """The number in a tensor or an array of one element; anything else is itself."""
+    has_one = hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1
+    return value.item() if has_one else value
 
 
 def checked_seconds(name: str, value: Any) -> float:
@@ -120,6 +141,76 @@ def checked_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"expected {name} to be True or False, got {value!r}")
     return value
+
+
+def checked_truth(name: str, value: Any) -> bool:
+    """Yes or no, for an argument of torch's: 1, 0 and None (no) are taken as well, as torch's own code takes them.
+
+    Raises:
+        TypeError: anything else, which Python would take for yes or no all the same: "False", say, or NaN.
+        ValueError: a number other than 0 and 1.
+
+    Example:
+        >>> checked_truth("static_graph", 1), checked_truth("static_graph", None)
+        (True, False)
+    """
+    text = f"expected {name} to be True or False, got {value!r}"
+    is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not (value is None or is_numpys or isinstance(value, Integral)):
+        raise TypeError(text)
+    if value is not None and value not in (0, 1):
+        raise ValueError(text)
+    return bool(value)
+
+
+def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "") -> Any:
+    """An object of a class.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        kind: the class.
+        what: it in words, with an article.
+        hint: what to do otherwise, the end of the error.
+
+    Raises:
+        TypeError: it is none.
+
+    Example:
+        >>> checked_kind("rows", "a, b", list, "a list of names")
+        Traceback (most recent call last):
+        TypeError: expected rows to be a list of names, got a str
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {name} to be {what}, got {what_it_is(value)}{hint}")
+    return value
+
+
+def checked_state(value: Any) -> Mapping[str, Any]:
+    """The argument `state` of a `load_state_dict`.
+
+    Raises:
+        TypeError: no dict.
+    """
+    state: Mapping[str, Any] = checked_kind("state", value, Mapping, "a dict, as state_dict() gives it")
+    return state
+
+
+def checked_function(name: str, value: object, what: str = "a function") -> Any:
+    """Something that can be called.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if not callable(value):
+        raise TypeError(f"expected {name} to be {what}, got {value!r}")
+    return value
+
+
+def store(target: object, **checked: object) -> None:
+    """Set fields of a frozen dataclass, in its `__post_init__`, to what a check returned."""
+    for name, value in checked.items():
+        object.__setattr__(target, name, value)
 
 
 def checked_choice(name: str, value: object, known: Iterable[str]) -> str:

@@ -20,19 +20,23 @@ from torch.utils._pytree import tree_map_only
 
 from syncline.arguments import (
     check_compression,
+    check_reduce_dtype,
     check_sharded,
     checked_buffers,
     checked_caps,
+    checked_delayed,
     checked_device_ids,
     checked_on_nonfinite,
     checked_replica_check,
     checked_strategy,
+    checked_truths,
     group_of_mesh,
 )
 from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.events import BackwardRecord, RoundRecord
 from syncline.explain import contract_of, explain
+from syncline.given import checked_flag, checked_number, checked_truth
 from syncline.plan.buckets import automatic_caps
 from syncline.replica import NOT_COPIED, Replica
 from syncline.strategy import Strategy
@@ -172,21 +176,39 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
     ) -> None:
         nn.Module.__init__(self)  # torch's own __init__ would build its reducer
         Joinable.__init__(self)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
-            )
-        if check_reduction:
-            warnings.warn(
-                "check_reduction is deprecated in torch and not used: every reduction is checked",
-                FutureWarning,
-                stacklevel=2,
-            )
-        chosen = select(module, ignore=ignore, delayed=delay_all_reduce_named_params or ())
-        self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
-        caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
         transport = transport_of(group_of_mesh(process_group, device_mesh, module))
         try:
+            (
+                init_sync,
+                find_unused_parameters,
+                check_reduction,
+                gradient_as_bucket_view,
+                static_graph,
+                skip_all_reduce_unused_params,
+                batched_grad_copy,
+                lazy_bucket_allocation,
+            ) = checked_truths(
+                init_sync=init_sync,
+                find_unused_parameters=find_unused_parameters,
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                batched_grad_copy=batched_grad_copy,
+                lazy_bucket_allocation=lazy_bucket_allocation,
+            )
+            if check_reduction:
+                warnings.warn(
+                    "check_reduction is deprecated in torch and not used: every reduction is checked",
+                    FutureWarning,
+                    stacklevel=2,
+                )
+            checked_flag("sharded", sharded)
+            check_reduce_dtype(reduce_dtype)
+            delayed = checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+            chosen = select(module, ignore=ignore, delayed=delayed)
+            self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
+            caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
             strategy = checked_strategy(strategy)
             replica_check = checked_replica_check(replica_check, sharded=sharded)
             on_nonfinite = checked_on_nonfinite(on_nonfinite, strategy)
@@ -197,7 +219,25 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             ):
                 buffers, broadcast_buffers = "average", None
             buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
-        except (TypeError, ValueError) as error:
+            self._lowered = (
+                None
+                if mixed_precision is None
+                else MixedPrecision(module, mixed_precision, frozenset(chosen.ignored))
+            )
+            if reduce_dtype is None and self._lowered is not None:
+                reduce_dtype = self._lowered.reduce_dtype
+            check_compression(compression, chosen, sharded=sharded)
+            check_sharded(
+                module,
+                chosen,
+                sharded=sharded,
+                num_ranks=transport.size,
+                mixed_precision=mixed_precision,
+                skips_unused=skip_all_reduce_unused_params,
+                reduce_dtype=reduce_dtype,
+                strategy=strategy,
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
             refuse(transport, error)
         self.module = module
         self.dim = dim
@@ -210,24 +250,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
-        self._lowered = (
-            None
-            if mixed_precision is None
-            else MixedPrecision(module, mixed_precision, frozenset(chosen.ignored))
-        )
-        if reduce_dtype is None and self._lowered is not None:
-            reduce_dtype = self._lowered.reduce_dtype
-        check_compression(compression, chosen, sharded=sharded)
-        check_sharded(
-            module,
-            chosen,
-            sharded=sharded,
-            num_ranks=transport.size,
-            mixed_precision=mixed_precision,
-            skips_unused=skip_all_reduce_unused_params,
-            reduce_dtype=reduce_dtype,
-            strategy=strategy,
-        )
         hosts = gather_hosts(transport)
         first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
         options = GradientOptions(
@@ -407,6 +429,10 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             tensor(141.4214)
         """
         replica = self._replica
+        max_norm = checked_number("max_norm", max_norm, at_least=0, finite=False)
+        norm_type = checked_number("norm_type", norm_type, above=0, finite=False)
+        error_if_nonfinite = checked_truth("error_if_nonfinite", error_if_nonfinite)
+        foreach = None if foreach is None else checked_truth("foreach", foreach)
         replica.refuse_unreduced("clip_grad_norm_()")
         if replica.sharding is not None:
             return replica.sharding.clip_grad_norm_(
@@ -629,6 +655,11 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             ValueError: the module is not synchronized over a torch.distributed group.
         """
         replica = self._replica
+        divide_by_initial_world_size, enable, throw_on_early_termination = checked_truths(
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
         if not enable or replica.transport.size == 1:
             return nullcontext()
         replica.refuse_sharded(NOT_WITH_JOIN)

@@ -14,7 +14,7 @@ from syncline.compression import Compression, HookState
 from syncline.compression import hook as compression_hook
 from syncline.errors import SynclineError
 from syncline.explain import Evidence, contract_of
-from syncline.given import checked_flag
+from syncline.given import checked_flag, checked_kind
 from syncline.optim.sharded import Sharding
 from syncline.replica_checks import ReplicaChecks
 from syncline.rounds import Rounds
@@ -537,8 +537,9 @@ class Replica:
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
         """See `DistributedDataParallel.attach`."""
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        checked_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        if elementwise is not None:
+            checked_flag("elementwise", elementwise)
         if replaces is not None:
             checked_flag("replace", replaces)
         guard = self.gradients.guard
@@ -682,6 +683,7 @@ class Replica:
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `DistributedDataParallel.load_sync_state_dict`."""
         parts = self._remembering()
+        checked_kind("state", state, Mapping, "a dict, as sync_state_dict() gives it")
         if parts.keys() != state.keys() - ({"compression"} if self._rests() else set()):
             raise ValueError(
                 f"expected what sync_state_dict() gave under strategy={self.strategy} and compression="

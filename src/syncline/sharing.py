@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.sync.agreement import agree, describe_tensors
+from syncline.given import checked_kind
+from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.broadcasting import TensorBroadcaster
 from syncline.sync.one_copy import OneCopy, one_copy_of, remember_one_copy
 from syncline.sync.share import view_like
@@ -51,11 +52,14 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
         >>> with sl.write_shared(model), torch.no_grad():
         ...     _ = model.weight.zero_()
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}: share the module")
     transport = transport_of(group)
-    named = list(module.named_parameters())
-    agree(transport, "sl.share_", describe_tensors(named))
+    fault, named = None, []
+    try:
+        checked_kind("module", module, nn.Module, "a torch.nn.Module")
+        named = list(module.named_parameters())
+    except TypeError as error:
+        fault = error
+    exchange(transport, "sl.share_", describe_tensors(named), fault=fault)
     lane = transport.lane(f"parameters of {type(module).__name__}")
     if lane is not transport:
         weakref.finalize(module, lane.close)
@@ -88,6 +92,7 @@ def write_shared(module: nn.Module) -> AbstractContextManager[None]:
         ValueError: its parameters are not shared.
         SynclineError: on entering, on all ranks: they were written elsewhere before.
     """
+    checked_kind("module", module, nn.Module, "a torch.nn.Module")
     copy = one_copy_of(module)
     if copy is None and isinstance(module, nn.parallel.DistributedDataParallel):
         copy = one_copy_of(module.module)

@@ -143,16 +143,16 @@ def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
         ['SIGTERM', 'SIGUSR1']
     """
     if isinstance(names, str):
-        raise TypeError(f"expected signals as a tuple of names, got {names!r}: write ({names!r},)")
+        raise TypeError(f"expected stop_signals to be a tuple of names, got {names!r}: write ({names!r},)")
     if not isinstance(names, Iterable):
-        raise TypeError(f"expected signals as a tuple of names, got {names!r}: write () for none")
+        raise TypeError(f"expected stop_signals to be a tuple of names, got {names!r}: write () for none")
     found = [_signal(name) for name in names]
     return tuple(dict.fromkeys(found))
 
 
 def _signal(name: str | int) -> signal.Signals:
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise TypeError(f"expected the name of a signal, such as 'SIGUSR1', got {name!r}")
+        raise TypeError(f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}")
     try:
         if isinstance(name, int):
             found = signal.Signals(name)
@@ -161,7 +161,7 @@ def _signal(name: str | int) -> signal.Signals:
             found = signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
     except (KeyError, ValueError):
         raise ValueError(
-            f"expected the name of a signal, such as 'SIGUSR1', got {name!r}{_near(name)}"
+            f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}{_near(name)}"
         ) from None
     if found.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"{found.name} ends or halts a process without asking it: nobody can listen to it")

@@ -482,8 +482,8 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
             return _alone
         if not isinstance(found, dist.ProcessGroup):
             raise ValueError(
-                f"expected a process group that this rank is in, got {found!r}: dist.new_group returns such a value "
-                "on ranks outside of the group; make no call with it there"
+                f"expected group to be a process group that this rank is in, got {found!r}: dist.new_group "
+                "returns such a value on ranks outside of the group; make no call with it there"
             )
         if id(found) not in _transports:
             if not _is_alive(found):

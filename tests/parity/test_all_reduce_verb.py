@@ -66,7 +66,7 @@ def refuses_on_every_rank(t: Transport) -> None:
         sl.all_reduce_({"a": torch.ones(1), "b": torch.ones(1).long()}, group=t)
     with pytest.raises(ValueError, match="one of sum, mean, max, min, product; got 'avg'"):
         sl.all_reduce_(torch.ones(1), "avg", group=t)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="expected a Module"):
+    with pytest.raises(TypeError, match="expected the target to be a Module"):
         sl.all_reduce_([1.0], group=t)
     if t.size > 1:
         with pytest.raises(ContractMismatch):

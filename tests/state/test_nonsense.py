@@ -50,10 +50,10 @@ who = pytest.mark.parametrize("nonsense_on", [(1,), (0, 1)], ids=["one rank", "a
             "expected directory to be a path, a str or an os.PathLike of one, got 3",
         ),
         ({"directory": b"x"}, TypeError, "expected directory to be a path"),
-        ({"directory": ""}, ValueError, "got an empty text"),
+        ({"directory": ""}, ValueError, "expected directory to be a path, got ''"),
         ({"keep": "3"}, TypeError, "expected keep to be an integer of at least 1, got '3'"),
         ({"files": "x"}, TypeError, "expected files to be a file system (names, make_directory"),
-        ({"stop_signals": None}, TypeError, "expected signals as a tuple of names, got None"),
+        ({"stop_signals": None}, TypeError, "expected stop_signals to be a tuple of names, got None"),
         ({"stop_signals": ("sigtem",)}, ValueError, "got 'sigtem': did you mean 'SIGTERM'?"),
         ({"stop_every": True}, TypeError, "expected stop_every to be an integer of at least 1, got True"),
     ],
@@ -75,9 +75,9 @@ def test_a_checkpointer(
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (("text",), TypeError, "expected a TrainState, got a str: name what belongs to the run"),
-        ((nn.Linear(1, 1),), TypeError, "expected a TrainState, got a Linear"),
-        ((TrainState,), TypeError, "expected a TrainState, got the class TrainState"),
+        (("text",), TypeError, "expected state to be a TrainState, got a str: name what belongs to the run"),
+        ((nn.Linear(1, 1),), TypeError, "expected state to be a TrainState, got a Linear"),
+        ((TrainState,), TypeError, "expected state to be a TrainState, got the class TrainState"),
         ((state(), "3"), TypeError, "expected step to be an integer of at least 0, got '3'"),
         ((state(), -1), ValueError, "expected step to be an integer of at least 0, got -1"),
         ((state(), True), TypeError, "expected step to be an integer of at least 0, got True"),
@@ -129,20 +129,22 @@ def test_what_is_loaded(nonsense_on: tuple[int, ...], tmp_path: Path) -> None:
         with sl.Checkpointer(tmp_path, group=t) as checkpointer:
             return checkpointer.load("text" if is_nonsense else state())  # type: ignore[arg-type]
 
-    raised_everywhere(call, TypeError, "expected a TrainState, got a str", nonsense_on)
+    raised_everywhere(call, TypeError, "expected state to be a TrainState, got a str", nonsense_on)
 
 
 def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
     with sl.Checkpointer(tmp_path, stop_signals=()) as checkpointer:
-        with pytest.raises(TypeError, match="expected a TrainState, got a Linear"):
+        with pytest.raises(TypeError, match="expected state to be a TrainState, got a Linear"):
             checkpointer.stop_if_asked(nn.Linear(1, 1))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="expected why as a text, what this rank did or met; got 3"):
+        with pytest.raises(TypeError, match="expected why to be a text, what this rank did or met, got 3"):
             checkpointer.ask_to_stop(3)  # type: ignore[arg-type]
         checkpointer.stop_if_asked(state())  # nobody has asked
     for num_samples, error in (("3", TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(error, match="expected num_samples to be an integer of at least 0, got"):
             state().commit(num_samples)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"expected what state_dict\(\) gives, a dict by names; got a list"):
+    with pytest.raises(
+        TypeError, match=r"expected state to be a dict, as state_dict\(\) gives it, got a list"
+    ):
         state().load_state_dict(["step"])  # type: ignore[arg-type]
 
 
@@ -188,7 +190,10 @@ def test_what_torch_has_saved(
         ({"on_nonfinite": ["raise"]}, "expected on_nonfinite to be one of 'ignore', 'raise', 'skip', 'zero'"),
         ({"replica_check": True}, "expected replica_check to be sl.ReplicaCheck(...) or None, got True"),
         ({"buffers": "broadcst"}, "got 'broadcst': did you mean 'broadcast'?"),
-        ({"strategy": "LocalSGD"}, "expected a strategy, say sl.LocalSGD(every=8), or None; got 'LocalSGD'"),
+        (
+            {"strategy": "LocalSGD"},
+            "expected strategy to be a strategy, say sl.LocalSGD(every=8), or None, got 'LocalSGD'",
+        ),
     ],
 )
 def test_a_wrapper(arguments: dict[str, Any], words: str, nonsense_on: tuple[int, ...]) -> None:
@@ -219,7 +224,7 @@ def test_alone_a_wrapper_says_only_what_is_wrong() -> None:
         ({"repeats": -1}, ValueError, "expected repeats to be an integer of at least 2, got -1"),
         ({"same_inputs": "yes"}, TypeError, "expected same_inputs to be True or False, got 'yes'"),
         ({"align_rng": None}, TypeError, "expected align_rng to be True or False, got None"),
-        ({"module": nn.Linear}, TypeError, "a Module or a TrainState, got the class Linear: call it"),
+        ({"module": nn.Linear}, TypeError, "a Module or a TrainState, got the class Linear"),
     ],
 )
 def test_what_is_compared(
@@ -236,7 +241,7 @@ def test_what_is_compared(
 @who
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("net", "got str: take it out"), (nn.Linear, "got the class Linear: take"), ([1], "got int at [0]")],
+    [("net", "got a str: take it out"), (nn.Linear, "got the class Linear: take"), ([1], "got a int at [0]")],
 )
 def test_what_is_checked(target: Any, words: str, nonsense_on: tuple[int, ...]) -> None:
     def call(t: Transport, is_nonsense: bool) -> Any:

@@ -459,13 +459,13 @@ class Foreign(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("changed", "kind", "words"),
     [
-        ({"sigma": 0.0}, ValueError, "expected a finite sigma above 0, got 0.0"),
-        ({"sigma": math.nan}, ValueError, "expected a finite sigma above 0, got nan"),
-        ({"population": 5}, ValueError, "expected an even population of at least 2, got 5"),
-        ({"population": 0}, ValueError, "expected an even population of at least 2, got 0"),
-        ({"population": 4.0}, TypeError, "float"),
-        ({"seed": "zero"}, TypeError, "str"),
-        ({"lr": math.inf}, ValueError, "expected a finite lr of at least 0, got inf"),
+        ({"sigma": 0.0}, ValueError, "expected sigma to be a finite number above 0, got 0.0"),
+        ({"sigma": math.nan}, ValueError, "expected sigma to be a finite number above 0, got nan"),
+        ({"population": 5}, ValueError, "expected population to be even, got 5"),
+        ({"population": 0}, ValueError, "expected population to be an integer of at least 2, got 0"),
+        ({"population": 4.0}, TypeError, "got 4.0"),
+        ({"seed": "zero"}, TypeError, "got 'zero'"),
+        ({"lr": math.inf}, ValueError, "expected lr to be a finite number of at least 0, got inf"),
         ({"module": nn.Tanh()}, ValueError, "Tanh has no parameter to train"),
         ({"module": nn.Linear(1, 1).requires_grad_(False)}, ValueError, "Linear has no parameter to train"),
         (
@@ -473,7 +473,7 @@ class Foreign(torch.optim.SGD):
             ValueError,
             "expected real parameters, got weight",
         ),
-        ({"module": [nn.Linear(1, 1)]}, TypeError, "expected a torch.nn.Module, got list"),
+        ({"module": [nn.Linear(1, 1)]}, TypeError, "expected module to be a torch.nn.Module, got a list"),
         ({"module": nn.LazyLinear(1)}, ValueError, "run one forward"),
         ({"optimizer": Foreign}, ValueError, "expected an optimizer of the parameters it was given"),
         ({"optimizer": lambda parameters, lr: lr}, TypeError, "to return a torch.optim.Optimizer, got float"),
@@ -538,6 +538,6 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes() -> None:
     es = sl.EvolutionStrategy(nn.Linear(1, 1), 0.1, 0.1, 4, 0)
     with pytest.raises(ValueError, match=r"expected a state of EvolutionStrategy with num_steps, .*; got lr"):
         es.load_state_dict({"lr": 1})
-    with pytest.raises(ValueError, match="expected an even population"):
+    with pytest.raises(ValueError, match="expected population to be even"):
         es.load_state_dict(es.state_dict() | {"population": 3, "num_steps": 8})
     assert es.num_steps == 0

@@ -21,7 +21,7 @@ def test_anything_but_an_integer_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("value", [-1, MAX_ITEMS + 1])
 def test_counts_that_cannot_be_sent_are_refused(value: int) -> None:
-    with pytest.raises(ValueError, match="expected num_items between 0 and"):
+    with pytest.raises(ValueError, match="expected num_items to be an integer from 0 to"):
         checked_num_items(value)
 
 

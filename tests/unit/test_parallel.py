@@ -24,7 +24,7 @@ def alone() -> Transport:
 
 @pytest.mark.parametrize("module", [None, 3, nn.Linear, [nn.Linear(1, 1)]])
 def test_something_that_is_no_module_is_refused(module: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
+    with pytest.raises(TypeError, match=r"expected module to be a torch\.nn\.Module, got"):
         DDP(module, process_group=alone())
 
 
@@ -51,7 +51,7 @@ def test_device_ids_on_cpu_are_refused(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("cap_mb", [0, -1, float("nan")])
 def test_a_bucket_cap_that_is_not_positive_is_refused(cap_mb: float) -> None:
-    with pytest.raises(ValueError, match="bucket_cap_mb above 0"):
+    with pytest.raises(ValueError, match="bucket_cap_mb to be a finite number above 0"):
         DDP(nn.Linear(1, 1), process_group=alone(), bucket_cap_mb=cap_mb)
 
 

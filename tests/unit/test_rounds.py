@@ -140,9 +140,9 @@ def test_too_many_fragments_are_refused() -> None:
 
 
 def test_a_class_instead_of_a_strategy_is_refused() -> None:
-    with pytest.raises(TypeError, match="got LocalSGD: call it with its arguments"):
+    with pytest.raises(TypeError, match="got the class LocalSGD: call it with its arguments"):
         sl.DistributedDataParallel(net(), strategy=sl.LocalSGD)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a strategy, say"):
+    with pytest.raises(TypeError, match="expected strategy to be a strategy, say"):
         sl.DistributedDataParallel(net(), strategy="local")  # type: ignore[arg-type]
 
 

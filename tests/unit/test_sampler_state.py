@@ -156,12 +156,13 @@ def test_who_uses_nothing_stays_where_the_epoch_began() -> None:
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["used"]) == (0, 0)
 
 
-@pytest.mark.parametrize("num_samples", [-1, 6])
-def test_more_than_is_left_is_refused(num_samples: int) -> None:
+def test_more_than_is_left_is_refused() -> None:
     sampler = DistributedSampler(range(10), 2, 1)
     list(sampler)
-    with pytest.raises(ValueError, match="expected 0 to 5 samples, as many as are left of epoch 0 on rank 1"):
-        sampler.advance(num_samples)
+    with pytest.raises(
+        ValueError, match="expected num_samples from 0 to 5, as many as are left of epoch 0 on rank 1"
+    ):
+        sampler.advance(6)
 
 
 @pytest.mark.parametrize(

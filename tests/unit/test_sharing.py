@@ -137,5 +137,5 @@ def test_alone_it_is_the_same() -> None:
     ddp.module.load_state_dict(module.state_dict())
     with pytest.raises(ValueError, match="are not shared"):
         sl.write_shared(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"expected module to be a torch.nn.Module"):
         sl.share_(torch.zeros(2))  # type: ignore[type-var]

@@ -344,16 +344,25 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         (lambda: sl.LocalSGD(0), "expected every to be an integer of at least 1, got 0"),
         (lambda: sl.LocalSGD(2.0), "expected every to be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: sl.LocalSGD(2, warmup=-1), "expected warmup to be an integer of at least 0"),
-        (lambda: sl.LocalSGD(2, every_step_within="node"), "a number of ranks, or None; got 'node'"),  # type: ignore[arg-type]
+        (lambda: sl.LocalSGD(2, every_step_within="node"), "a number of ranks, or None, got 'node'"),  # type: ignore[arg-type]
         (lambda: sl.DiLoCo(4, fragments=5), "at most one fragment a step: every=4, got fragments=5"),
         (lambda: sl.DiLoCo(4, delay=4), "expected a delay below every=4"),
-        (lambda: sl.DiLoCo(4, mixing=1.0), "expected mixing from 0 up to, not including, 1; got 1.0"),
+        (
+            lambda: sl.DiLoCo(4, mixing=1.0),
+            "expected mixing to be a finite number of at least 0 and below 1, got 1.0",
+        ),
         (lambda: sl.DiLoCo(4, outer=0.7), "expected outer to be a function that makes an optimizer"),  # type: ignore[arg-type]
         (lambda: sl.DiLoCo(4, compression="4bit"), "expected compression to be one of sl.compression"),
         (lambda: sl.DiLoCo(4, compression=sl.compression.Quantize), "expected compression to be one of"),
-        (lambda: sl.Gossip("star"), "expected topology to be one of ring, exponential, pairs; got 'star'"),  # type: ignore[arg-type]
-        (lambda: sl.Gossip("ring", weight=0), "expected weight to be finite and above 0, got 0"),
-        (lambda: sl.Gossip("ring", weight=float("nan")), "expected weight to be finite and above 0, got nan"),
+        (
+            lambda: sl.Gossip("star"),
+            "expected topology to be one of 'ring', 'exponential', 'pairs', got 'star'",
+        ),  # type: ignore[arg-type]
+        (lambda: sl.Gossip("ring", weight=0), "expected weight to be a finite number above 0, got 0"),
+        (
+            lambda: sl.Gossip("ring", weight=float("nan")),
+            "expected weight to be a finite number above 0, got nan",
+        ),
         (lambda: sl.ParameterServer(-1), "expected staleness to be an integer of at least 0"),
         (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "expected between 1 and 4 fragments"),
         (lambda: workers_of(3, SPEC), "every_step_within=3 ranks, but there are 4"),

@@ -414,7 +414,7 @@ def test_layers_that_conversion_would_spoil_are_refused_and_nothing_is_changed()
         with pytest.raises(TypeError, match=message):
             SyncBatchNorm.convert_sync_batchnorm(model)
         assert type(model[0]) is nn.BatchNorm1d
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"):
+    with pytest.raises(TypeError, match=r"expected module to be a torch\.nn\.Module, got a int"):
         SyncBatchNorm.convert_sync_batchnorm(3)
 
 

@@ -85,10 +85,10 @@ def test_views_of_the_same_memory_are_one_tensor_and_others_are_not() -> None:
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        (3, "got int:"),
-        (None, "got NoneType:"),
-        ({"a": [torch.zeros(1), "x"]}, r"got str at a\[1\]:"),
-        ([nn.Linear(1, 1)], r"got Linear at \[0\]:"),
+        (3, "got a int:"),
+        (None, "got a NoneType:"),
+        ({"a": [torch.zeros(1), "x"]}, r"got a str at a\[1\]:"),
+        ([nn.Linear(1, 1)], r"got a Linear at \[0\]:"),
     ],
 )
 def test_other_leaves_are_refused_by_path(target: Any, text: str) -> None:

@@ -295,9 +295,9 @@ def test_what_one_rank_refuses_every_rank_raises() -> None:
 
     texts = run_ranks(3, program)
     assert texts[0].startswith(
-        "sl.broadcast_: refused, nothing was sent\nrank 1: expected a Module, an Optimizer"
+        "sl.broadcast_: refused, nothing was sent\nrank 1: expected the target to be a Module, an Optimizer"
     )
-    assert "got str at [1]" in texts[0]
+    assert "got a str at [1]" in texts[0]
     assert texts == [texts[0]] * 3
 
 
@@ -319,9 +319,9 @@ def test_ranks_in_different_verbs_are_told_so() -> None:
 @pytest.mark.parametrize(
     ("src", "error", "text"),
     [
-        (2, ValueError, "consists of ranks 0, 1; got 2"),
-        (-1, ValueError, "consists of ranks 0, 1; got -1"),
-        (0.0, TypeError, "expected src to be a rank, an integer; got 0.0"),
+        (2, ValueError, "consists of ranks 0, 1, got 2"),
+        (-1, ValueError, "consists of ranks 0, 1, got -1"),
+        (0.0, TypeError, "expected src to be an integer, got 0.0"),
     ],
 )
 def test_a_source_outside_of_the_group_is_refused(src: Any, error: type[Exception], text: str) -> None:
@@ -575,15 +575,18 @@ def errors(error_class: type[Exception], values: list[Any], weights: list[Any]) 
 
 @pytest.mark.parametrize("weight", [-1, -1e-9, math.nan, math.inf, "x", torch.ones(2), 10**400])
 def test_a_bad_weight_is_an_error_on_every_rank(weight: Any) -> None:
-    text = errors(ValueError, [1.0, 1.0, 1.0], [1, weight, 1])
+    is_number = isinstance(weight, int | float)
+    text = errors(ValueError if is_number else TypeError, [1.0, 1.0, 1.0], [1, weight, 1])
     assert text.startswith(
-        "sl.mean: refused, nothing was sent\nrank 1: expected a finite weight of at least 0, got "
+        "sl.mean: refused, nothing was sent\nrank 1: expected weight to be a finite number of at least 0, got "
     )
 
 
 def test_a_bad_weight_says_what_was_expected() -> None:
     text = errors(ValueError, [1.0, 1.0, 1.0], [-2, 1, -2])
-    assert text.splitlines()[1:] == ["ranks 0, 2: expected a finite weight of at least 0, got -2"]
+    assert text.splitlines()[1:] == [
+        "ranks 0, 2: expected weight to be a finite number of at least 0, got -2"
+    ]
 
 
 def test_weights_that_are_all_zero_are_an_error_on_every_rank() -> None:
@@ -597,9 +600,9 @@ def test_weights_whose_sum_is_not_finite_are_an_error_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("leaf", "text"),
     [
-        ("x", "got str at values.a"),
-        (None, "got NoneType at values.a"),
-        (1j, "got complex at values.a"),
+        ("x", "got a str at values.a"),
+        (None, "got a NoneType at values.a"),
+        (1j, "got a complex at values.a"),
         (torch.zeros(2).to_sparse(), "expected a dense tensor at values.a"),
         (torch.zeros(2, device="meta"), "expected a dense tensor at values.a"),
     ],

@@ -236,7 +236,7 @@ def test_a_setting_that_is_equal_is_left_alone() -> None:
     [
         (
             [1.0, math.nan, 1.0],
-            r"^sl\.average_: refused, nothing was sent\nrank 1: expected a finite weight.*got nan$",
+            r"^sl\.average_: refused, nothing was sent\nrank 1: expected weight to be a finite number.*got nan$",
         ),
         ([math.inf, -1.0, 1.0], r"rank 0: .* got inf\nrank 1: .* got -1\.0$"),
         (["x", 1.0, 1.0], "rank 0: .* got 'x'$"),
@@ -247,7 +247,7 @@ def test_a_setting_that_is_equal_is_left_alone() -> None:
 def test_weights_that_have_no_mean_are_refused_on_every_rank(weight: list[Any], text: str) -> None:
     def program(t: Transport) -> str:
         x = torch.tensor([1.0])
-        with pytest.raises(ValueError, match=text) as caught:
+        with pytest.raises((TypeError, ValueError), match=text) as caught:
             sl.average_(x, weight[t.rank], group=t)
         assert x.item() == 1.0
         return str(caught.value)
@@ -261,7 +261,7 @@ def test_what_has_no_mean_is_refused_by_name() -> None:
         for leaf in (torch.tensor([1]), torch.tensor([True])):
             with pytest.raises(ValueError, match=r"op='mean' is not defined for b\[0\], torch\.(int64|bool)"):
                 sl.average_({"a": torch.zeros(1), "b": [leaf]}, group=t)
-        with pytest.raises(TypeError, match=r"rank 1: .* got str at b"):
+        with pytest.raises(TypeError, match=r"rank 1: .* got a str at b"):
             sl.average_({"a": torch.zeros(1), "b": torch.zeros(1) if t.rank == 0 else "x"}, group=t)
         module = nn.Linear(2, 2)
         with pytest.raises(ContractMismatch) as caught:

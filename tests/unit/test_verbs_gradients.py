@@ -310,7 +310,7 @@ def test_half_precision_is_added_up_in_single() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_refused(size: int) -> None:
     def program(t: Transport) -> None:
-        with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got Tensor"):
+        with pytest.raises(TypeError, match=r"expected module to be a torch\.nn\.Module, got a Tensor"):
             sl.sync_gradients_(torch.zeros(1), group=t)  # type: ignore[call-overload]
         ddp = sl.DistributedDataParallel(small(), process_group=t)
         with pytest.raises(ValueError, match="inside of a normalize_by block"), ddp.normalize_by(1):

@@ -58,10 +58,10 @@ def test_an_optimizer_becomes_the_best_ones_with_its_settings() -> None:
             [1.0, torch.zeros(2)],
             "max",
             TypeError,
-            r"rank 1: expected score to be one real number.*shape \(2,\)",
+            r"rank 1: expected score to be a number, got tensor\(\[0\., 0\.\]\)",
         ),
-        (["1.0", 1.0], "max", TypeError, "rank 0: expected score to be a number .* got '1.0'"),
-        ([1.0, 1.0], "best", ValueError, 'expected mode to be "max" or "min", got \'best\''),
+        (["1.0", 1.0], "max", TypeError, "rank 0: expected score to be a number, got '1.0'"),
+        ([1.0, 1.0], "best", ValueError, "expected mode to be one of 'max', 'min', got 'best'"),
     ],
 )
 def test_scores_that_name_no_best_are_refused_alike(
@@ -288,7 +288,7 @@ def test_trees_that_differ_in_shape_are_a_mismatch() -> None:
     def program(t: Transport) -> None:
         with pytest.raises(ContractMismatch):
             sl.check_replicas(torch.zeros(1 + t.rank), group=t)
-        with pytest.raises(TypeError, match="got str"):
+        with pytest.raises(TypeError, match="got a str"):
             sl.check_replicas(["x"], group=t)
 
     run_ranks(2, program)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from syncline.compression.base import Averaging, Composed, Compression, Encoder, Layout, plain_mean
+from syncline.given import checked_count, store
 
 __all__ = ["After"]
 
@@ -46,15 +47,12 @@ class After(Composed):
     gives = "codes"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_averagings, int):
-            raise TypeError(f"expected After a number of averagings first, got {self.num_averagings!r}")
-        if self.num_averagings < 1:
-            raise ValueError(f"expected After of at least 1 averaging, got {self.num_averagings}")
+        store(self, num_averagings=checked_count("num_averagings", self.num_averagings, at_least=1))
         for name, stage in (("then", self.then), ("before", self.before)):
             if stage is None and name == "before":
                 continue
             if not isinstance(stage, Compression) or isinstance(stage, After):
-                raise TypeError(f"expected After with {name}= a compression other than After, got {stage!r}")
+                raise TypeError(f"expected {name} to be a compression other than After, got {stage!r}")
 
     @property
     def stages(self) -> tuple[Compression, ...]:

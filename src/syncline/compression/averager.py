@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.compression.base import Averaged, Averaging, Compression, Layout
+from syncline.given import checked_state
 
 __all__ = ["Averager", "joined_state", "parted_state", "with_mean_residuals"]
 
@@ -120,7 +121,7 @@ def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         {'fc.weight': {'residual': tensor([0.])}}
     """
     kept: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in state.items():
+    for key, tensor in checked_state(state).items():
         name, _, kind = key.rpartition(".")
         kept.setdefault(name, {})[kind] = tensor
     return kept

@@ -21,7 +21,7 @@ class Cast(Codec):
             down to 6e-8: for gradients that a scaler keeps in range).
 
     Raises:
-        ValueError: another type.
+        TypeError, ValueError: another type.
 
     Example:
         >>> print(Cast(), Cast(torch.float16))
@@ -34,7 +34,8 @@ class Cast(Codec):
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"expected Cast to torch.bfloat16 or torch.float16, got {self.dtype}")
+            error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
+            raise error(f"expected dtype to be torch.bfloat16 or torch.float16, got {self.dtype!r}")
 
     def encoder(self, layout: Layout) -> Encoder:
         return _CastEncoder(self, layout)

@@ -55,11 +55,11 @@ class Chain(Composed):
         flat: list[Compression] = []
         for stage in stages:
             if not isinstance(stage, Compression):
-                raise TypeError(f"expected a chain of compressions, got {type(stage).__name__}: {stage!r}")
+                raise TypeError(f"expected stages to be compressions, got {stage!r}")
             flat += stage.stages if isinstance(stage, Chain) else [stage]
         if len(flat) < 2:
             raise ValueError(
-                f"expected a chain of two or more compressions, got {len(flat)}: use it by itself"
+                f"expected stages to be two or more compressions, got {len(flat)}: use it by itself"
             )
         for position in range(1, len(flat)):
             _check_that_it_follows(flat[position], flat[position - 1])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from syncline.compression.averager import joined_state, parted_state
 from syncline.compression.base import Compression
 from syncline.compression.exchange import MeanExchange
+from syncline.given import checked_kind
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 
@@ -79,7 +80,11 @@ class HookState:
         module: nn.Module | None = None,
     ) -> None:
         if not isinstance(compression, Compression):
-            raise TypeError(f"expected a compression, say sl.compression.Cast(), got {compression!r}")
+            raise TypeError(
+                f"expected compression to be one of sl.compression, say Cast(), got {compression!r}"
+            )
+        if module is not None:
+            checked_kind("module", module, nn.Module, "a torch.nn.Module")
         self.compression = compression
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         """By name, what was loaded and not used yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from syncline.compression.base import (
     plain_mean,
 )
 from syncline.errors import SynclineError
+from syncline.given import checked_kind
 from syncline.transport.base import ReduceOp, Transport, Work
 
 __all__ = ["MeanExchange"]
@@ -68,9 +70,16 @@ class MeanExchange:
         device: torch.device,
         transport: Transport,
     ) -> None:
+        checked_kind("transport", transport, Transport, "a Transport")
+        checked_kind("device", device, torch.device, "a torch.device")
+        if compression is not None:
+            checked_kind("compression", compression, Compression, "one of sl.compression, or None")
+        checked_kind("dtype", dtype, torch.dtype, "a torch.dtype")
+        if compression is None and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"expected dtype to be a floating or complex type, got {dtype}")
         self.dtype = dtype
         self.layout = Layout(
-            shapes=tuple(tuple(shape) for shape in shapes),
+            shapes=_checked_shapes(shapes),
             dtype=dtype if compression is None else computing_dtype(dtype),
             device=device,
             rank=transport.rank,
@@ -106,12 +115,13 @@ class MeanExchange:
             raise SynclineError(
                 f"rank {self._transport.rank}: an averaging is under way: wait for it before the next is started"
             )
+        checked_kind("flat", flat, Tensor, "a tensor")
         numel, device = self.layout.numel, self.layout.device
         is_there = flat.device.type == device.type and device.index in (None, flat.device.index)
         if flat.numel() != numel or flat.dtype is not self.dtype or not is_there:
             raise ValueError(
-                f"expected {numel} elements, {self.dtype} on {device}; got {flat.numel()}, {flat.dtype} on "
-                f"{flat.device}"
+                f"expected flat to have {numel} elements, {self.dtype} on {device}, got {flat.numel()}, {flat.dtype} "
+                f"on {flat.device}"
             )
         flat = flat.detach().view(-1)
         if self._transport.size == 1 or not flat.numel():
@@ -271,3 +281,18 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def _then(make: Callable[[Tensor], Any], reply: Callable[[], Tensor]) -> Callable[[], Any]:
     return lambda: make(reply())
+
+
+def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of tensors that lie one behind the other.
+
+    Raises:
+        TypeError, ValueError: a shape is not one.
+    """
+    try:
+        found = tuple(tuple(int(operator.index(size)) for size in shape) for shape in shapes)
+    except TypeError:
+        raise TypeError(f"expected shapes to be a list of shapes, got {shapes!r}") from None
+    if any(size < 0 for shape in found for size in shape):
+        raise ValueError(f"expected shapes to have sizes of at least 0, got {shapes!r}")
+    return found

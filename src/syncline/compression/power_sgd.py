@@ -11,6 +11,7 @@ from torch import Tensor
 
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
 from syncline.compression.orthogonal import orthonormal_rows, sum_of_outer_products
+from syncline.given import checked_count, checked_flag, store
 
 __all__ = ["PowerSGD"]
 
@@ -31,8 +32,7 @@ class PowerSGD(Compression):
         seed: of the matrices that the first iteration starts from.
 
     Raises:
-        TypeError: a rank that is no integer.
-        ValueError: one below 1.
+        TypeError, ValueError: an argument makes no sense: a rank below 1, say.
 
     Example:
         >>> print(PowerSGD())
@@ -48,10 +48,12 @@ class PowerSGD(Compression):
     gives = "means"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int):
-            raise TypeError(f"expected PowerSGD of a rank, an integer; got {self.rank!r}")
-        if self.rank < 1:
-            raise ValueError(f"expected PowerSGD of a rank of at least 1, got {self.rank}")
+        store(
+            self,
+            rank=checked_count("rank", self.rank, at_least=1),
+            error_feedback=checked_flag("error_feedback", self.error_feedback),
+            seed=checked_count("seed", self.seed),
+        )
 
     def encoder(self, layout: Layout) -> Encoder:
         return _PowerSGDEncoder(self, layout)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncline.compression.base import AllToAll, Averaged, Averaging, Codec, Encoder, Gather, Layout
+from syncline.given import checked_count, checked_flag, store
 
 __all__ = ["Quantize"]
 
@@ -61,14 +62,18 @@ class Quantize(Codec):
     is_linear = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(
-                f"expected Quantize(bits=8), Quantize(bits=4) or Quantize(bits=2), got {self.bits!r}"
-            )
-        if self.block_numel < 2 or self.block_numel % self._multiple:
+        if checked_count("bits", self.bits, at_least=2, at_most=8) not in (2, 4, 8):
+            raise ValueError(f"expected bits to be 8, 4 or 2, got {self.bits!r}")
+        store(
+            self,
+            bits=int(self.bits),
+            block_numel=checked_count("block_numel", self.block_numel, at_least=2),
+            error_feedback=checked_flag("error_feedback", self.error_feedback),
+        )
+        if self.block_numel % self._multiple:
             raise ValueError(
                 f"expected block_numel to be a multiple of {self._multiple} ({8 // self.bits} codes of {self.bits} "
-                f"bits share a byte) and at least 2, got {self.block_numel}"
+                f"bits share a byte), got {self.block_numel}"
             )
 
     def encoder(self, layout: Layout) -> Encoder:

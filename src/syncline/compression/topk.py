@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
+from syncline.given import checked_flag, checked_number, store
 
 __all__ = ["TopK", "largest_places"]
 
@@ -33,7 +34,7 @@ class TopK(Compression):
             travel at all.
 
     Raises:
-        ValueError: another ratio.
+        TypeError, ValueError: an argument makes no sense: another ratio, say.
 
     Example:
         >>> print(TopK(ratio=0.05))
@@ -47,8 +48,11 @@ class TopK(Compression):
     gives = "rows"
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"expected TopK of a ratio above 0 and up to 1, got {self.ratio}")
+        store(
+            self,
+            ratio=checked_number("ratio", self.ratio, above=0, at_most=1),
+            error_feedback=checked_flag("error_feedback", self.error_feedback),
+        )
 
     def encoder(self, layout: Layout) -> Encoder:
         return _TopKEncoder(self, layout)

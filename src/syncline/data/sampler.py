@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils.data as torch_data
 
+from syncline.given import checked_count, checked_flag, checked_state, checked_truth, what_it_is
 from syncline.world import world
 
 __all__ = ["DistributedSampler"]
@@ -64,7 +65,16 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             num_replicas = world().size
         if rank is None:
             rank = world().rank
-        _check(dataset, num_replicas, rank, drop_last=drop_last, pad=pad)
+        _check_dataset(dataset)
+        num_replicas = checked_count("num_replicas", num_replicas, at_least=1)
+        rank = checked_count("rank", rank, at_least=0, at_most=num_replicas - 1)
+        shuffle, drop_last = checked_truth("shuffle", shuffle), checked_truth("drop_last", drop_last)
+        seed = checked_count("seed", seed)
+        if not checked_flag("pad", pad) and drop_last:
+            raise ValueError(
+                "drop_last=True contradicts pad=False: the first leaves samples out so that all ranks have "
+                "equally many, the second deals out every sample exactly once; choose one"
+            )
         # torch types the parameter as Dataset, but takes anything with a length.
         any_dataset: Any = dataset
         super().__init__(any_dataset, num_replicas, rank, shuffle, seed, drop_last)
@@ -118,6 +128,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
         The epoch in the middle of which a state was loaded goes on there; any other begins at its beginning.
         """
+        epoch = checked_count("epoch", epoch)
         super().set_epoch(epoch)
         self._next_epoch = epoch
 
@@ -128,6 +139,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             ValueError: below 0, or more than are left of the epoch; or a place was loaded, and no iteration has begun
                 there yet: what came before it does not count.
         """
+        num_samples = checked_count("num_samples", num_samples, at_least=0)
         if self._resumed is not None and num_samples:
             raise ValueError(
                 f"got {num_samples} samples, but a place was loaded (epoch {self._resumed[0]}, after "
@@ -136,10 +148,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             )
         epoch, already = self._begun
         left = self._num_left(already) - self._used
-        if not 0 <= num_samples <= left:
+        if num_samples > left:
             raise ValueError(
-                f"expected 0 to {left} samples, as many as are left of epoch {epoch} on rank {self.rank}; got "
-                f"{num_samples}"
+                f"expected num_samples from 0 to {left}, as many as are left of epoch {epoch} on rank {self.rank}, "
+                f"got {num_samples}"
             )
         self._used += num_samples
         # A rank with a smaller share than others is at the last place that they have in common.
@@ -199,9 +211,17 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         """Go on at a place that was saved, by this number of ranks or another.
 
         Raises:
-            ValueError: it was of another dataset's length, another seed, or shuffled otherwise.
+            TypeError, ValueError: it is no such state, or it was of another dataset's length, another seed, or shuffled
+                otherwise.
         """
         mine = self._order()
+        missing = sorted({*mine, "epoch", "used"}.difference(checked_state(state)))
+        if missing:
+            raise ValueError(
+                f"expected the state of a DistributedSampler, got one without {', '.join(missing)}"
+            )
+        epoch = checked_count("epoch", state["epoch"])
+        used = checked_count("used", state["used"], at_least=0)
         differing = [
             f"{name}={state[name]!r}, here {own!r}" for name, own in mine.items() if state[name] != own
         ]
@@ -210,8 +230,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
                 f"expected the place of a sampler that deals in the same order; it was saved with "
                 f"{'; '.join(differing)}. Make the sampler as it was, or leave it out of the state"
             )
-        self._resumed = (state["epoch"], state["used"])
-        self.epoch = self._next_epoch = state["epoch"]
+        self._resumed = (epoch, used)
+        self.epoch = self._next_epoch = epoch
 
     @property
     def _num_samples(self) -> int:
@@ -258,20 +278,9 @@ class _Dealing(Iterator[int]):
         self._indices, self._num_dealt = None, 0
 
 
-def _check(dataset: Sized, num_replicas: int, rank: int, *, drop_last: bool, pad: bool) -> None:
-    if not hasattr(dataset, "__len__"):
+def _check_dataset(dataset: Sized) -> None:
+    if isinstance(dataset, type) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"expected a dataset with a length, got {type(dataset).__name__}: samples that only come as a "
-            "stream have no indices to deal out; split the stream by rank inside the dataset"
-        )
-    if num_replicas < 1:
-        raise ValueError(f"expected num_replicas of at least 1, got {num_replicas}")
-    if not 0 <= rank < num_replicas:
-        raise ValueError(
-            f"expected rank between 0 and {num_replicas - 1} (num_replicas={num_replicas}), got {rank}"
-        )
-    if drop_last and not pad:
-        raise ValueError(
-            "drop_last=True contradicts pad=False: the first leaves samples out so that all ranks have "
-            "equally many, the second deals out every sample exactly once; choose one"
+            f"expected dataset to have a length, got {what_it_is(dataset)}: samples that only come as a stream have no "
+            "indices to deal out; split the stream by rank inside the dataset"
         )

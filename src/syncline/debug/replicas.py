@@ -15,7 +15,7 @@ from syncline.debug.recording import named_roots, watching_for_roots
 from syncline.debug.report import Disagreement, Report
 from syncline.debug.subject import Subject
 from syncline.debug.wrappers import Synchronization, synchronization_of, unwrapped
-from syncline.given import checked_count, checked_flag
+from syncline.given import checked_count, checked_flag, checked_function, what_it_is
 from syncline.optim.attached import is_sharded
 from syncline.state.train_state import TrainState
 from syncline.sync.agreement import exchange
@@ -128,16 +128,13 @@ def _compared(
     optimizers: list[Optimizer] = []
     others: list[Any] = []
     try:
-        if not callable(fn):
-            raise TypeError(f"expected fn to be a function that computes a step, got {fn!r}")
+        checked_function("fn", fn, "a function that computes a step")
         checked_count("repeats", repeats, at_least=2)
         if same_inputs is not None:
             checked_flag("same_inputs", same_inputs)
         checked_flag("align_rng", align_rng)
         if inputs is not None and not isinstance(inputs, tuple):
-            raise TypeError(
-                f"expected inputs to be a tuple, the arguments of fn; got a {type(inputs).__name__}"
-            )
+            raise TypeError(f"expected inputs to be a tuple, the arguments of fn, got {what_it_is(inputs)}")
         modules, optimizers, others = _parts(module)
     except (TypeError, ValueError) as error:
         fault = error
@@ -189,7 +186,7 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
     if isinstance(target, nn.Module):
         return [target], [], []
     if not isinstance(target, TrainState):
-        raise TypeError(f"expected module to be a Module or a TrainState, got {_kind(target)}")
+        raise TypeError(f"expected module to be a Module or a TrainState, got {what_it_is(target)}")
     named = list(target.named.values())
     if any(is_sharded(one) for one in named):
         raise ValueError(
@@ -201,10 +198,6 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
         # A sampler's place is that between two steps: to load it in the middle of an epoch would begin another one.
         [one for one in named if not isinstance(one, nn.Module | Optimizer | DistributedSampler)],
     )
-
-
-def _kind(value: object) -> str:
-    return f"the class {value.__name__}: call it" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _found_by_a_run(

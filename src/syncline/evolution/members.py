@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from syncline.given import checked_count, checked_kind, checked_number
 from syncline.plan.population import noise_
 from syncline.sync.one_copy import one_copy_of
 from syncline.sync.tensors import named_tensors
@@ -27,18 +26,17 @@ class Settings:
 
     @staticmethod
     def checked(sigma: float, population: int, seed: int) -> Settings:
-        sigma, population, seed = float(sigma), operator.index(population), operator.index(seed)
-        if not 0 < sigma < math.inf:
+        checked_count("population", population, at_least=2)
+        if population % 2:
             raise ValueError(
-                f"expected a finite sigma above 0, got {sigma}: it is how far the parameters are moved to try them, "
-                "0.01 to 0.1 as a rule"
+                f"expected population to be even, got {population}: it counts the evaluations of a step over all "
+                "ranks, two for each mirrored pair"
             )
-        if population < 2 or population % 2:
-            raise ValueError(
-                f"expected an even population of at least 2, got {population}: it counts the evaluations of a step "
-                "over all ranks, two for each mirrored pair"
-            )
-        return Settings(sigma=sigma, population=population, seed=seed)
+        return Settings(
+            sigma=checked_number("sigma", sigma, above=0),
+            population=int(population),
+            seed=checked_count("seed", seed),
+        )
 
     @property
     def num_pairs(self) -> int:
@@ -47,12 +45,11 @@ class Settings:
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """What a strategy moves, tied parameters once; an error where it must not."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    checked_kind("module", module, nn.Module, "a torch.nn.Module")
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
         raise ValueError(
-            "expected a bare module, got DistributedDataParallel, whose forward makes collective calls, while ranks "
-            "evaluate different numbers of members: pass ddp.module"
+            "expected module to be a bare one, got DistributedDataParallel, whose forward makes collective calls, "
+            "while ranks evaluate different numbers of members: pass ddp.module"
         )
     copies = [copy for part in module.modules() if (copy := one_copy_of(part)) is not None]
     if any(copy.is_common for copy in copies):

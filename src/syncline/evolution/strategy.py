@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-import operator
 import struct
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from syncline.contract import Contract, Row
 from syncline.errors import PeerFailed, SynclineError
 from syncline.events import EvolutionRecord
 from syncline.evolution.members import Members, Settings, trained_parameters
+from syncline.given import checked_count, checked_function, checked_number, checked_state
 from syncline.plan.difference import describe_ranks
 from syncline.plan.population import in_order, noise_, pair_weights, pairs_of
 from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange
@@ -155,6 +155,7 @@ class EvolutionStrategy:
         mine: list[float] = []
         fault = None
         try:
+            checked_function("loss_fn", loss_fn)
             pairs = pairs_of(self._transport.rank, self._transport.size, self._settings.num_pairs)
             mine = self._members.evaluate(loss_fn, pairs, self._settings, step=self.num_steps + 1)
         except Exception as error:
@@ -225,14 +226,15 @@ class EvolutionStrategy:
             ValueError: something is missing, or makes no sense.
         """
         expected = {"num_steps", "sigma", "population", "seed", "optimizer"}
-        if set(state) != expected:
+        if set(checked_state(state)) != expected:
             raise ValueError(
                 f"expected a state of EvolutionStrategy with {', '.join(sorted(expected))}; got "
                 f"{', '.join(sorted(map(str, state)))}: load what strategy.state_dict() has returned"
             )
         settings = Settings.checked(state["sigma"], state["population"], state["seed"])
+        num_steps = checked_count("num_steps", state["num_steps"], at_least=0)
         self.optimizer.load_state_dict(state["optimizer"])
-        self._settings, self.num_steps = settings, operator.index(state["num_steps"])
+        self._settings, self.num_steps = settings, num_steps
 
     # ------------------------------------------------------------------ what travels
 
@@ -338,8 +340,8 @@ class EvolutionStrategy:
 def _made_optimizer(
     factory: Callable[..., Optimizer], parameters: list[nn.Parameter], lr: float
 ) -> Optimizer:
-    if not 0 <= float(lr) < math.inf:
-        raise ValueError(f"expected a finite lr of at least 0, got {lr}")
+    lr = checked_number("lr", lr, at_least=0)
+    checked_function("optimizer", factory, "a function that makes one, torch.optim.Adam, say")
     with calling("optimizer(parameters, lr=lr)"):
         optimizer = factory(parameters, lr=lr)
     if not isinstance(optimizer, Optimizer):

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from syncline.given import checked_kind
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 
@@ -111,8 +112,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             >>> [type(layer).__name__ for layer in SyncBatchNorm.convert_sync_batchnorm(model)]
             ['Linear', 'SyncBatchNorm']
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+        checked_kind("module", module, nn.Module, "a torch.nn.Module")
         for name, layer in module.named_modules():
             if isinstance(layer, _BatchNorm):
                 _check_convertible(name, layer)

@@ -170,7 +170,7 @@ class Checkpointer:
             raise ValueError(f"expected to load only from {self._path}: it was made with read_only=True")
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"expected a TrainState, got {what_it_is(state)}: name what belongs to the run, "
+                f"expected state to be a TrainState, got {what_it_is(state)}: name what belongs to the run, "
                 "sl.TrainState(model=..., optimizer=...)"
             )
 
@@ -383,7 +383,7 @@ class Checkpointer:
             TypeError: `why` is no text.
         """
         if not isinstance(why, str):
-            raise TypeError(f"expected why as a text, what this rank did or met; got {why!r}")
+            raise TypeError(f"expected why to be a text, what this rank did or met, got {why!r}")
         self._stop.request.ask(why)
 
     # ------------------------------------------------------------------ loading

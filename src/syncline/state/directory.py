@@ -29,9 +29,7 @@ def checked_path(directory: object) -> str:
     if not isinstance(path, str):
         raise TypeError(f"expected directory to be a path, a str or an os.PathLike of one, got {directory!r}")
     if not path:
-        raise ValueError(
-            "expected directory to be a path, got an empty text ('.' is where the program was started)"
-        )
+        raise ValueError("expected directory to be a path, got '' ('.' is where the program was started)")
     return os.path.abspath(path)
 
 

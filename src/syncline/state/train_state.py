@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from syncline.data.sampler import DistributedSampler
-from syncline.given import checked_count, what_it_is
+from syncline.given import checked_count, checked_flag, checked_state, what_it_is
 from syncline.state.adoption import Key, adopt
 from syncline.state.layout import keep_types, lay_out_like_parameters
 from syncline.sync.caretakers import caretakers_of
@@ -161,10 +161,8 @@ class TrainState:
             TypeError: it is no dict.
             ValueError: names are missing, or there are others; nothing was changed.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"expected what state_dict() gives, a dict by names; got a {type(state).__name__}"
-            )
+        checked_state(state)
+        checked_flag("strict", strict)
         missing = sorted({"step", *self.named} - state.keys())
         unknown = sorted(state.keys() - {"step", "rng", *self.named})
         if "step" not in state or (strict and (missing or unknown)):

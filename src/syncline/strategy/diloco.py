@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncline.contract import Rule, Rules
-from syncline.given import checked_count
+from syncline.given import checked_count, checked_function, checked_number, store
 from syncline.plan.fragments import plan_fragments
 from syncline.strategy.actions import (
     Action,
@@ -107,21 +107,27 @@ class DiLoCo(Strategy[_State]):
     every_step_within: EverythingWithin = None
 
     def __post_init__(self) -> None:
-        checked_count("every", self.every, at_least=1)
-        checked_count("fragments", self.fragments, at_least=1)
-        checked_count("delay", self.delay, at_least=0)
-        checked_count("warmup", self.warmup, at_least=0)
-        checked_within(self.every_step_within)
-        if not callable(self.outer):
-            raise TypeError(
-                "expected outer to be a function that makes an optimizer of the parameters that it is given, say "
-                f"lambda parameters: torch.optim.SGD(parameters, lr=0.7); got {type(self.outer).__name__}"
-            )
+        store(
+            self,
+            every=checked_count("every", self.every, at_least=1),
+            fragments=checked_count("fragments", self.fragments, at_least=1),
+            delay=checked_count("delay", self.delay, at_least=0),
+            warmup=checked_count("warmup", self.warmup, at_least=0),
+            every_step_within=checked_within(self.every_step_within),
+        )
+        if self.mixing is not None:
+            store(self, mixing=checked_number("mixing", self.mixing, at_least=0, below=1))
+        checked_function(
+            "outer",
+            self.outer,
+            "a function that makes an optimizer of the parameters that it is given, say "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.7)",
+        )
         if self.compression is not None and (
             isinstance(self.compression, type) or not hasattr(self.compression, "encoder")
         ):
             raise TypeError(
-                f"expected compression to be one of sl.compression, say Quantize(4), or None; got {self.compression!r}"
+                f"expected compression to be one of sl.compression, say Quantize(4), or None, got {self.compression!r}"
             )
         if self.fragments > self.every:
             raise ValueError(
@@ -132,8 +138,6 @@ class DiLoCo(Strategy[_State]):
                 f"expected a delay below every={self.every}, so that a fragment is under way once at a time; "
                 f"got {self.delay}"
             )
-        if self.mixing is not None and not 0 <= self.mixing < 1:
-            raise ValueError(f"expected mixing from 0 up to, not including, 1; got {self.mixing}")
 
     @property
     def _mixing(self) -> float | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, get_args
 
 from syncline.contract import Rule, Rules
-from syncline.given import checked_count
+from syncline.given import checked_choice, checked_count, checked_number, store
 from syncline.strategy.actions import Action, Average, Message, Push
 from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import Mechanism, PushSumWeight
@@ -59,11 +58,13 @@ class Gossip(Strategy[_State]):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checked_count("every", self.every, at_least=1)
-        checked_count("seed", self.seed, at_least=0)
-        neighbours(self.topology, 2, 0)
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise ValueError(f"expected weight to be finite and above 0, got {self.weight}")
+        checked_choice("topology", self.topology, get_args(Topology))
+        store(
+            self,
+            every=checked_count("every", self.every, at_least=1),
+            weight=checked_number("weight", self.weight, above=0),
+            seed=checked_count("seed", self.seed, at_least=0),
+        )
 
     def init(self, spec: Spec) -> _State:
         return _State(rank=spec.rank, num_ranks=spec.num_ranks, round=0)

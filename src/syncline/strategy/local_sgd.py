@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.given import checked_count
+from syncline.given import checked_count, checked_flag, store
 from syncline.strategy.actions import Action, Average, AverageBuffers, Message
 from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.words import every_words
@@ -69,9 +69,13 @@ class LocalSGD(Strategy[_State]):
     optimizer_state: bool = False
 
     def __post_init__(self) -> None:
-        checked_count("every", self.every, at_least=1)
-        checked_count("warmup", self.warmup, at_least=0)
-        checked_within(self.every_step_within)
+        store(
+            self,
+            every=checked_count("every", self.every, at_least=1),
+            warmup=checked_count("warmup", self.warmup, at_least=0),
+            every_step_within=checked_within(self.every_step_within),
+            optimizer_state=checked_flag("optimizer_state", self.optimizer_state),
+        )
 
     def init(self, spec: Spec) -> _State:
         has_workers = workers_of(self.every_step_within, spec) is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.given import checked_count
+from syncline.given import checked_count, store
 from syncline.strategy.actions import Action, Adopt, AverageBuffers, Await, Close, Message, Update
 from syncline.strategy.base import Progress, Spec, Strategy
 from syncline.strategy.mechanism import Mechanism, ServerShard
@@ -66,7 +66,7 @@ class ParameterServer(Strategy[_State]):
     staleness: int
 
     def __post_init__(self) -> None:
-        checked_count("staleness", self.staleness, at_least=0)
+        store(self, staleness=checked_count("staleness", self.staleness, at_least=0))
 
     def init(self, spec: Spec) -> _State:
         zeros = (0,) * spec.num_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from syncline.contract import Rule
-from syncline.given import checked_count
+from syncline.given import checked_count, did_you_mean
 from syncline.strategy.actions import Action, ReduceGradients
 from syncline.strategy.base import Progress, Spec
 from syncline.words import format_count
@@ -26,15 +26,20 @@ EverythingWithin = Literal["host"] | int | None
 """Among whom gradients are averaged in every step: the ranks of a host, so many ranks in a row, or nobody."""
 
 
-def checked_within(value: object) -> None:
-    """Refuse what `every_step_within` cannot be."""
+def checked_within(value: object) -> EverythingWithin:
+    """Check `every_step_within`.
+
+    Raises:
+        TypeError, ValueError: it cannot be that.
+    """
     if value is None or value == "host":
-        return
+        return value
     if isinstance(value, str):
         raise ValueError(
-            f'expected every_step_within to be "host", a number of ranks, or None; got {value!r}'
+            f'expected every_step_within to be "host", a number of ranks, or None, got {value!r}'
+            + did_you_mean(value, ("host",))
         )
-    checked_count("every_step_within", value, at_least=2)
+    return checked_count("every_step_within", value, at_least=2)
 
 
 OWN_OPTIMIZER = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")

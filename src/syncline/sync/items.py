@@ -11,9 +11,11 @@ once more is to be added to them, as this rank's share of the sum (carried).
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+from torch import Tensor
+
+from syncline.given import checked_count
 from syncline.sync.control import MAX_ITEMS
 
 __all__ = ["ItemCount", "checked_num_items"]
@@ -26,19 +28,9 @@ def checked_num_items(num_items: Any) -> int:
         TypeError: not an integer.
         ValueError: negative, or too large to be sent exactly.
     """
-    item = getattr(num_items, "item", None)
-    value = item() if callable(item) else num_items
-    if isinstance(value, bool):
-        raise TypeError(f"expected num_items to be an integer, got {value!r}")
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"expected num_items to be an integer (how many items the loss is the sum of), got {num_items!r}"
-        ) from None
-    if not 0 <= count <= MAX_ITEMS:
-        raise ValueError(f"expected num_items between 0 and {MAX_ITEMS}, got {count}")
-    return count
+    is_tensor = isinstance(num_items, Tensor) and num_items.numel() == 1
+    count = num_items.item() if is_tensor else num_items
+    return checked_count("num_items", count, at_least=0, at_most=MAX_ITEMS)
 
 
 class ItemCount:

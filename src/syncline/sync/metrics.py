@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.given import checked_number, what_it_is
 from syncline.plan.trees import leaves, map_leaves
 from syncline.sync.agreement import PAYLOAD_BYTES, exchange, gather_rows
 from syncline.transport.base import Transport, Work
 
-__all__ = ["checked_total", "checked_weight", "weighted_mean"]
+__all__ = ["checked_total", "weighted_mean"]
 
 _LARGE_NUMEL = 4096
 """Tensors from this size on are reduced, not gathered."""
@@ -38,7 +39,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     row = torch.empty(0, dtype=torch.float64)
     scale, fault = 0.0, None
     try:
-        scale = checked_weight(weight)
+        scale = checked_number("weight", weight, at_least=0)
         lines, found = _described(values)
         row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
     except Exception as error:
@@ -62,21 +63,6 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
 # ---------------------------------------------------------------------- what comes in
 
 
-def checked_weight(weight: Any) -> float:
-    """How much a rank counts, as a float.
-
-    Raises:
-        ValueError: it is not finite, or below 0.
-    """
-    try:
-        value = float(weight)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ValueError(f"expected a finite weight of at least 0, got {weight!r}")
-    return value
-
-
 def _described(values: Any) -> tuple[list[str], list[Any]]:
     lines, found = [], []
     for path, leaf in leaves(values, "values"):
@@ -90,8 +76,8 @@ def _described(values: Any) -> tuple[list[str], list[Any]]:
             lines.append(f"{path}  a number")
         else:
             raise TypeError(
-                f"expected numbers, tensors, or dicts, lists, tuples and dataclasses of them; got "
-                f"{type(leaf).__name__} at {path}: take it out, or make it a number"
+                f"expected values to be numbers, tensors, or dicts, lists, tuples and dataclasses of them, got "
+                f"{what_it_is(leaf)} at {path}: take it out, or make it a number"
             )
         found.append(leaf)
     return lines, found

@@ -26,6 +26,12 @@ class MixedPrecision:
     """
 
     def __init__(self, module: nn.Module, config: Any, ignored: Collection[str] = ()) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            if not isinstance(getattr(config, name, ""), torch.dtype | None):
+                raise TypeError(
+                    "expected mixed_precision to be torch's _MixedPrecision (param_dtype, reduce_dtype and "
+                    f"buffer_dtype, each a torch.dtype or None), got {config!r}"
+                )
         self.param_dtype: torch.dtype | None = config.param_dtype
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
         self._module = module

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline.errors import ReplicaDivergence
-from syncline.given import checked_choice, checked_count
+from syncline.given import checked_choice, checked_count, store
 from syncline.plan.difference import describe_ranks
 from syncline.plan.rotation import Piece
 from syncline.sync.broadcasting import TensorBroadcaster
@@ -66,7 +66,7 @@ class ReplicaCheck:
     on_divergence: OnDivergence = "raise"
 
     def __post_init__(self) -> None:
-        checked_count("every", self.every, at_least=1)
+        store(self, every=checked_count("every", self.every, at_least=1))
         checked_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import UninitializedParameter
+
+from syncline.given import checked_kind
 
 __all__ = ["Selection", "select"]
 
@@ -33,7 +35,7 @@ class Selection:
 
 
 def select(
-    module: object,
+    module: nn.Module,
     *,
     ignore: Sequence[str] = (),
     delayed: Sequence[tuple[str, nn.Parameter]] = (),
@@ -59,11 +61,13 @@ def select(
         >>> [name for name, _ in chosen.trained], len(chosen.ignored)
         (['0.weight', '0.bias'], 5)
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"expected a torch.nn.Module, got {type(module).__name__}: wrap the model itself, not its "
-            "parameters, its output or its class"
-        )
+    checked_kind(
+        "module",
+        module,
+        nn.Module,
+        "a torch.nn.Module",
+        hint=": wrap the model itself, not its parameters, its output or its class",
+    )
     all_parameters = dict(module.named_parameters())
     all_buffers = dict(module.named_buffers())
     ignored = _ignored(module, ignore, [*all_parameters, *all_buffers], must_match=must_match)
@@ -92,8 +96,9 @@ def select(
 def _ignored(
     module: nn.Module, patterns: Sequence[str], names: Sequence[str], *, must_match: bool
 ) -> set[str]:
-    if isinstance(patterns, str):
-        raise TypeError(f"expected ignore to be a sequence of names or patterns, got the string {patterns!r}")
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"expected ignore to be a list of names or patterns, got {patterns!r}")
     ignored = set(getattr(module, _TORCHS_IGNORED, ()))  # set by torch's private function of that name
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern)}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from syncline.given import what_it_is
 from syncline.plan.trees import leaves
 from syncline.sync.optimizers import optimizer_leaves
 
@@ -123,17 +124,13 @@ def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield path, leaf
 
 
-def _kind(leaf: object) -> str:
-    return f"the class {leaf.__name__}" if isinstance(leaf, type) else type(leaf).__name__
-
-
 def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in leaves(tree):
         if not isinstance(leaf, Tensor):
             where = f" at {path}" if path else ""
             raise TypeError(
-                f"expected a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors; "
-                f"got {_kind(leaf)}{where}: take it out, or make it a tensor"
+                f"expected the target to be a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors, "
+                f"got {what_it_is(leaf)}{where}: take it out, or make it a tensor"
             )
         yield path or "tensor", leaf
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from syncline.given import checked_flag
 from syncline.plan.packing import CAP_BYTES
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.reduction import TensorReducer, check_reducible
@@ -62,7 +63,7 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)
-    if transport.sees_calls and _travels_alone(target, op):
+    if isinstance(async_op, bool) and transport.sees_calls and _travels_alone(target, op):
         # The ranks compare the shape on the way; the rest is part of what is called.
         work = transport.all_reduce(target, op, terms=hash(target.shape) or 1)
         if async_op:
@@ -73,7 +74,7 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
             return target
         _agreed(target, op, transport).run()
         return target
-    reducer = _agreed(target, op, transport)
+    reducer = _agreed(target, op, transport, async_op=async_op)
     if async_op:
         return reducer.start()
     reducer.run()
@@ -93,12 +94,13 @@ def _travels_alone(target: Any, op: str) -> bool:
     )
 
 
-def _agreed(target: Any, op: ReduceOp, transport: Transport) -> TensorReducer:
+def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False) -> TensorReducer:
     """What reduces `target`, now that all ranks have given the same."""
     tensors: list[Tensor] = []
     lines: list[str] = []
     fault = None
     try:
+        checked_flag("async_op", async_op)
         refuse_one_copy(target)
         named = named_tensors(target)
         check_reducible(named, op)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from syncline.given import checked_flag, checked_number
 from syncline.optim.attached import is_sharded
 from syncline.sync.agreement import describe_tensors, exchange, fingerprint
 from syncline.sync.divergence import have_met
 from syncline.sync.likeness import Likeness
-from syncline.sync.metrics import checked_total, checked_weight
+from syncline.sync.metrics import checked_total
 from syncline.sync.optimizers import OptimizerNumbers, is_setting
 from syncline.sync.pooling import BufferAverage, running_statistics
 from syncline.sync.reduction import ReductionPlan, TensorReducer, check_reducible
@@ -90,7 +91,8 @@ def average_(
     transport = transport_of(group)
     averaged, lines, digest, mine, fault = None, [], None, 0.0, None
     try:
-        mine = checked_weight(weight)
+        checked_flag("async_op", async_op)
+        mine = checked_number("weight", weight, at_least=0)
         averaged = _averaged(target)
         lines, digest = averaged.lines, averaged.digest
     except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline.given import checked_flag
 from syncline.optim.attached import is_sharded
 from syncline.sync.agreement import describe_tensors, exchange
 from syncline.sync.broadcasting import TensorBroadcaster
@@ -68,6 +69,7 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
     transport = transport_of(group)
     replaced, lines, src_rank, fault = None, [], 0, None
     try:
+        checked_flag("async_op", async_op)
         src_rank = rank_of_source(src, group, transport)
         replaced = Replaced(target)
         lines = [f"source  rank {src}", *replaced.lines]

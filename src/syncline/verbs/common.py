@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from syncline.given import checked_count
 from syncline.plan.difference import describe_ranks
 from syncline.sync.one_copy import has_one_copy
 from syncline.transport.base import Transport, Work
@@ -22,16 +22,13 @@ Group = dist.ProcessGroup | Transport | None
 
 def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
     """The rank of `transport` that global rank `src` is."""
-    try:
-        rank = operator.index(src)
-    except TypeError:
-        raise TypeError(f"expected src to be a rank, an integer; got {src!r}") from None
+    rank = checked_count("src", src)
     ranks = list(range(transport.size))
     if isinstance(group, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
         raise ValueError(
-            f"expected src to be a global rank of the group, which consists of {describe_ranks(ranks)}; got {rank}"
+            f"expected src to be a global rank of the group, which consists of {describe_ranks(ranks)}, got {rank}"
         )
     return ranks.index(rank)
 

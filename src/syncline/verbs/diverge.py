@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
+from syncline.given import checked_kind
 from syncline.sync.divergence import Divergence, divergences_around
 from syncline.verbs.common import refuse_one_copy
 
@@ -42,8 +43,7 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
         >>> best = sl.keep_best_(ddp, loss, mode="min")
     """
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a module, got {type(module).__name__}")
+    checked_kind("module", module, nn.Module, "a torch.nn.Module")
     inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
     found = divergences_around(inner)
     for wrapper in module.modules():

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from syncline.given import checked_choice, checked_number, number_in
 from syncline.sync.agreement import exchange
 from syncline.verbs.broadcast import Replaced
 from syncline.verbs.common import Group, global_rank, refuse_one_copy
@@ -51,8 +52,7 @@ def keep_best_(
     transport = transport_of(group)
     replaced, lines, mine, fault = None, [], math.nan, None
     try:
-        if mode not in ("max", "min"):
-            raise ValueError(f'expected mode to be "max" or "min", got {mode!r}')
+        checked_choice("mode", mode, ("max", "min"))
         mine = _checked_score(score)
         refuse_one_copy(target)
         replaced = Replaced(target)
@@ -75,13 +75,7 @@ def keep_best_(
 
 
 def _checked_score(score: Any) -> float:
-    if isinstance(score, Tensor) and (score.numel() != 1 or score.is_complex()):
-        raise TypeError(
-            f"expected score to be one real number, got a {score.dtype} tensor of shape {tuple(score.shape)}"
-        )
-    try:
-        if isinstance(score, str | bytes):
-            raise TypeError
-        return float(score)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"expected score to be a number or a tensor of one, got {score!r}") from None
+    """A real number, which may be infinite or NaN."""
+    number = number_in(score)
+    is_nan = isinstance(number, float) and math.isnan(number)
+    return math.nan if is_nan else checked_number("score", number, finite=False)

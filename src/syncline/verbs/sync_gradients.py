@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import SynclineError
+from syncline.given import checked_flag, checked_kind
 from syncline.plan.buckets import BucketPlan
 from syncline.plan.difference import describe_ranks
 from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
@@ -85,6 +86,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
     mine: _Gradients | None = None
     payload, bits, fault = b"", b"", None
     try:
+        checked_flag("async_op", async_op)
         mine = _Gradients(module)
         lines = mine.lines
         payload = mine.told()
@@ -140,10 +142,9 @@ class _Gradients:
     """
 
     def __init__(self, module: Any) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"expected a torch.nn.Module, got {type(module).__name__}: pass the module or its wrapper"
-            )
+        checked_kind(
+            "module", module, nn.Module, "a torch.nn.Module", hint=": pass the module or its wrapper"
+        )
         ignored: set[str] = set()
         if isinstance(module, nn.parallel.DistributedDataParallel):
             ignored, module = set(module.parameters_to_ignore), module.module
