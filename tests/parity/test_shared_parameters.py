@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import syncline as sl
 from syncline.parallel import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
@@ -131,6 +132,18 @@ def test_a_checkpointed_encoder_belongs_to_the_wrapper_around_it() -> None:
         for loss in (actor_loss, critic_loss):
             loss(*wrapped, t.rank).backward()
         torch.testing.assert_close(gradients(actor, critic), expected(actor_loss, critic_loss))
+
+    run_ranks(2, rank)
+
+
+def test_gradients_are_synchronized_outside_of_a_backward_by_wrapper() -> None:
+    def rank(t: Transport) -> None:
+        actor, critic = nets()
+        wrapped = DDP(actor, process_group=t), DDP(critic, process_group=t)
+        with wrapped[0].no_sync():
+            actor_loss(*wrapped, t.rank).backward()
+        sl.sync_gradients_(wrapped[0])
+        torch.testing.assert_close(gradients(actor, critic), expected(actor_loss))
 
     run_ranks(2, rank)
 

@@ -39,7 +39,8 @@ class Ownership:
         """Those of other wrappers with some of the same parameters. The list stays the same object."""
         self._parameters = parameters
         self._is_inside = is_inside
-        self._birth = next(_births)
+        self.birth = next(_births)
+        """Grows from wrapper to wrapper."""
         self._reached_in = _NEVER  # the last graph task that came by an output of the wrapper
         self._judged: tuple[int, bool] = (_NEVER, False)
 
@@ -84,4 +85,4 @@ class Ownership:
 
     def _claim(self) -> tuple[int, int]:
         num_reached = len(self._parameters) - len(GraphUsage(self._parameters).absent())
-        return num_reached, self._birth
+        return num_reached, self.birth

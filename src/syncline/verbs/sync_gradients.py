@@ -247,9 +247,14 @@ class _Gradients:
 def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
     found = caretakers_of(parameters)
     if len(found) > 1:
-        raise ValueError(
-            f"parts of this module are wrapped by {len(found)} wrappers: pass one of these at a time"
-        )
+        # Wrappers may share parameters, and a module may be wrapped twice: the latest that has no others is meant.
+        given = {id(parameter) for parameter in parameters}
+        whole = [one for one in found if all(id(parameter) in given for parameter in one.parameters)]
+        if len({frozenset(map(id, one.parameters)) for one in whole}) != 1:
+            raise ValueError(
+                f"parts of this module are wrapped by {len(found)} wrappers: pass one of these at a time"
+            )
+        found = [max(whole, key=lambda one: one.ownership.birth)]
     if not found:
         return None
     if found[0].options.sharded:
