@@ -7,6 +7,7 @@ TOOLS := $(VENV)/.requirements
 NATIVE := CMakeLists.txt tools/build_backend.py $(wildcard src/syncline/transport/shared_memory/native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RANKS ?= 2
+EPOCHS ?= 15
 
 .PHONY: help setup train test check format bench clean
 
@@ -26,7 +27,7 @@ $(TOOLS): constraints.txt requirements-dev.txt
 
 train: $(STAMP) ## fetch the digits and train on them with 2 processes
 	$(BIN)/python examples/datasets.py
-	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py
+	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py --epochs $(EPOCHS)
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest

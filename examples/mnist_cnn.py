@@ -83,6 +83,7 @@ def train(ddp: sl.DistributedDataParallel, dataset: TensorDataset, args: argpars
             loss_sum, num_correct, num_samples = 0.0, 0, 0
             ddp.train()
             for images, labels in loader:
+                images, labels = images.to(world.device), labels.to(world.device)
                 logits = ddp(shifted(images))
                 loss = F.cross_entropy(logits, labels)
                 optimizer.zero_grad()
@@ -114,7 +115,9 @@ def held_out_accuracy(ddp: sl.DistributedDataParallel, dataset: TensorDataset) -
     )
     num_correct, num_samples = 0, 0
     ddp.eval()
+    device = sl.world().device
     for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
         # The first forward after a training step makes BatchNorm's statistics rank 0's, on all ranks.
         num_correct += count_correct(ddp(images), labels)
         num_samples += len(labels)
@@ -133,13 +136,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    world = sl.init(device="cpu")  # small enough for it, whatever else this machine has
+    world = sl.init()
     if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     training, held_out = split_digits()
 
     torch.manual_seed(args.seed)
-    ddp = sl.DistributedDataParallel(MnistCNN())
+    ddp = sl.DistributedDataParallel(MnistCNN().to(world.device))
     torch.manual_seed(1000 * args.seed + world.rank)  # from here on, each rank shifts its images its own way
     if world.rank == 0:
         print(f"{ddp.contract}\n", flush=True)

@@ -32,7 +32,7 @@ class SmallNet(nn.Sequential):
 
 
 def halved(dataset: TensorDataset) -> TensorDataset:
-    images, labels = dataset.tensors
+    images, labels = (tensor.to(sl.world().device) for tensor in dataset.tensors)
     return TensorDataset(F.avg_pool2d(images, 2), labels)  # (n, 1, 14, 14)
 
 
@@ -85,13 +85,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    world = sl.init(device="cpu")  # small enough for it, whatever else this machine has
+    world = sl.init()
     if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     training, held_out = map(halved, split_digits())
 
     torch.manual_seed(args.seed)
-    model = SmallNet()
+    model = SmallNet().to(world.device)
     strategy = sl.EvolutionStrategy(
         model, args.sigma, args.lr, args.population, args.seed, optimizer=torch.optim.Adam
     )

@@ -93,7 +93,7 @@ class Windows:
 
 def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """What the model reads, and at each place the character that comes next; both (len(starts), CONTEXT)."""
-    pieces = text[starts[:, None] + torch.arange(CONTEXT + 1)]
+    pieces = text[starts[:, None] + torch.arange(CONTEXT + 1)].to(sl.world().device)
     return pieces[:, :-1], pieces[:, 1:]
 
 
@@ -177,7 +177,7 @@ def train(
 
 @torch.no_grad()
 def write(model: nn.Module, alphabet: str, length: int) -> str:
-    tokens = torch.tensor([[alphabet.index("\n")]])
+    tokens = torch.tensor([[alphabet.index("\n")]], device=sl.world().device)
     for _ in range(length):
         logits = model(tokens[:, -CONTEXT:])[0, -1]
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(0), 1)[None]], dim=1)
@@ -197,7 +197,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    world = sl.init(device="cpu")  # small enough for it, whatever else this machine has
+    world = sl.init()
     if args.batch_size < world.size:
         sys.exit(f"--batch-size {args.batch_size} leaves some of the {world.size} ranks without a sequence")
     if "OMP_NUM_THREADS" not in os.environ:  # nobody has chosen: share the cores out
@@ -210,7 +210,7 @@ def main() -> None:
     training, validation = tokens.tensor_split([len(tokens) * 9 // 10])
 
     torch.manual_seed(args.seed)
-    ddp = sl.DistributedDataParallel(GPT(len(alphabet)))
+    ddp = sl.DistributedDataParallel(GPT(len(alphabet)).to(world.device))
     if world.rank == 0:
         print(f"{ddp.contract}\n", flush=True)
 

@@ -7,12 +7,16 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
 import termios
 import time
 from pathlib import Path
 
 import pytest
 from launcher_server import Launcher, Server
+
+from syncline import environment
+from syncline.launch.guardian import Guardian
 
 # Each prints its pid; told to end, it says so and ends, or (with "stubborn") goes on.
 PROGRAM = """
@@ -114,6 +118,78 @@ def test_workers_end_within_two_seconds_when_the_launcher_is_killed(
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     assert_gone(pids)
+
+
+# Starts programs in several ways, and prints what should go when the launcher is killed, and what should stay.
+PARENT = """
+import os, subprocess, sys, time
+def sleeps(**how):
+    return subprocess.Popen(["sleep", "60"], **how).pid
+forked = os.fork()
+if not forked:
+    grandchild = sleeps()
+    open(f"grandchild {os.getppid()}", "w").write(str(grandchild))
+    time.sleep(60)
+name = f"grandchild {os.getpid()}"
+while not os.path.exists(name) or not open(name).read():
+    time.sleep(0.01)
+goes = [os.getpid(), forked, int(open(name).read()), sleeps(), sleeps(process_group=0), sleeps(env={})]
+folder = os.path.dirname(os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])))
+print("started", folder, sleeps(start_new_session=True), *goes, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--no-python", "python3")])
+def test_what_ranks_started_and_the_folder_go_when_the_launcher_is_killed(
+    server: Server, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    (tmp_path / "program.py").write_text(PARENT)
+    launcher = server.start(tmp_path, "-n", "2", *options, "program.py")
+    lines = [line.split("started ")[1].split() for line in launcher.wait_for_lines(2)]
+    folder = Path(lines[0][0])
+    assert folder.name.startswith("syncline_")
+    assert folder.is_dir()
+    detached = [int(line[1]) for line in lines]
+    os.kill(launcher.pid, signal.SIGKILL)
+    try:
+        assert_gone([int(pid) for line in lines for pid in line[2:]])
+        wait_until_gone(folder)
+        assert all(is_running(pid) for pid in detached)
+    finally:
+        for pid in detached:
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until_gone(folder: Path, *, within_seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + within_seconds
+    while folder.exists():
+        assert time.monotonic() < deadline, f"{folder} is still there"
+        time.sleep(0.005)
+
+
+def test_the_guardian_ends_with_its_launcher_and_takes_nobody_else() -> None:
+    """A rank that ended earlier may have left its number to others: of its session only what bears the mark goes."""
+    command = ["sh", "-c", "sleep 60 & echo $!"]
+    ours = subprocess.Popen(["sleep", "60"], start_new_session=True, env={"MARK": "the-mark"})
+    another = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as ended:
+        assert ended.stdout is not None
+        stranger = int(ended.stdout.readline())
+        ended.wait()
+    try:
+        with Guardian(environment.for_child({})) as guardian:
+            guardian.watch("the-mark", [ours.pid, ended.pid])
+            guardian._process.stdin.close()  # type: ignore[union-attr]  # as by the end of the launcher
+            assert guardian._process.wait() == 0
+            assert not guardian.folder.exists()
+        assert ours.wait() == -signal.SIGKILL
+        assert is_running(another.pid)
+        assert is_running(stranger)
+    finally:
+        for pid in (another.pid, stranger):
+            os.kill(pid, signal.SIGKILL)
+        another.wait()
 
 
 def test_what_an_interrupted_worker_started_is_not_left_behind(server: Server, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from syncline.bench.summary import summarize
 from syncline.bench.tables import parse_size, report, size_text
 from syncline.cli.options import UsageError
 from syncline.cli.parser import CommandParser
+from syncline.launch.guardian import Guardian
 from syncline.launch.rendezvous import config_for_this_host
 from syncline.launch.supervise import Job, supervise, worker_command
 
@@ -75,9 +75,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
-    with tempfile.TemporaryDirectory(prefix="syncline_", ignore_cleanup_errors=True) as scratch:
-        output = Path(scratch) / "measured.json"
-        code = _launch(args.n, [json.dumps(asdict(plan)), str(output)], Path(scratch))
+    with Guardian(environment.for_child({})) as guardian:
+        output = guardian.folder / "measured.json"
+        code = _launch(args.n, [json.dumps(asdict(plan)), str(output)], guardian)
         if code:
             return code
         summary = summarize(json.loads(output.read_text()))
@@ -158,7 +158,7 @@ def _mpis() -> list[dict[str, str]]:
         return []
 
 
-def _launch(num_ranks: int, arguments: Sequence[str], scratch: Path) -> int:
+def _launch(num_ranks: int, arguments: Sequence[str], guardian: Guardian) -> int:
     config = config_for_this_host(num_ranks, log_line_prefix_template="syncline bench: ")
     before = environment.export({"OMP_NUM_THREADS": "1"}, replace=True)
     try:
@@ -167,7 +167,8 @@ def _launch(num_ranks: int, arguments: Sequence[str], scratch: Path) -> int:
                 config=config,
                 command=sys.executable,
                 arguments=worker_command(["syncline.bench.ranks", *arguments], is_module=True),
-                scratch=scratch,
+                scratch=guardian.folder,
+                guardian=guardian,
             )
         )
     finally:

@@ -6,10 +6,8 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from syncline import environment
 from syncline.cli.options import UsageError
@@ -17,6 +15,7 @@ from syncline.cli.parser import CommandParser
 from syncline.cli.run import check_program
 from syncline.debug.host import findings
 from syncline.debug.watch import Orders
+from syncline.launch.guardian import Guardian
 from syncline.launch.rendezvous import config_for_this_host
 from syncline.launch.supervise import Job, supervise, worker_command
 
@@ -65,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
-    with tempfile.TemporaryDirectory(prefix="syncline_", ignore_cleanup_errors=True) as scratch:
-        return _examine(args, Path(scratch)) if args.script else _look_at_the_host(Path(scratch))
+    with Guardian(environment.for_child({})) as guardian:
+        return _examine(args, guardian) if args.script else _look_at_the_host(guardian)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -96,15 +95,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 # ---------------------------------------------------------------------- a script
 
 
-def _examine(args: argparse.Namespace, scratch: Path) -> int:
-    report = scratch / "reports.jsonl"
+def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
+    report = guardian.folder / "reports.jsonl"
     orders = Orders(step=args.step, goes_on=args.goes_on, report=str(report))
     command = worker_command(
         [args.script, *args.arguments],
         is_module=args.module,
         before=("syncline.debug.watch", orders.dumped()),
     )
-    code = _launch(args.n, command, scratch)
+    code = _launch(args.n, command, guardian)
     found = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     for one in found:
         print(one["text"])
@@ -121,14 +120,16 @@ def _examine(args: argparse.Namespace, scratch: Path) -> int:
     return 0 if all(one["agrees"] for one in found) else 1
 
 
-def _launch(num_ranks: int, command: Sequence[str], scratch: Path) -> int:
+def _launch(num_ranks: int, command: Sequence[str], guardian: Guardian) -> int:
     config = config_for_this_host(num_ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     before = environment.export({"OMP_NUM_THREADS": str(max(1, cores // num_ranks))})
-    folder = scratch / "launcher"
+    folder = guardian.folder / "launcher"
     folder.mkdir()
     try:
-        return supervise(Job(config=config, command=sys.executable, arguments=command, scratch=folder))
+        return supervise(
+            Job(config=config, command=sys.executable, arguments=command, scratch=folder, guardian=guardian)
+        )
     finally:
         environment.restore(before)
 
@@ -136,14 +137,14 @@ def _launch(num_ranks: int, command: Sequence[str], scratch: Path) -> int:
 # ---------------------------------------------------------------------- this host
 
 
-def _look_at_the_host(scratch: Path) -> int:
+def _look_at_the_host(guardian: Guardian) -> int:
     found = findings()
     for finding in found:
         _show(finding.name, finding.text, finding.kind)
     if any(finding.kind == "problem" for finding in found):
         return 1
-    name = scratch / "transport"
-    code = _launch(2, worker_command(["syncline.debug.host", str(name)], is_module=True), scratch)
+    name = guardian.folder / "transport"
+    code = _launch(2, worker_command(["syncline.debug.host", str(name)], is_module=True), guardian)
     if code:
         _show("two ranks", "could not meet on this host, see above", "problem")
         return 1

@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 from syncline import environment
 from syncline.cli import options
 from syncline.cli.options import UsageError
+from syncline.launch.guardian import Guardian
 from syncline.launch.rendezvous import LOOPBACK, listen_at
 from syncline.launch.supervise import Job, say, supervise, worker_command
 from syncline.listening import bound_socket
@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.verbose and "OMP_NUM_THREADS" in before:
             say(f"OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} (cores / processes, as it was not set)")
-        with tempfile.TemporaryDirectory(prefix="syncline_", ignore_cleanup_errors=True) as scratch:
-            return supervise(_job(args, Path(scratch)))
+        with Guardian(environment.for_child({})) as guardian:
+            return supervise(_job(args, guardian))
     except UsageError as error:
         say(str(error))
         return 2
@@ -227,7 +227,7 @@ def _why_not_listen(address: str | None, port: int) -> str | None:
 # ---------------------------------------------------------------------- the job
 
 
-def _job(args: argparse.Namespace, scratch: Path) -> Job:
+def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     wants_torch_logs = (
         args.tee != "0"
         or args.redirects != "0"
@@ -244,7 +244,7 @@ def _job(args: argparse.Namespace, scratch: Path) -> Job:
     if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
         raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")
     # Else torch makes a folder of its own, which nobody removes.
-    args.log_dir = str(keep_in or scratch) if wants_torch_logs else os.devnull
+    args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
     grace_seconds = getattr(args, "shutdown_timeout", None)
     try:
         config, command, arguments = config_from_args(args)
@@ -261,7 +261,8 @@ def _job(args: argparse.Namespace, scratch: Path) -> Job:
         config=config,
         command=command,
         arguments=arguments,
-        scratch=scratch,
+        scratch=guardian.folder,
+        guardian=guardian,
         torch_logs=config.logs_specs if wants_torch_logs else None,
         keep_logs_in=keep_in,
         is_python=not args.no_python,

@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
 
@@ -33,12 +34,14 @@ class Stops:
 
     Args:
         whole_groups: hand signals to all processes of a rank: it is a command, and who in it listens is not known.
+        on_start: called with the pids of all ranks when they have been started, each the leader of a session.
     """
 
-    def __init__(self, *, whole_groups: bool) -> None:
+    def __init__(self, *, whole_groups: bool, on_start: Callable[[list[int]], None]) -> None:
         self.have_stopped = False
         """Whether all ranks on this host have ended because they agreed to stop."""
         self._whole_groups = whole_groups
+        self._on_start = on_start
         self._ranks: SubprocessContext | None = None
         self._ending: signal.Signals | None = None
         self._stopped_at: float | None = None
@@ -49,6 +52,7 @@ class Stops:
         def start(ranks: SubprocessContext) -> None:
             self._torchs_start(ranks)
             self._ranks, self._stopped_at = ranks, None
+            self._on_start([rank.pid for rank in _processes(ranks)])
 
         def poll(ranks: SubprocessContext) -> RunProcsResult | None:
             return self._poll_patiently(ranks)

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from syncline import environment
+from syncline.launch.guardian import Guardian
 from syncline.launch.last_words import time_for_last_words
 from syncline.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs
 from syncline.launch.rendezvous import socket_variables
@@ -47,7 +48,9 @@ class Job:
     arguments: Sequence[str]
     """Its arguments."""
     scratch: Path
-    """An empty, private folder, removed by its owner afterwards."""
+    """An empty folder inside of the guardian's."""
+    guardian: Guardian
+    """Cleans up if this process is killed."""
     torch_logs: LogsSpecs | None = None
     """Torch's way with the ranks' output (files that are tailed), where the user asked for it."""
     keep_logs_in: Path | None = None
@@ -114,7 +117,9 @@ def supervise(job: Job) -> int:
     # An empty list: torch's launcher leaves the handlers alone. What ours raises is torch's own exception.
     config.signals_to_handle = ""
     groups: set[int] = set()
-    stops = Stops(whole_groups=not job.is_python)
+    stops = Stops(
+        whole_groups=not job.is_python, on_start=lambda sessions: job.guardian.watch(mark, sessions)
+    )
     interruption = Interruption(
         [name for name in names if name],
         grace_seconds=job.grace_seconds,

@@ -1,0 +1,65 @@
+"""Each program in examples/ runs, briefly, on two ranks and on whatever device there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from launcher_server import Server
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+BRIEFLY = {
+    "mnist_cnn.py": ("MNIST", None, "Held-out accuracy: "),
+    "mnist_evolution.py": ("MNIST", ["--steps", "3"], "Held-out accuracy: "),
+    "shakespeare_gpt.py": ("SHAKESPEARE", ["--steps", "2", "--batch-size", "4"], "Validation loss: "),
+}
+"""By program: the data that it needs, arguments that make it short (None: as `make train` does), and its last words."""
+
+
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import datasets
+
+    return datasets
+
+
+@pytest.mark.parametrize("program", BRIEFLY)
+def test_an_example_runs_on_two_ranks(
+    program: str, datasets: ModuleType, server: Server, tmp_path: Path
+) -> None:
+    data, arguments, last = BRIEFLY[program]
+    try:
+        datasets.fetch(getattr(datasets, data))
+    except datasets.DatasetUnavailable as error:
+        pytest.skip(f"the data cannot be had here: {error}")
+    line = ["-n", "2", program, *arguments] if arguments is not None else make_train("EPOCHS=1")
+    line = [str(EXAMPLES / program) if word.endswith(program) else word for word in line]
+    done = server.start(tmp_path, *line).wait(300.0)
+    assert done.returncode == 0, done.stderr
+    assert f"[rank 0] {last}" in done.stdout
+    assert done.stdout.count(last) == 1
+
+
+def make_train(*variables: str) -> list[str]:
+    """What `make train` gives to `syncline run`."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("there is no make here")
+    done = subprocess.run(
+        [make, "--dry-run", "train", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (line,) = re.findall(r"/syncline run (.*)", done.stdout)
+    return shlex.split(line)
+
+
+def test_no_example_is_left_out_and_none_chooses_the_device() -> None:
+    texts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
+    assert {name for name, text in texts.items() if "sl.init(" in text} == BRIEFLY.keys()
+    assert [name for name, text in texts.items() if re.search(r"""["'](cpu|cuda)""", text)] == []
