@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from syncline.store_messages import decode
 
-__all__ = ["MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
+__all__ = ["EVAL_FORWARD", "FORWARD", "MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
 
 MAIN_LANE = "main"
 """The lane that every transport begins with; see `Transport.lane`."""
 
 _BEFORE = "before the first step"
+FORWARD = "forward"
+"""The phase of a forward of a wrapper in training mode."""
+EVAL_FORWARD = "forward in eval mode"
 
 
 class Board:
@@ -64,8 +67,12 @@ class Wait:
     """How many long waits the rank had before: two sightings with one number are of one wait."""
     blocks_rank: bool = True
     """Whether the rank does nothing else meanwhile: no other thread of it has ever started a collective."""
+    is_torchs: bool = False
+    """Whether it is a call of torch.distributed's own; then the lane is a group of torch's, see `torch_calls.py`."""
 
     def __str__(self) -> str:
+        if self.is_torchs:
+            return f"{self.words} (call {self.call} on {self.lane})"
         nth = "a message" if self.call is None else f"call {self.call}"
         return f"{self.words} ({nth} on the {self.lane} lane)"
 
@@ -122,6 +129,13 @@ class Place:
     def is_as(self, other: Place) -> bool:
         """Whether the rank has stayed where it was, whichever line of code it is in."""
         return replace(self, code=other.code, seen=other.seen) == other
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether it waits in a forward for the module's buffers."""
+        if self.phase == FORWARD and self.wait is not None:  # where SyncBatchNorm waits as well
+            return self.wait.lane.startswith("buffers") or self.wait.words.startswith("broadcast")
+        return self.phase == EVAL_FORWARD
 
     def is_in(self, wait: Wait) -> bool:
         """Whether the rank waits in the same call, whatever it called there."""

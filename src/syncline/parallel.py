@@ -32,6 +32,7 @@ from syncline.arguments import (
     checked_truths,
     group_of_mesh,
 )
+from syncline.board import EVAL_FORWARD, FORWARD
 from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.events import BackwardRecord, RoundRecord
@@ -292,7 +293,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         replica = self._replica
         synchronizes = torch.is_grad_enabled() and replica.gradients.enabled
         board = replica.transport.board
-        board.phase = "forward"
+        board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
             replica.before_synchronized_forward(inside_join=self._join_config.enable)

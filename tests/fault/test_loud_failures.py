@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import (
     CollectiveMismatch,
-    CollectiveTimeout,
     ContractMismatch,
     PeerLost,
-    SynclineError,
     UnevenInputs,
 )
 
@@ -140,23 +137,56 @@ def test_two_wrappers_called_in_different_orders_are_a_mismatch_on_both() -> Non
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_in_somebody_elses_collective_is_named_with_its_line_at_the_deadline() -> None:
-    """torch.distributed's own calls are not ours to interrupt, but it is known where they were made."""
-    group, other = dist.new_group(timeout=timedelta(seconds=3)), dist.new_group()
-    ddp = sl.DistributedDataParallel(Net(), process_group=group)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_uneven_evaluation_before_a_collective_of_torchs_own_is_a_mismatch_on_both(transport: str) -> None:
+    sl.init(transport=transport)
+    ddp = sl.DistributedDataParallel(Net(normed=True))
     step(ddp)
-    if dist.get_rank() == 1:
-        dist.barrier(other)  # which rank 0 joins when it has given up
-        with pytest.raises(SynclineError, match="rank 0 aborted the group"):
-            step(ddp)
-        return
-    with pytest.raises(CollectiveTimeout) as caught:
+    ddp.eval()
+    seen = torch.zeros(())
+    with pytest.raises(CollectiveMismatch) as caught:
+        for _ in range(3 + 2 * dist.get_rank()):
+            seen += ddp(torch.randn(5, 3)).sum().detach()
+        dist.all_reduce(seen)
+    for text in everybody_says(caught.value):
+        assert "rank 0: step 2, after forward, waiting in torch.distributed.all_reduce (call " in text
+        assert "rank 1: step 2, forward in eval mode, waiting in broadcast(from rank 0)" in text
+        assert text.count("at test_loud_failures.py:") == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_slow_rank_that_calls_torch_distributed_is_waited_for() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    ddp = sl.DistributedDataParallel(Net())
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            until = time.monotonic() + 1.6  # three times as long as it takes to look
+            while time.monotonic() < until:
+                dist.barrier(alone)
         step(ddp)
-    dist.barrier(other)
-    text = str(caught.value)
-    assert "rank 0, step 2, backward, bucket 0" in text
-    assert "rank 1 did not come before the deadline" in text
-    assert "rank 1: step 1, after backward, at test_loud_failures.py:" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("others", ["have ended", "go on"])
+def test_who_evaluates_alone_is_told_how(others: str) -> None:
+    sl.init(transport="c10d")
+    ddp = sl.DistributedDataParallel(Net(normed=True))
+    step(ddp)
+    ddp.eval()
+    if others == "have ended":
+        if dist.get_rank() == 1:
+            sl.shutdown()
+            return
+        with pytest.raises(UnevenInputs, match="rank 1 has left in good order") as ended:
+            ddp(torch.randn(5, 3))
+        assert "call ddp.module(x) there" in str(ended.value)
+        assert "DistributedSampler" not in str(ended.value)
+        return
+    with pytest.raises(CollectiveMismatch) as caught:
+        ddp(torch.randn(5, 3)) if dist.get_rank() == 0 else sl.mean(1.0)
+    for text in everybody_says(caught.value):
+        assert "rank 0: step 2, forward in eval mode, waiting in broadcast(from rank 0)" in text
+        assert "call ddp.module(x) there" in text
 
 
 @pytest.mark.parametrize("difference", ["dtype", "shape", "order"])

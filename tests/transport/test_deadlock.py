@@ -95,3 +95,33 @@ def test_of_an_old_sighting_and_a_new_one_only_the_same_wait_counts() -> None:
         1: Place(),
         2: Place(),
     }
+
+
+def in_torch(call: int) -> Place:
+    wait = Wait(lane="torch group 0", call=call, words="torch.distributed.all_reduce", is_torchs=True)
+    return Place(wait=wait, num_started={"main": 3})
+
+
+def test_a_rank_in_a_call_of_torch_waits_for_who_has_not_started_it() -> None:
+    started = {"main": 4, "torch group 0": 6}
+    here = Place(wait=Wait(lane="main", call=4, words="broadcast"), num_started=started)
+    assert stuck_ranks({0: in_torch(7), 1: here}) == [0, 1]
+    assert stuck_ranks({0: in_torch(7), 1: here, 2: in_torch(7), 3: running(main=3)}) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        {"main": 4, "torch group 0": 7},  # started already, and not waited for
+        {"main": 4, "torch group 1": 6},  # another group
+        {"main": 4},  # not in the group, or another thread may start it
+    ],
+)
+def test_a_call_of_torch_that_may_end_is_no_deadlock(started: dict[str, int]) -> None:
+    here = Place(wait=Wait(lane="main", call=4, words="broadcast"), num_started=started)
+    assert stuck_ranks({0: in_torch(7), 1: here}) == []
+
+
+def test_calls_of_torch_are_not_compared_by_number_for_it_counts_messages_as_well() -> None:
+    barrier = Wait(lane="torch group 0", call=7, words="torch.distributed.barrier", is_torchs=True)
+    assert different_calls({0: in_torch(7), 1: Place(wait=barrier)}) == []

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.board import Board, Place
-from syncline.errors import PeerFailed
+from syncline.errors import PeerFailed, SynclineError
 from syncline.transport import publisher as publisher_module
 from syncline.transport.calls import Failure
 from syncline.transport.notices import Notices
@@ -34,23 +34,30 @@ class Rank:
     def __init__(self) -> None:
         self.board = Board()
         self.notices: Any = self
-        self.told: list[Place] = []
-        self.was_told = threading.Condition()
+        self.rank = self.calling_thread = 0
+        self.posted: list[Place] = []
+        self.was_posted = threading.Condition()
         self.lives = True
         self.seconds = 100.0
 
     def is_live(self) -> bool:
         return self.lives
 
-    def place(self, *, code: str | None = None) -> Place:
-        return Place.of(self.board, code=code, seen=self.seconds)
+    def place(self) -> Place:
+        return Place.of(self.board, seen=self.seconds)
+
+    def told(self, failure: Failure) -> SynclineError:
+        raise AssertionError
+
+    def processes_here(self) -> dict[int, object]:
+        return {}
 
     def post(self, news: Callable[[], Place | None]) -> None:
         place = news()
-        with self.was_told:
+        with self.was_posted:
             if place is not None:
-                self.told.append(place)
-            self.was_told.notify_all()
+                self.posted.append(place)
+            self.was_posted.notify_all()
 
 
 @pytest.fixture
@@ -63,17 +70,17 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def wait_for(rank: Rank, condition: Callable[[], object]) -> None:
-    with rank.was_told:
-        assert rank.was_told.wait_for(condition, 10)
+    with rank.was_posted:
+        assert rank.was_posted.wait_for(condition, 10)
 
 
 def test_a_rank_that_moves_is_told_and_with_its_line_once_it_stays(publisher: Publisher) -> None:
     rank = Rank()
     publisher.add(rank)
-    wait_for(rank, lambda: bool(rank.told))
+    wait_for(rank, lambda: bool(rank.posted))
     rank.board.step = 5
-    wait_for(rank, lambda: rank.told[-1].step == 5 and rank.told[-1].code is not None)
-    moved, stays = [place for place in rank.told if place.step == 5][:2]
+    wait_for(rank, lambda: rank.posted[-1].step == 5 and rank.posted[-1].code is not None)
+    moved, stays = [place for place in rank.posted if place.step == 5][:2]
     assert moved.code is None
     assert stays.code is not None
     assert stays.code.startswith("test_publisher.py:")
@@ -82,9 +89,9 @@ def test_a_rank_that_moves_is_told_and_with_its_line_once_it_stays(publisher: Pu
 def test_who_stays_gives_a_sign_of_life_now_and_then(publisher: Publisher) -> None:
     rank = Rank()
     publisher.add(rank)
-    wait_for(rank, lambda: bool(rank.told))
+    wait_for(rank, lambda: bool(rank.posted))
     rank.seconds += 6
-    wait_for(rank, lambda: rank.told[-1].seen == rank.seconds)
+    wait_for(rank, lambda: rank.posted[-1].seen == rank.seconds)
 
 
 def test_an_error_ends_nothing_and_who_is_closed_is_forgotten(publisher: Publisher) -> None:
@@ -92,7 +99,7 @@ def test_an_error_ends_nothing_and_who_is_closed_is_forgotten(publisher: Publish
     broken.notices = object()
     publisher.add(broken)
     publisher.add(rank)
-    wait_for(rank, lambda: bool(rank.told))
+    wait_for(rank, lambda: bool(rank.posted))
     rank.lives = False
     while rank in publisher._told:
         publisher._wake.wait(0)
@@ -104,7 +111,7 @@ def test_an_error_ends_nothing_and_who_is_closed_is_forgotten(publisher: Publish
 def test_nothing_is_kept_alive(publisher: Publisher) -> None:
     rank = Rank()
     publisher.add(rank)
-    wait_for(rank, rank.told.__len__)
+    wait_for(rank, rank.posted.__len__)
     seen = weakref.ref(rank)
     del rank
     deadline = time.monotonic() + 10

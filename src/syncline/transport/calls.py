@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from syncline.board import Place
+from syncline.board import EVAL_FORWARD, Place
 from syncline.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -19,13 +19,28 @@ from syncline.errors import (
 )
 from syncline.store_messages import decode
 
-__all__ = ["SAME_CALLS", "Call", "Failure", "lane_name", "named_ranks", "remedy_for_left"]
+__all__ = [
+    "ONE_RANK_EVALUATES",
+    "SAME_CALLS",
+    "Call",
+    "Failure",
+    "lane_name",
+    "named_ranks",
+    "remedy_for_left",
+]
 
 SAME_CALLS = (
     "every rank must make the same calls in the same order, with equal sizes and dtypes: "
     "look for a branch that depends on the rank, or for unequal numbers of batches"
 )
 """What to do about ranks that called different things."""
+
+ONE_RANK_EVALUATES = (
+    "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "
+    "evaluate on one rank, call ddp.module(x) there; or call ddp.equalize_buffers_() on all ranks, and then the "
+    "wrapper under torch.no_grad() on one"
+)
+"""What to do about a forward that not all ranks run."""
 
 _UNEVEN = (
     "who has left made fewer steps than this rank: give every rank the same number of batches (DistributedSampler "
@@ -75,6 +90,8 @@ class Failure:
     aborted_by: int | None = None
     is_common: bool = False
     """The text speaks of all ranks, and is the same whoever raises it."""
+    stuck_ranks: Sequence[int] = ()
+    """Ranks for which it is proved that they can never go on, wherever they wait."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
         """What `rank` raises; None for somebody outside the group."""
@@ -86,7 +103,9 @@ class Failure:
 
     def to_json(self, rank: int) -> str:
         """As text that `rank` tells the others; of a long one only the end, where tracebacks have their point."""
-        record = _Record(self.kind.__name__, self.text[-_MAX_TEXT_CHARS:], None if self.is_common else rank)
+        rank_of_text = None if self.is_common else rank
+        text = self.text[-_MAX_TEXT_CHARS:]
+        record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks))
         return json.dumps(vars(record))
 
     @staticmethod
@@ -98,7 +117,13 @@ class Failure:
         """
         record = decode(_Record, told, "the reason for the end of a group")
         kind = _KINDS.get(record.kind, PeerFailed)
-        return Failure(kind, record.text, aborted_by=record.rank, is_common=record.rank is None)
+        return Failure(
+            kind,
+            record.text,
+            aborted_by=record.rank,
+            is_common=record.rank is None,
+            stuck_ranks=tuple(record.stuck_ranks),
+        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,7 @@ class _Record:
     kind: str
     text: str
     rank: int | None
+    stuck_ranks: list[int] = field(default_factory=list)
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
@@ -134,6 +160,10 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
         >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:52]
         'sl.Checkpointer.save is for all ranks to call, equal'
     """
+    if here.phase == EVAL_FORWARD:
+        return ONE_RANK_EVALUATES
+    if here.sends_buffers:
+        return f"{_UNEVEN}. If it is no training step: {ONE_RANK_EVALUATES}"
     if here.opening is None or any((place.step or 0) < (here.step or 0) for place in left):
         return _UNEVEN
     return _LEFT_OUT.format(call=here.opening)

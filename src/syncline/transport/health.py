@@ -20,7 +20,14 @@ from syncline.errors import (
     SynclineError,
     UnevenInputs,
 )
-from syncline.transport.calls import SAME_CALLS, Call, Failure, named_ranks, remedy_for_left
+from syncline.transport.calls import (
+    ONE_RANK_EVALUATES,
+    SAME_CALLS,
+    Call,
+    Failure,
+    named_ranks,
+    remedy_for_left,
+)
 from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, stuck_ranks
 from syncline.transport.forks import FORKED, refuse_in_forks
 from syncline.transport.notices import Notices
@@ -87,6 +94,8 @@ class Health:
         """The thread that has started collectives; one that nobody is, once there were several."""
         self.wait: Wait | None = None
         """The call that this rank has been waiting in for a while."""
+        self.num_started_by_torch: dict[str, int] = {}
+        """As `Place.num_started`, of groups of torch in which a peer waits while this rank does."""
         self.num_waits = 0
         self.on_failure: list[Callable[[Failure], None]] = []
         """Called with what this rank knows first, to tell the peers in another way than by notices."""
@@ -189,7 +198,8 @@ class Health:
         return Place.of(
             self._board,
             wait=self.wait,
-            num_started={lane.name: lane.num_started for lane in list(self.lanes)},
+            num_started={lane.name: lane.num_started for lane in list(self.lanes)}
+            | self.num_started_by_torch,
             code=code,
             has_left=has_left,
             seen=time.time(),
@@ -279,7 +289,8 @@ class Health:
     def _left(self, work: WatchedWork, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
         """Some ranks have left in good order."""
         what = f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} left in good order, and will not come"
-        remedy = remedy_for_left(self.place(code=None), [places[rank] for rank in ranks])
+        here = replace(self.place(), wait=work.as_wait())
+        remedy = remedy_for_left(here, [places[rank] for rank in ranks])
         return self._ended(work, UnevenInputs, what, remedy, places, None)
 
     def mismatched(self, work: WatchedWork, calls: dict[int, Call]) -> SynclineError:
@@ -337,14 +348,17 @@ class Health:
         left = left_ranks(self.wait, places)
         if left:
             raise self._left(work, left, places)
-        what = ""
+        what, stuck = "", stuck_ranks(steady)
         if different_calls(places):
             what = "the ranks met in different calls:"
-        elif stuck_ranks(steady):
+        elif stuck:
             what = "the ranks wait for each other in different calls, and none of them can ever go on:"
         if what:
-            text = "\n".join([what, who_is_where(places, size=self.size), SAME_CALLS])
-            raise self.failed(Failure(CollectiveMismatch, text, is_common=True))
+            lines = [what, who_is_where(places, size=self.size), SAME_CALLS]
+            if any(place.sends_buffers for place in places.values()):
+                lines.append(ONE_RANK_EVALUATES)
+            text = "\n".join(lines)
+            raise self.failed(Failure(CollectiveMismatch, text, is_common=True, stuck_ranks=stuck))
 
     def _late(self, work: WatchedWork, places: dict[int, Place]) -> str:
         unheard = [rank for rank in range(self.size) if rank not in places]

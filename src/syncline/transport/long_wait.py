@@ -15,6 +15,7 @@ from syncline.board import Place
 from syncline.transport.deadlock import steady
 from syncline.transport.health import Health
 from syncline.transport.publisher import SIGN_OF_LIFE_SECONDS
+from syncline.transport.torch_calls import num_started
 from syncline.transport.user_code import user_code, warn_user
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class LongWait:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._health.wait = None
+        self._health.num_started_by_torch = {}
         if error is None:
             self._post()
 
@@ -71,7 +73,7 @@ class LongWait:
         if health.notices is None or now < self._next_look:
             return
         self._next_look = now + self._period_seconds
-        seen = health.places()
+        seen = self._look()
         ended = [rank for rank in health.ended_ranks() if rank not in seen or not seen[rank].has_left]
         if ended and not self._work.is_completed():
             raise health.lost(self._work, ended)
@@ -84,6 +86,19 @@ class LongWait:
             if rank not in self._warned_of:
                 self._warn_of(rank, what)
         self._warned_of = set(halted)
+
+    def _look(self) -> dict[int, Place]:
+        """Where the ranks are. Where one waits in torch.distributed, all say how far they have come there."""
+        health = self._health
+        seen = health.places()
+        lanes = {
+            place.wait.lane for place in seen.values() if place.wait is not None and place.wait.is_torchs
+        }
+        if lanes:
+            health.num_started_by_torch = num_started(lanes)
+            self._post()
+            seen[health.rank] = health.place(code=seen[health.rank].code)
+        return seen
 
     def _silent_ranks(self, now: float) -> list[int]:
         silent = []

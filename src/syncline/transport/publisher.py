@@ -10,12 +10,17 @@ import atexit
 import contextlib
 import os
 import threading
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from syncline.board import Place
+from syncline.errors import SynclineError
+from syncline.transport.calls import Failure
+from syncline.transport.main_thread import dump_of_main_thread
 from syncline.transport.notices import Notices
-from syncline.transport.user_code import user_code_of_main_thread
+from syncline.transport.torch_calls import call_in_dump
+from syncline.transport.user_code import user_code_in_dump
 
 __all__ = ["SIGN_OF_LIFE_SECONDS", "Published", "Publisher", "publisher"]
 
@@ -29,12 +34,17 @@ class Published(Protocol):
     """What has a place to tell."""
 
     notices: Notices | None
+    rank: int
+    calling_thread: int
 
     def is_live(self) -> bool:
         """Whether there is still something to tell; once not, never again."""
 
-    def place(self, *, code: str | None = None) -> Place:
+    def place(self) -> Place:
         """Where this rank is."""
+
+    def told(self, failure: Failure) -> SynclineError:
+        """A peer has told of the end of the transport; what this rank raises."""
 
 
 class Publisher:
@@ -89,14 +99,30 @@ class Publisher:
             return
         what.notices.post(lambda: self._news(what))
         what.notices.processes_here()  # learned in good time: a store may end with the rank that is lost
+        place = self._told.get(what)
+        if place is not None and place.wait is not None and place.wait.is_torchs:
+            self._end_torch_call(what, what.notices)
+
+    def _end_torch_call(self, what: Published, notices: Notices) -> None:
+        """Raise in the main thread what its peers have proved: that its call of torch.distributed can never end."""
+        failure, call = notices.failure(), call_in_dump(dump_of_main_thread())
+        if failure is not None and call is not None and what.rank in failure.stuck_ranks:
+            call.end(what.told(failure))
 
     def _news(self, what: Published) -> Place | None:
         """Where `what` is, unless that was told. Walking the stack costs most, so only who stays gets a line."""
         place, told = what.place(), self._told[what]
-        stays = place.is_as(told)
+        was_in_torch_call = told.wait is not None and told.wait.is_torchs
+        stays = place.is_as(replace(told, wait=None) if was_in_torch_call else told)
         if stays or place.wait is not None:
-            place = what.place(code=user_code_of_main_thread())
-        if stays and place.code == told.code and place.seen - told.seen < SIGN_OF_LIFE_SECONDS:
+            dump, main = dump_of_main_thread(), threading.main_thread().ident or 0
+            place = replace(place, code=user_code_in_dump(dump, main))
+            call = call_in_dump(dump)
+            # A rank that has started something since was seen before the call.
+            if call is not None and place.wait is None and what.place().is_as(place):
+                wait = call.as_wait(blocks_rank=what.calling_thread in (0, main))
+                place = replace(place, wait=wait)
+        if place.is_as(told) and place.code == told.code and place.seen - told.seen < SIGN_OF_LIFE_SECONDS:
             return None
         self._told[what] = place
         return place

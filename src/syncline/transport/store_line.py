@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-__all__ = ["StoreLine", "ends_with_the_network", "line_to"]
+__all__ = ["StoreLine", "ends_with_the_network", "line_to", "open_sockets"]
 
 _CONNECT_SECONDS = 1.0
 _SILENCE_SECONDS = 4
@@ -50,9 +50,9 @@ class StoreLine:
 def ends_with_the_network(store: Any) -> Iterator[None]:
     """Connections to `store`'s server that are made within raise when the network is gone, instead of waiting on."""
     port = getattr(_innermost(store), "port", None)
-    before = _sockets()
+    before = open_sockets()
     yield
-    for file_descriptor in _sockets() - before if port is not None else ():
+    for file_descriptor in open_sockets() - before if port is not None else ():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
             if connection.getpeername()[1:2] == (port,):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -61,8 +61,8 @@ def ends_with_the_network(store: Any) -> Iterator[None]:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
 
 
-def _sockets() -> set[int]:
-    """This process's, where the system tells."""
+def open_sockets() -> set[int]:
+    """This process's sockets, where the system tells."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

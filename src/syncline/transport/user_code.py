@@ -24,6 +24,8 @@ from syncline.transport.main_thread import dump_of_main_thread
 __all__ = [
     "called_in",
     "calling",
+    "innermost_in_dump",
+    "is_users",
     "user_code",
     "user_code_in_dump",
     "user_code_of_main_thread",
@@ -102,14 +104,14 @@ def _called(what: str, error: BaseException) -> str:
     place, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             place = _place(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return f"{what}, at {place}," if place else what
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -127,13 +129,30 @@ def user_code_in_dump(text: str, thread: int) -> str | None:
         >>> user_code_in_dump(dump, 42)
         'train.py:7 in main'
     """
+    for frame in _frames_in_dump(text, thread):
+        if is_users(frame["path"]):
+            return _place(frame["path"], frame["line"], frame["name"])
+    return None
+
+
+def innermost_in_dump(text: str, thread: int) -> tuple[str, str]:
+    """File and function of a thread's innermost frame in such a dump; two empty strings if it has none.
+
+    Example:
+        >>> innermost_in_dump('Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main', 42)
+        ('/home/train.py', 'main')
+    """
+    frame = next(_frames_in_dump(text, thread), None)
+    return ("", "") if frame is None else (frame["path"], frame["name"])
+
+
+def _frames_in_dump(text: str, thread: int) -> Iterator[re.Match[str]]:
     is_asked_for = False
     for line in text.splitlines():
         if (head := _THREAD.match(line)) is not None:
             is_asked_for = int(head["thread"], 16) == thread
-        elif is_asked_for and (frame := _FRAME.match(line)) is not None and _is_users(frame["path"]):
-            return _place(frame["path"], frame["line"], frame["name"])
-    return None
+        elif is_asked_for and (frame := _FRAME.match(line)) is not None:
+            yield frame
 
 
 def _place(path: str, line: int | str, name: str) -> str:
@@ -142,7 +161,8 @@ def _place(path: str, line: int | str, name: str) -> str:
 
 
 @cache
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """Whether a file of code is neither torch's, nor ours, nor Python's own, nor of an installed package."""
     return not path.startswith(_libraries()) and not path.startswith("<frozen ")
 
 

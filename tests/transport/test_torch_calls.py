@@ -1,0 +1,46 @@
+"""Calls of torch.distributed's own, seen from another thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.transport.torch_calls import _as_announced, call_in_dump, num_started
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+def test_a_rank_says_how_far_it_has_come_unless_another_thread_may_go_on(group: dist.ProcessGroup) -> None:
+    lane = f"torch group {group.group_name}"
+    dist.all_reduce(torch.ones(1))
+    found: list[dict[str, int]] = []
+    thread = threading.Thread(target=lambda: found.append(num_started({lane, "another"})))
+    thread.start()
+    thread.join()
+    assert found == [{}], "the main thread is in the user's code"
+    assert num_started({lane, "another"}) == {lane: 1}
+    assert num_started({"another"}) == {}
+
+
+def test_who_is_in_no_call_of_torch_is_seen_in_none() -> None:
+    thread = threading.main_thread().ident
+    dump = f'Thread 0x{thread:x} (most recent call first):\n  File "{dist.distributed_c10d.__file__}", line 1 in '
+    assert call_in_dump("") is None
+    assert call_in_dump(dump + "destroy_process_group") is None
+    assert call_in_dump(dump + "all_reduce") is None, "it has left it since"
+
+
+def test_addresses_are_recognized_as_gloo_announces_them() -> None:
+    announced = b"\2\0\0\0\0\0\0\0vm\x88" + bytes(5) + b"\2\0\xa9\xb3\x7f\0\0\1" + bytes(100)
+    assert _as_announced(2, "127.0.0.1", 0xA9B3) in announced
+    assert _as_announced(2, "127.0.0.1", 0xA9B4) not in announced
+    assert len(_as_announced(10, "::1", 80)) == 24
