@@ -30,6 +30,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "ReplicaDivergence",
+    "SameDataWarning",
     "SynclineError",
     "UnevenInputs",
     "UnreducedGradients",
@@ -165,3 +166,7 @@ class PeerLost(SynclineError):
 
 class PeerFailed(SynclineError):
     """A peer ended by an exception; the text carries the peer's traceback."""
+
+
+class SameDataWarning(RuntimeWarning):
+    """All ranks train on the same data. Filter this category where that is meant, as for training on full batches."""

@@ -7,8 +7,9 @@ collective of their own and survive the reduction bit by bit.
 
 Layout of the tail, in elements:
 
-    rank 0: flags, forwards without a backward (1 digit), items (6 digits, most significant first), fingerprint (3
-    digits) and, where replicas are compared, the fingerprint of this step's slice of them (6 digits); rank 1: the same;
+    rank 0: flags, forwards without a backward (1 digit), in the first steps gradients (1 digit), items (6 digits, most
+    significant first), fingerprint (3 digits) and, where replicas are compared, the fingerprint of this step's slice of
+    them (6 digits); rank 1: the same;
     ...; then, where unused parameters are looked for, one element per parameter: 1 from each rank on which it was used.
 
 The sum of ones may stop growing at 256 in bfloat16; it is compared with zero only.
@@ -31,7 +32,8 @@ __all__ = [
 _NUM_ITEM_DIGITS = 6
 _NUM_FINGERPRINT_DIGITS = 3
 _NUM_REPLICA_DIGITS = 6
-_ITEMS_AT = 2
+_GRADIENTS_AT = 2
+_ITEMS_AT = 3
 _FINGERPRINT_AT = _ITEMS_AT + _NUM_ITEM_DIGITS
 _REPLICA_AT = _FINGERPRINT_AT + _NUM_FINGERPRINT_DIGITS
 MAX_ITEMS: int = 256**_NUM_ITEM_DIGITS - 1
@@ -69,6 +71,8 @@ class RankControl:
     """This rank was asked to stop."""
     num_waiting: int = 0
     """Forwards since the last reduction that no backward has reached, up to `MAX_WAITING` (see `guard.py`)."""
+    gradients: int = 0
+    """Of some elements of this rank's own gradients, up to 255 (see `same_data.py`); 0 where nothing is known."""
     fingerprint: int = 0
     """Of what has to be equal on all ranks in this step, beside the gradients (see `guard.py`)."""
     replica: int = 0
@@ -87,7 +91,7 @@ class ControlForm:
     Example:
         >>> form = ControlForm(num_ranks=2)
         >>> form.encode(RankControl(num_items=4097), rank=1)[13:]
-        [0, 0, 0, 0, 16, 1, 0, 0, 0]
+        [0, 0, 0, 0, 0, 0, 16, 1, 0, 0, 0]
     """
 
     num_ranks: int
@@ -126,7 +130,7 @@ class ControlForm:
             tail[at + _REPLICA_AT : at + self._num_slots] = control.replica.to_bytes(
                 _NUM_REPLICA_DIGITS, "big"
             )
-        tail[at : at + _ITEMS_AT] = flags, control.num_waiting
+        tail[at : at + _ITEMS_AT] = flags, control.num_waiting, control.gradients
         return [*tail, *used]
 
     def decode(self, tail: Sequence[float]) -> tuple[tuple[RankControl, ...], tuple[int, ...]]:
@@ -134,7 +138,9 @@ class ControlForm:
         num_slots = self._num_slots
         ranks = []
         for rank in range(self.num_ranks):
-            flags, num_waiting, *digits = (int(x) for x in tail[rank * num_slots : (rank + 1) * num_slots])
+            flags, num_waiting, gradients, *digits = (
+                int(x) for x in tail[rank * num_slots : (rank + 1) * num_slots]
+            )
             ranks.append(
                 RankControl(
                     gradients_missing=bool(flags & _FLAG_MISSING),
@@ -144,6 +150,7 @@ class ControlForm:
                     nonfinite=bool(flags & _FLAG_NONFINITE),
                     stop=bool(flags & _FLAG_STOP),
                     num_waiting=num_waiting,
+                    gradients=gradients,
                     fingerprint=_number(digits[_NUM_ITEM_DIGITS : _REPLICA_AT - _ITEMS_AT]),
                     replica=_number(digits[_REPLICA_AT - _ITEMS_AT :]),
                 )

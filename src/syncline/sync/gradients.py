@@ -39,6 +39,7 @@ from syncline.sync.options import GradientOptions
 from syncline.sync.ownership import Ownership
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.replica_watch import ReplicaWatch
+from syncline.sync.same_data import SameDataWatch
 from syncline.sync.sparse import SparseBucket
 from syncline.sync.stop_vote import StopVote
 from syncline.sync.trouble import Trouble
@@ -85,6 +86,7 @@ class GradientSync:
         self.ledger = Ledger(self.names)
         self.layout = BucketLayout(named_parameters, transport, options)
         self.guard = StepGuard()
+        self.same_data = SameDataWatch(rank=transport.rank)
         self.nonfinite: NonFiniteWatch | None = None
         """Who looks for gradients that are not finite; None where nobody does."""
         if options.on_nonfinite != "ignore":
@@ -154,6 +156,7 @@ class GradientSync:
         self.step, self._steps_before = former.step, former._steps_before
         self.enabled = former.enabled
         self.guard, self.num_contributing = former.guard, former.num_contributing
+        self.same_data = former.same_data
         self.on_reduced = former.on_reduced
         self.decide, self.stop_vote = former.decide, former.stop_vote
         self.trouble.text = former.trouble.text
@@ -478,6 +481,8 @@ class GradientSync:
             bucket.fill(self._scale, missing)
             if self.nonfinite is not None:
                 self.nonfinite.look_at(bucket)
+            if self.same_data.is_open and isinstance(bucket, Bucket):
+                self.same_data.look_at(bucket.own())
             tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
         except Exception as error:
@@ -499,8 +504,9 @@ class GradientSync:
         stop = self.stop_vote is not None and self.stop_vote.request.is_asked
         replica = 0 if self.watch is None else self.watch.fingerprint()
         num_waiting = min(self.guard.num_waiting, MAX_WAITING)
+        gradients = self.same_data.fingerprint() if self.same_data.is_open else 0
         is_empty = not (used or missing or fingerprint or nonfinite or stop or replica or num_waiting)
-        if is_empty and self._num_items is None:
+        if is_empty and not gradients and self._num_items is None:
             return []  # nothing to tell, as in almost every step
         control = RankControl(
             gradients_missing=bool(missing) and not self.options.allow_unused,
@@ -511,6 +517,7 @@ class GradientSync:
             replica=replica,
             stop=stop,
             num_waiting=num_waiting,
+            gradients=gradients,
         )
         return self.layout.form.encode(control, rank=self.transport.rank, used=used)
 
@@ -726,6 +733,8 @@ class GradientSync:
         """Raise, on every rank alike, what any rank reported."""
         if self.stop_vote is not None:
             self.stop_vote.hear(ranks)
+        if self.same_data.is_open:
+            self.same_data.compare(ranks, step=self.step)
         if not ranks:
             return
         self.guard.compare_forwards(ranks, rank=self.transport.rank, step=self.step)

@@ -38,21 +38,19 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<thread>[0-9a-f]+) ")
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)')
 
 
-def warn_user(text: str) -> None:
-    """A RuntimeWarning at the line of the user's code that called us."""
-    warning_here()(text)
+def warn_user(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """A warning at the line of the user's code that called us."""
+    warning_here(category)(text)
 
 
-def warning_here() -> Callable[[str], None]:
+def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], None]:
     """What warns, later and from any thread, at the line of the user's code that calls us now."""
     frame = _users_frame(sys._getframe())
     if frame is None:
-        return lambda text: warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return lambda text: warnings.warn(text, category, stacklevel=3)
     path, line = frame.f_code.co_filename, frame.f_lineno
     module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
-    return lambda text: warnings.warn_explicit(
-        text, RuntimeWarning, path, line, module=module, registry=registry
-    )
+    return lambda text: warnings.warn_explicit(text, category, path, line, module=module, registry=registry)
 
 
 def user_code(frame: FrameType | None) -> str | None:
