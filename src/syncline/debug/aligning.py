@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncline.debug.chance import packed, unpacked
 from syncline.plan.trees import leaves, map_leaves
-from syncline.state.train_state import set_rng_state
+from syncline.state.chance import set_rng_state
 from syncline.sync.broadcasting import broadcast_tensors
 from syncline.transport.base import Transport
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.state.train_state import rng_state
+from syncline.state.chance import rng_state
 
 __all__ = ["packed", "positions", "unpacked"]
 

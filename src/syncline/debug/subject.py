@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from syncline.debug.values import Value, values_of_named
 from syncline.parallel import DistributedDataParallel
-from syncline.state.train_state import rng_state, set_rng_state
+from syncline.state.chance import rng_state, set_rng_state
 
 __all__ = ["Subject"]
 

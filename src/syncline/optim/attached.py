@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from syncline.errors import SynclineError
 from syncline.optim.state import gather_state, share_state, slice_state
-from syncline.plan.shards import Piece, pieces_of
+from syncline.plan.shards import Piece, pieces_of, spans_in
+from syncline.sync.optimizers import keep_saved_types
 from syncline.sync.part import whole_of
 from syncline.sync.share import Shard, Share
 from syncline.sync.weak_methods import unbound, weakly_bound
@@ -22,7 +23,10 @@ from syncline.transport.base import Transport
 
 __all__ = ["AttachedShards", "is_sharded"]
 
-_METHODS = ("step", "zero_grad", "state_dict", "share_state_dict", "load_state_dict", "add_param_group")
+_METHODS = (
+    *("step", "zero_grad", "add_param_group"),
+    *("state_dict", "share_state_dict", "load_state_dict", "load_share_state_dict"),
+)
 """What becomes another of an attached optimizer."""
 
 _sharded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -188,7 +192,12 @@ class AttachedShards:
 
         @functools.wraps(optimizer.load_state_dict)
         def load_state_dict(self_: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._load_state_dict(state_dict)
+            self._load_state_dict(state_dict, {})
+
+        def load_share_state_dict(
+            self_: Optimizer, state_dict: Mapping[str, Any], types: Mapping[int, torch.dtype]
+        ) -> None:
+            self._load_state_dict(state_dict, types)
 
         def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
             raise ValueError(
@@ -196,7 +205,9 @@ class AttachedShards:
                 "before ddp.attach(optimizer)"
             )
 
-        for method in (step, zero_grad, state_dict, share_state_dict, load_state_dict, add_param_group):
+        methods = (step, zero_grad, add_param_group)
+        methods += (state_dict, share_state_dict, load_state_dict, load_share_state_dict)  # type: ignore[assignment]
+        for method in methods:
             method.__dict__.pop("__wrapped__", None)
             setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
 
@@ -284,7 +295,14 @@ class AttachedShards:
         state.update(self._idle_state)
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict(self, state_dict: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        """Take this rank's part of torch's ordinary form, where tensors may be in parts.
+
+        Args:
+            state_dict: that form.
+            types: in which parameters were saved, by `id`. Where that is the type that one has now, its state keeps the
+                types in which it was saved; elsewhere it gets the parameter's, as torch does it.
+        """
         saved = state_dict["param_groups"]
         lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
         if lengths != expected:
@@ -298,7 +316,8 @@ class AttachedShards:
         }
         at = {id(shard.parameter): number for number, shard in enumerate(self.shards)}
         with torch.no_grad():
-            packed = {at[id(shard.parameter)]: state for shard, state in self._sliced(state_of)}
+            sliced = self._sliced(state_of)
+        packed = {at[id(shard.parameter)]: state for shard, state in sliced}
         groups = [
             {
                 **{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -307,12 +326,20 @@ class AttachedShards:
             for group, own in zip(saved, self.optimizer.param_groups, strict=True)
         ]
         trained = set(self._positions.values())
-        self._idle_state = {
+        idle_state = {
             position: copy.deepcopy(whole_of(state_dict["state"][its_id]))
             for position, its_id in enumerate(ids)
             if position not in trained and its_id in state_dict["state"]
         }
         self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
+        self._idle_state = idle_state
+        share_of = {share.plan.index: share for share in self._shares}
+        for shard, state in sliced:
+            share, piece = share_of[shard.piece.bucket], shard.piece
+            spans = spans_in(share.plan, piece.start, piece.stop)
+            if any(types.get(id(share.members[at])) == share.dtype for at, _, _ in spans):
+                with torch.no_grad():
+                    keep_saved_types(self.optimizer.state[shard.parameter], state)
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
         share_of = {share.plan.index: share for share in self._shares}

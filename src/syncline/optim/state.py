@@ -6,6 +6,7 @@ count) belongs to all of a parameter. Any other tensor is possible only where th
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -58,8 +59,10 @@ def slice_state(
             sliced[key] = _own(first)
         elif _is_cut(first, share.members[spans[0][0]], key):
             piece = shard.piece
+            tensors = (value for value in values if isinstance(value, Tensor | PartedTensor))
+            dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
             cut = sliced[key] = torch.zeros(
-                piece.stop - piece.start, dtype=first.dtype, device=first.device
+                piece.stop - piece.start, dtype=dtype, device=first.device
             )  # what lies between parameters stays zero
             for value, index, (position, from_, to) in zip(values, indices, spans, strict=True):
                 at = share.plan.offsets[position] - piece.start

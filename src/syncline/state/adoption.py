@@ -10,15 +10,17 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.given import checked_flag, did_you_mean
 from syncline.state.equality import agree_on_loaded
-from syncline.state.layout import lay_out_like_parameters
+from syncline.state.objects import load_into, types_in
 from syncline.state.tensor_file import checksum_of_file
 from syncline.state.torch_file import read_torch_file
+from syncline.state.undo import Before
 from syncline.sync.agreement import exchange
 from syncline.sync.part import gives_share
 from syncline.transport.base import Transport
@@ -62,13 +64,21 @@ def adopt(
     except Exception as error:
         fault = error
     remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
+    before = Before(
+        state.named, state.step
+    )  # and no rank has begun to load: they may have one copy of a module
     exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
     loaded: dict[str, Any] = {}
     try:
-        loaded = _load(state, matched, os.fspath(path), strict=strict)
-    except Exception as error:
-        fault = error
-    agree_on_loaded(transport, _TITLE, loaded, fault=fault)
+        try:
+            loaded = _load(state, matched, os.fspath(path), strict=strict)
+        except Exception as error:
+            fault = error
+        agree_on_loaded(transport, _TITLE, loaded, fault=fault)
+    except BaseException:
+        before.restore()
+        state.goes_on_after(before.step)
+        raise
     if transport.rank == 0 and (matched.missing or matched.unused):
         warnings.warn(f"{_TITLE} of {path}: {'; '.join(matched.left())}", RuntimeWarning, stacklevel=3)
     return matched.rest
@@ -242,6 +252,12 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
         if type(step) is not int or step < 0:
             raise ValueError(f"expected step to be a number of steps, got {step!r} in {path}")
         matched.found["step"] = step
+    types: dict[int, torch.dtype] = {}
+    for name, one in state.named.items():
+        if name in matched.found and isinstance(one, nn.Module):
+            module = one.module if isinstance(one, DistributedDataParallel) else one
+            matched.found[name] = _renamed(module, matched.found[name], name, path)
+            types |= types_in(module, matched.found[name])
     for name, one in state.named.items():
         if name not in matched.found:
             continue
@@ -253,21 +269,18 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
         try:
             # Who keeps what it gets must not keep the file; who takes a share of it does not.
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
-                one.load_state_dict(found if gives_share(one) else deepcopy(found))
+                load_into(one, found if gives_share(one) else deepcopy(found), types)
         except (KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
             ) from error
         if isinstance(one, Optimizer) and not gives_share(one):
-            lay_out_like_parameters(one)
             loaded[name] = one.state_dict()
     state.goes_on_after(matched.found.get("step", state.step))
     return loaded
 
 
-def _load_module(
-    module: nn.Module, found: Any, name: str, matched: Matched, path: str, *, strict: bool
-) -> dict[str, Any]:
+def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise ValueError(f"expected {name} of {path} to be what module.state_dict() gives, got a {kind}")
@@ -277,6 +290,12 @@ def _load_module(
         raise ValueError(
             f"{name} of {path} has nothing of this {type(module).__name__}: there {_some(found)}; here {_some(own)}"
         )
+    return renamed
+
+
+def _load_module(
+    module: nn.Module, renamed: dict[str, Any], name: str, matched: Matched, path: str, *, strict: bool
+) -> dict[str, Any]:
     try:
         keys = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ from syncline.state.snapshot import SHARED_FILE, Manifest, own_file, read_manife
 from syncline.state.stopping import JointStop
 from syncline.state.tensor_file import StoredFile, write_tensors
 from syncline.state.together import Refused, everywhere, on_rank_0
-from syncline.state.train_state import TrainState
+from syncline.state.train_state import TrainState, load_all
+from syncline.state.undo import Before
 from syncline.stopping import STOP_SIGNALS
 from syncline.sync.agreement import exchange
 from syncline.transport.base import Transport
@@ -204,7 +205,8 @@ class Checkpointer:
             `result()` waits.
 
         Raises:
-            ContractMismatch: ranks save different things, or at different steps.
+            ContractMismatch: ranks save different things, modules of different shapes or types among them, or at
+                different steps. Nothing was written.
             TypeError, ValueError: `state` is none, or `step` no number of steps; something in the state cannot be
                 stored, its place is named; it was closed; on every rank.
         """
@@ -226,6 +228,7 @@ class Checkpointer:
                 *(f"named  {name}" for name in state.named),
             ]
             parts = Parts(state, None if blocking else self._copies)
+            lines += parts.forms_of_modules
         except Exception as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
@@ -272,8 +275,8 @@ class Checkpointer:
         return self._shelf.path_of(save)
 
     def _begin(self, step: int) -> tuple[int, str]:
-        save, path = self._shelf.begin(step)
-        before, self._last_number = self._last_number, save.number
+        save, path = self._shelf.begin(step, self._last_number)
+        before = self._last_number
         if save.number > before + 1:
             self._warn_where_saved(
                 f"somebody else saves into {self._path}, too: what was saved last is number {save.number - 1}, and "
@@ -308,6 +311,7 @@ class Checkpointer:
     ) -> None:
         manifest = Manifest(
             step=save.step,
+            number=save.number,
             num_ranks=self._lane.size,
             shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
             ranks=[one["trees"] for one in told],
@@ -322,6 +326,7 @@ class Checkpointer:
         )
         write_manifest(self._files, path, manifest)
         self._shelf.commit(save)
+        self._last_number = save.number
         with contextlib.suppress(OSError):  # it is saved; what could not be removed goes next time
             self._shelf.prune(self._damaged)
 
@@ -419,23 +424,23 @@ class Checkpointer:
             fault = error
         exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
         with self._board.called("sl.Checkpointer.load"):
-            newest, damaged = self._newest_sound()
+            newest, damaged = self._newest_sound(state, strict=strict)
             if newest is None:
                 return None
-            save, found = newest
+            save, found = newest.save, newest.found
             if damaged and self._transport.rank == 0:
                 warn_user(
                     "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
                     + f"\nLoaded instead: {save.name}"
                 )
-            self._apply(state, found, save.name, strict=strict)
+            self._apply(state, newest, strict=strict)
             if self._transport.rank == 0:
                 for remark in remarks(save.name, found, state, self._transport.size):
                     warn_user(remark)
-            self._newest = (save.step, self._shelf.path_of(save))
-            return save.step
+            self._newest = (found.manifest.step, self._shelf.path_of(save))
+            return found.manifest.step
 
-    def _newest_sound(self) -> tuple[tuple[Save, Found] | None, list[str]]:
+    def _newest_sound(self, state: TrainState, *, strict: bool) -> tuple[_Sound | None, list[str]]:
         """The newest save that is sound, checked on all ranks, and what is wrong with those after it.
 
         Raises:
@@ -443,13 +448,20 @@ class Checkpointer:
             SynclineError: the directory cannot be read.
         """
         try:
-            saves = [Save(*one) for one in self._on_rank_0(self._known_saves)]
+            known = [(Save(*one), Save(*other)) for one, other in self._on_rank_0(self._known_saves)]
         except Refused as refused:
             raise SynclineError(f"sl.Checkpointer.load: {self._path} cannot be read: {refused}") from None
+        if self._transport.rank == 0:
+            for save, identity in known:
+                if save != identity:
+                    warn_user(
+                        f"{save.name} in {self._path} was renamed: its manifest says that it was {identity.name}, and "
+                        "that counts, whatever it is called"
+                    )
         damaged: list[str] = []
-        for save in saves:
+        for save, _ in known:
             try:
-                return (save, self._read(save)), damaged
+                return self._read(save, state, strict=strict), damaged
             except Refused as refused:
                 self._damaged.add(save)
                 damaged.append(f"{save.name}: {refused}")
@@ -460,41 +472,46 @@ class Checkpointer:
             )
         return None, damaged
 
-    def _known_saves(self) -> list[Save]:
-        saves = self._shelf.saves()
-        self._last_number = max((save.number for save in saves), default=0)
+    def _known_saves(self) -> list[tuple[Save, Save]]:
+        saves = self._shelf.identified()
+        self._last_number = max((save.number for both in saves for save in both), default=0)
         return saves
 
-    def _read(self, save: Save) -> Found:
-        """What this rank needs of a save, checked on all ranks.
+    def _read(self, save: Save, state: TrainState, *, strict: bool) -> _Sound:
+        """What this rank needs of a save, checked on all ranks, and how things are here before it is loaded.
 
         Raises:
             Refused: it is damaged, on any rank.
         """
         path = self._shelf.path_of(save)
-        found: list[Found] = []
+        sound: list[_Sound] = []
 
         def read() -> None:
             manifest = read_manifest(self._files, path)
             rank, size = self._transport.rank, self._transport.size
-            found.append(Found(self._files, path, manifest, rank=rank, num_ranks=size))
+            found = Found(self._files, path, manifest, rank=rank, num_ranks=size)
+            states = found.decoded_for(state.named, strict=strict)
+            # No rank has begun to load yet: they may have one copy of a module.
+            sound.append(_Sound(save, found, states, Before(state.named, state.step)))
 
         self._everywhere(read)
-        return found[0]
+        return sound[0]
 
-    def _apply(self, state: TrainState, found: Found, name: str, *, strict: bool) -> None:
+    def _apply(self, state: TrainState, sound: _Sound, *, strict: bool) -> None:
         fault = None
         same: dict[str, Any] = {}
+        title = f"sl.Checkpointer.load of {sound.save.name}"
         try:
-            wanted = {"step", "rng", *(found.names if strict else state.named)}
-            decoded = {one: found.decoded(one, state.named.get(one)) for one in found.names if one in wanted}
-            if found.is_new_rank:
-                del decoded["rng"]  # nobody else's numbers
-            state.load_state_dict(decoded, strict=strict)
-            same = found.same_on_all(state)
-        except Exception as error:
-            fault = error
-        agree_on_loaded(self._transport, f"sl.Checkpointer.load of {name}", same, fault=fault)
+            try:
+                load_all(state, sound.states, strict=strict)
+                same = sound.found.same_on_all(state)
+            except Exception as error:
+                fault = error
+            agree_on_loaded(self._transport, title, same, fault=fault)
+        except BaseException:
+            sound.before.restore()
+            state.goes_on_after(sound.before.step)
+            raise
         if strict:
             state.replicas_agree()
 
@@ -505,6 +522,15 @@ class Checkpointer:
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         return on_rank_0(self._lane, fn)
+
+
+class _Sound(NamedTuple):
+    """A save that was read and checked, and how things were before it is loaded."""
+
+    save: Save
+    found: Found
+    states: dict[str, Any]
+    before: Before
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:

@@ -17,6 +17,7 @@ becomes an object of one key that begins with "$":
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
@@ -26,11 +27,13 @@ import torch
 from torch import Tensor
 
 from syncline.state.tensor_file import STORABLE
+from syncline.state.wellformed import is_count
 from syncline.sync.part import TensorPart
 
 __all__ = ["decode", "encode", "tensors_in"]
 
 _KEPT = (str, bool, int, type(None))
+_FLOATS = ("nan", "inf", "-inf")
 _MAX_INT_BITS = 8192
 """Python writes no numbers of more than 4300 digits in decimal, and reads none."""
 
@@ -158,7 +161,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
 
     Raises:
         KeyError: a tensor is missing.
-        ValueError: not something that `encode` gives.
+        ValueError, TypeError: not something that `encode` gives.
 
     Example:
         >>> encoded, tensors = encode({"betas": (0.9, float("inf")), 3: torch.ones(1)}, "x")
@@ -174,18 +177,15 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
     tag, value = next(iter(encoded.items()), ("", None))
     if not tag.startswith("$"):
         return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
+    if len(encoded) > 1:
+        raise ValueError(f"{tag} is beside {', '.join([*encoded][1:])}")
     match tag:
         case "$tensor":
             return tensors[value]
         case "$complex":
-            return torch.view_as_complex(tensors[value])
+            return _complex(tensors[value], value)
         case "$part":
-            return TensorPart(
-                values=decode(value["values"], tensors if parts is None else parts),
-                start=value["start"],
-                shape=tuple(value["shape"]),
-                order=tuple(value["order"]),
-            )
+            return _part(value, tensors if parts is None else parts)
         case "$tuple":
             return tuple(decode(one, tensors, parts=parts) for one in value)
         case "$dict" | "$counter":
@@ -193,7 +193,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
                 decode(key, tensors, parts=parts): decode(one, tensors, parts=parts) for key, one in value
             }
             return pairs if tag == "$dict" else Counter(pairs)
-        case "$float":
+        case "$float" if value in _FLOATS:
             return float(value)
         case "$bytes":
             return base64.b64decode(value, validate=True)
@@ -201,11 +201,41 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
             dtype = getattr(torch, str(value).removeprefix("torch."), None)
             if isinstance(dtype, torch.dtype):
                 return dtype
-        case "$device":
-            return torch.device(value)
-        case "$size":
+        case "$device" if isinstance(value, str):
+            with contextlib.suppress(RuntimeError):  # there is no such device
+                return torch.device(value)
+        case "$size" if _are_counts(value):
             return torch.Size(value)
     raise ValueError(f"{tag} {value!r} stands for nothing that this version knows")
+
+
+def _complex(values: Tensor, name: str) -> Tensor:
+    if not values.is_floating_point() or values.shape[-1:] != (2,):
+        raise ValueError(
+            f"{name} is of {values.dtype} and {tuple(values.shape)}: expected pairs of real numbers"
+        )
+    return torch.view_as_complex(values)
+
+
+def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
+    start, shape, order = value["start"], value["shape"], value["order"]
+    values = decode(value["values"], tensors)
+    fits = (
+        _are_counts([start])
+        and _are_counts(shape)
+        and _are_counts(order)
+        and sorted(order) == [*range(len(shape))]
+        and isinstance(values, Tensor)
+        and values.dim() == 1
+        and start + values.numel() <= math.prod(shape)
+    )
+    if not fits:
+        raise ValueError(f"{value} is no part of a tensor")
+    return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
 
 
 def tensors_in(encoded: Any) -> Iterator[str]:

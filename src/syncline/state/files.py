@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +47,37 @@ class Files(Protocol):
         """Remove a file, or a directory with all that is in it; it may be gone already."""
 
 
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def _opened(path: str) -> int:
+    """Open a regular file to read it; anything else is refused, for whoever opens or reads a FIFO may wait for ever.
+
+    Raises:
+        OSError: it is none, or cannot be opened.
+    """
+    _check_is_regular(os.stat(path), path)  # to open a device may be to change it
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check_is_regular(os.fstat(fd), path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_is_regular(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"expected a regular file, found {kind}", path)
+
+
 class LocalFiles:
     """Those of this host, or of a file system that is mounted here."""
 
@@ -72,10 +105,11 @@ class LocalFiles:
             os.close(fd)
 
     def read(self, path: str) -> bytes:
-        return Path(path).read_bytes()
+        with open(_opened(path), "rb") as file:
+            return file.read()
 
     def map(self, path: str) -> memoryview:
-        with open(path, "rb") as file:
+        with open(_opened(path), "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return memoryview(bytearray())
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

@@ -11,11 +11,14 @@ from torch.optim import Optimizer
 
 from syncline.compression.averager import with_mean_residuals
 from syncline.data.sampler import DistributedSampler
+from syncline.state.chance import check_rng_state
 from syncline.state.encoding import decode, tensors_in
 from syncline.state.files import Files
-from syncline.state.snapshot import SHARED_FILE, Manifest, own_file
+from syncline.state.objects import copies, is_wrapped
+from syncline.state.snapshot import MANIFEST, SHARED_FILE, Manifest, own_file
 from syncline.state.tensor_file import read_tensors
-from syncline.state.train_state import TrainState, copies, is_wrapped
+from syncline.state.train_state import TrainState
+from syncline.state.wellformed import check, malformed_is_corrupt
 from syncline.sync.part import gives_share, join_parts
 from syncline.words import format_count
 
@@ -48,8 +51,10 @@ class Found:
         if SHARED_FILE in manifest.files:
             shared = read_tensors(files, path, SHARED_FILE, manifest.files[SHARED_FILE])
         self._tensors = []
+        self._manifest_path = f"{path}/{MANIFEST}"
         for other, trees in enumerate(self._trees):
-            wanted = None if other == place else set(self._needed_of_others(trees))
+            with malformed_is_corrupt(self._manifest_path):
+                wanted = None if other == place else set(self._needed_of_others(trees))
             tensors = dict(shared)
             if own_file(other) in manifest.files and (wanted is None or wanted - shared.keys()):
                 tensors |= read_tensors(files, path, own_file(other), manifest.files[own_file(other)], wanted)
@@ -87,6 +92,25 @@ class Found:
                 count = format_count(len(tensors), "tensor")
                 names.append(f"{name} ({count}, {tensors[0]}{' among others' if len(tensors) > 1 else ''})")
         return names
+
+    def decoded_for(self, named: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+        """What `TrainState.load_state_dict` takes.
+
+        Args:
+            named: what is to be loaded, by name.
+            strict: whether all that was saved is wanted, or only what is named.
+
+        Raises:
+            CheckpointCorrupt: the manifest says what was never saved.
+        """
+        wanted = {"step", "rng", *(self.names if strict else named)}
+        with malformed_is_corrupt(self._manifest_path):
+            states = {name: self.decoded(name, named.get(name)) for name in self.names if name in wanted}
+            check(states["step"] == self.manifest.step, "expected a step", states["step"])
+            check_rng_state(states["rng"])
+        if self.is_new_rank:
+            del states["rng"]  # nobody else's numbers
+        return states
 
     def decoded(self, name: str, one: Any) -> Any:
         """The state of something named, for `one` to load; of what was sharded, all shares joined."""
@@ -129,13 +153,14 @@ class Found:
 
     def _for_another_number(self, name: str, own: Any) -> Any:
         """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""
-        return with_mean_residuals(
-            own,
-            [
-                decode(trees[name]["synchronization"], tensors)
-                for trees, tensors in zip(self._trees, self._tensors, strict=True)
-            ],
-        )
+        of_all = [
+            decode(trees[name]["synchronization"], tensors)
+            for trees, tensors in zip(self._trees, self._tensors, strict=True)
+        ]
+        try:
+            return with_mean_residuals(own, of_all)
+        except RuntimeError as error:  # they have different shapes
+            raise ValueError(str(error)) from None
 
     def same_on_all(self, state: TrainState) -> dict[str, Any]:
         """What has to be the same on all ranks after it was loaded, as it is now in what `state` names.

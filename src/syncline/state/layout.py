@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline.sync.optimizers import keep_saved_types
+
 __all__ = ["keep_types", "lay_out_like_parameters"]
 
 
@@ -43,12 +45,7 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
             isinstance(state, dict) and isinstance(before, dict)
         ):
             continue
-        for name, value in before.items():
-            now = state.get(name)
-            if type(value) is not Tensor or type(now) is not Tensor or value.dtype == now.dtype:
-                continue
-            if value.is_floating_point() and value.shape == now.shape:
-                state[name] = torch.empty_like(now, dtype=value.dtype).copy_(value)
+        keep_saved_types(state, before)
 
 
 def lay_out_like_parameters(optimizer: Optimizer) -> None:

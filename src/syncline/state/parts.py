@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.state.encoding import encode
+from syncline.state.encoding import encode, tensors_in
+from syncline.state.objects import is_wrapped
 from syncline.state.tensor_file import checksum, memory_of
 from syncline.state.train_state import TrainState
+from syncline.sync.agreement import describe_tensors
 
 __all__ = ["Parts", "entry_of"]
 
@@ -41,6 +43,8 @@ class Parts:
             name: type(one).__name__ for name, one in state.named.items() if not isinstance(one, nn.Module)
         }
         """The names of the classes of all but modules, which may be wrapped another time."""
+        self.forms_of_modules: list[str] = []
+        """What has to be the same on all ranks: of each tensor of a module its type and shape, a line each."""
         self.sharded = state.sharded
         """The names of what is sharded."""
         self.tensors: dict[str, Tensor] = {}
@@ -55,6 +59,12 @@ class Parts:
             for key, tensor in tensors.items():
                 self.tensors[key] = (
                     tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
+                )
+            if isinstance(state.named.get(name), nn.Module):
+                tree = self.trees[name]
+                kept = dict.fromkeys(tensors_in(tree["module"] if is_wrapped(tree) else tree))
+                self.forms_of_modules += describe_tensors(
+                    ((key, self.tensors[key]) for key in kept), kind="saved", layout=False
                 )
         if copies is not None:
             for gone in copies.keys() - self.tensors.keys():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from syncline.errors import CheckpointCorrupt
 from syncline.state.files import Files
-from syncline.state.snapshot import directory_name, parse_name
+from syncline.state.snapshot import directory_name, parse_name, read_manifest
 
 __all__ = ["Save", "Shelf"]
 
@@ -48,17 +49,37 @@ class Shelf:
         found = [Save(*parsed) for name in self._files.names(self._path) if (parsed := parse_name(name))]
         return sorted(found, reverse=True)
 
+    def identified(self) -> list[tuple[Save, Save]]:
+        """The committed ones, each with what its manifest says it is, which counts: newest first by that.
+
+        A directory may have been given another name since. What is damaged is what its name says.
+        """
+        found = [(save, self._identity(save)) for save in self.saves()]
+        return sorted(found, key=lambda one: (one[1].number, one[0]), reverse=True)
+
+    def _identity(self, save: Save) -> Save:
+        try:
+            manifest = read_manifest(self._files, self.path_of(save))
+        except (OSError, CheckpointCorrupt):
+            return save
+        return Save(manifest.number or save.number, manifest.step)
+
     def path_of(self, save: Save) -> str:
         """The directory of a save."""
         return f"{self._path}/{save.name}"
 
-    def begin(self, step: int) -> tuple[Save, str]:
-        """The next save, and a new, empty directory for it. What crashes have left unfinished is removed."""
+    def begin(self, step: int, after: int = 0) -> tuple[Save, str]:
+        """The next save, and a new, empty directory for it. What crashes have left unfinished is removed.
+
+        Args:
+            step: of the state.
+            after: the number of a save that is known to have been made, whatever its directory is called now.
+        """
         self._files.make_directory(self._path)
         for name in self._files.names(self._path):
             if name.startswith(_UNFINISHED):
                 self._files.remove(f"{self._path}/{name}")
-        save = Save(max((save.number for save in self.saves()), default=0) + 1, step)
+        save = Save(max([after, *(save.number for save in self.saves())]) + 1, step)
         path = self._unfinished(save)
         self._files.make_directory(path)
         return save, path

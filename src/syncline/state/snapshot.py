@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import CheckpointCorrupt
 from syncline.state.files import Files
 from syncline.state.tensor_file import StoredFile, checksum
+from syncline.state.wellformed import check, is_count, json_object, malformed_is_corrupt
 
 __all__ = [
     "FORMAT",
+    "MANIFEST",
     "SHARED_FILE",
     "VERSION",
     "Manifest",
@@ -44,7 +46,7 @@ VERSION = 3
 SHARED_FILE = "shared.safetensors"
 """Of the tensors that are the same on all ranks."""
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
 
 
@@ -54,6 +56,7 @@ class Manifest:
 
     Attributes:
         step: at which it was saved.
+        number: of the save: 1 for the first in its directory. 0 where that was not written yet.
         num_ranks: that saved it.
         shared: what is the same on all ranks, as `encode` gives it.
         ranks: what each rank has of its own.
@@ -64,6 +67,7 @@ class Manifest:
     """
 
     step: int
+    number: int = 0
     num_ranks: int
     shared: Any
     ranks: Sequence[Any]
@@ -96,7 +100,7 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
     """Write the manifest into a directory in which all else is there."""
-    files.write(f"{directory}/{_MANIFEST}", [_text(manifest)])
+    files.write(f"{directory}/{MANIFEST}", [_text(manifest)])
 
 
 def _text(manifest: Manifest) -> bytes:
@@ -104,6 +108,7 @@ def _text(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "version": VERSION,
         "about": dict(manifest.about),
+        "number": manifest.number,
         "step": manifest.step,
         "num_ranks": manifest.num_ranks,
         "classes": dict(manifest.classes),
@@ -127,7 +132,7 @@ def read_manifest(files: Files, directory: str) -> Manifest:
         CheckpointCorrupt: it is missing, damaged, or of a version that is not known.
         OSError: it could not be read.
     """
-    path = f"{directory}/{_MANIFEST}"
+    path = f"{directory}/{MANIFEST}"
     try:
         content = files.read(path)
     except FileNotFoundError:
@@ -135,19 +140,62 @@ def read_manifest(files: Files, directory: str) -> Manifest:
     text, _, found = content.removesuffix(b"\n").rpartition(b"\n")
     if content[-1:] != b"\n" or found != checksum(text).encode():
         raise CheckpointCorrupt(f"{path} is damaged: its checksum, the last line, does not fit the rest")
-    body = json.loads(text)
-    if body["format"] != FORMAT or body["version"] > VERSION:
-        raise CheckpointCorrupt(
-            f"{path} is of {body['format']!r}, version {body['version']}: this version of Syncline reads up to version "
-            f"{VERSION}"
-        )
+    with malformed_is_corrupt(path):
+        body = json_object(text)
+        form, version = body["format"], body["version"]
+        if form == FORMAT and is_count(version) and version > VERSION:
+            raise CheckpointCorrupt(
+                f"{path} is of {form!r}, version {version}: this version of Syncline reads up to version {VERSION}"
+            )
+        check(form == FORMAT and is_count(version), f"expected {FORMAT!r} and its version", (form, version))
+        return _manifest(body)
+
+
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    """A manifest of what JSON has of it.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not what `write_manifest` writes, in any version.
+    """
+    shared, ranks, files = body["shared"], body["ranks"], body["files"]
+    step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]
+    for name, count in (("step", step), ("number", number), ("num_ranks", num_ranks)):
+        check(is_count(count), f"expected {name} to be a count", count)
+    check(isinstance(ranks, list) and 0 < len(ranks) == num_ranks, f"expected {num_ranks} ranks", ranks)
+    for tree in (shared, *ranks):
+        check(isinstance(tree, dict), "expected names", tree)
+    for tree in ranks:
+        check(tree.keys() == ranks[0].keys(), "expected the same names of each rank", [*tree])
+        check(shared.keys().isdisjoint(tree), "expected what is shared to be no rank's own", [*tree])
+    classes, sharded, about = body.get("classes", {}), body.get("sharded", []), body["about"]
+    check(_are_texts(classes) and isinstance(about, dict), "expected texts by names", (classes, about))
+    names = shared.keys() | ranks[0].keys()
+    check(isinstance(sharded, list) and names >= set(sharded), f"expected names of {sorted(names)}", sharded)
+    check(shared.get("step", step) == step, f"expected the state of step {step}", shared.get("step"))
+    check(isinstance(files, dict), "expected files by names", files)
+    known = {SHARED_FILE, *map(own_file, range(num_ranks))}
     return Manifest(
-        step=body["step"],
-        num_ranks=body["num_ranks"],
-        shared=body["shared"],
-        ranks=body["ranks"],
-        files={name: StoredFile(**stored) for name, stored in body["files"].items()},
-        classes=body.get("classes", {}),
-        sharded=body.get("sharded", []),
-        about=body["about"],
+        step=step,
+        number=number,
+        num_ranks=num_ranks,
+        shared=shared,
+        ranks=ranks,
+        files={name: _stored_file(name, stored, known) for name, stored in files.items()},
+        classes=classes,
+        sharded=sharded,
+        about=about,
     )
+
+
+def _stored_file(name: str, stored: Any, known: Collection[str]) -> StoredFile:
+    check(name in known, f"expected one of {sorted(known)}", name)
+    check(isinstance(stored, dict), f"expected what is in {name}", stored)
+    file = StoredFile(**stored)
+    check(is_count(file.num_bytes), f"expected how many bytes {name} has", file.num_bytes)
+    check(isinstance(file.header, str), f"expected a checksum of {name}", file.header)
+    check(_are_texts(file.tensors), f"expected a checksum of each tensor of {name}", file.tensors)
+    return file
+
+
+def _are_texts(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(one, str) for one in found.values())

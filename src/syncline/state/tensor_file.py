@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from syncline.errors import CheckpointCorrupt
 from syncline.state.files import Files, LocalFiles
+from syncline.state.wellformed import check, is_count, json_object, malformed_is_corrupt
 
 __all__ = [
     "STORABLE",
@@ -47,6 +49,11 @@ STORABLE = {
     torch.bool: "BOOL",
 }
 """Types that can be stored, as safetensors calls them."""
+
+
+_BY_NAME = {name: dtype for dtype, name in STORABLE.items()}
+_ENTRY = {"dtype", "shape", "data_offsets"}
+"""What a header says of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +127,15 @@ def read_tensors(
     head_bytes = 8 + int.from_bytes(content[:8], "little")
     if head_bytes > len(content) or checksum(content[:head_bytes]) != stored.header:
         raise CheckpointCorrupt(f"{path}: the checksum of its header is not the one in the manifest")
-    header = json.loads(bytes(content[8:head_bytes]))
-    by_name = {name: dtype for dtype, name in STORABLE.items()}
+    with malformed_is_corrupt(path):
+        places = _places(bytes(content[8:head_bytes]), len(content) - head_bytes)
+        check(places.keys() == stored.tensors.keys(), "expected the tensors of the manifest", [*places])
     tensors = {}
     for key, expected in stored.tensors.items():
         if wanted is not None and key not in wanted:
             continue
-        dtype, shape = by_name[header[key]["dtype"]], header[key]["shape"]
-        start, end = (head_bytes + offset for offset in header[key]["data_offsets"])
-        memory = content[start:end]
+        dtype, shape, start, end = places[key]
+        memory = content[head_bytes + start : head_bytes + end]
         if checksum(memory) != expected:
             raise CheckpointCorrupt(f"{path}: {key} is damaged, its checksum is not the one in the manifest")
         tensors[key] = (
@@ -137,6 +144,38 @@ def read_tensors(
             else torch.empty(shape, dtype=dtype)
         )
     return tensors
+
+
+def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+    """Of each tensor its type, its shape, and where it begins and ends.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not a header that `write_tensors` gives for so many bytes.
+    """
+    found = {}
+    end = 0
+    for name, entry in json_object(header).items():
+        check(
+            isinstance(entry, dict) and entry.keys() == _ENTRY, f"expected {sorted(_ENTRY)} of {name}", entry
+        )
+        dtype, shape, offsets = _BY_NAME[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        for numbers in (shape, offsets):
+            check(
+                isinstance(numbers, list) and all(map(is_count, numbers)),
+                f"expected counts of {name}",
+                numbers,
+            )
+        start, end_before = offsets[0], end
+        end = start + math.prod(shape) * dtype.itemsize
+        check(
+            offsets == [end_before, end] and is_count(math.prod(max(1, size) for size in shape)),
+            f"expected {name} of shape {shape} to begin at {end_before}",
+            offsets,
+        )
+        check(start % dtype.itemsize == 0, f"expected {name} at a multiple of {dtype.itemsize} bytes", start)
+        found[name] = (dtype, shape, start, end)
+    check(end == num_bytes, f"expected tensors of {num_bytes} bytes", end)
+    return found
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count, checked_flag, checked_state, what_it_is
 from syncline.state.adoption import Key, adopt
-from syncline.state.layout import keep_types, lay_out_like_parameters
+from syncline.state.chance import rng_state, set_rng_state
+from syncline.state.objects import load_into, state_of, types_in
+from syncline.state.undo import Before
 from syncline.sync.caretakers import caretakers_of
 from syncline.sync.gradients import GradientSync
-from syncline.sync.part import gives_share, whole_of
+from syncline.sync.part import gives_share
 from syncline.transport.user_code import calling
 from syncline.world import transport_of
 
-__all__ = ["TrainState", "copies", "is_wrapped", "rng_state", "set_rng_state"]
+__all__ = ["TrainState", "load_all"]
 
 _RESERVED = ("step", "rng")
 
@@ -130,17 +129,17 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
-        return self._states(_state_of)
+        return self._states(state_of)
 
     def share_state_dict(self) -> dict[str, Any]:
         """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
-        return self._states(lambda one: one.share_state_dict() if gives_share(one) else _state_of(one))
+        return self._states(lambda one: one.share_state_dict() if gives_share(one) else state_of(one))
 
-    def _states(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
+    def _states(self, taken: Callable[[Any], Any]) -> dict[str, Any]:
         states = {}
         for name, one in self.named.items():
             with calling(f"state_dict() of {name} ({type(one).__name__})"):
-                states[name] = state_of(one)
+                states[name] = taken(one)
         return {"step": self.step, **states, "rng": rng_state()}
 
     @property
@@ -159,41 +158,20 @@ class TrainState:
 
         Raises:
             TypeError: it is no dict.
-            ValueError: names are missing, or there are others; nothing was changed.
+            ValueError: names are missing, or there are others.
+
+        What fails leaves all as it was: modules, optimizers, random numbers, and other objects as far as their
+        `state_dict()` brings them back.
         """
         checked_state(state)
         checked_flag("strict", strict)
-        missing = sorted({"step", *self.named} - state.keys())
-        unknown = sorted(state.keys() - {"step", "rng", *self.named})
-        if "step" not in state or (strict and (missing or unknown)):
-            raise ValueError(
-                f"expected the state of {', '.join(self.named) or 'nothing but step and rng'}; "
-                + "; ".join(
-                    [f"{name} was not saved" for name in missing]
-                    + [f"{name} was saved, and is not named here" for name in unknown]
-                )
-                + ". Name the same things as when it was saved; or load with strict=False what is in both"
-            )
-        both = {name: one for name, one in self.named.items() if name in state}
-        types: dict[int, torch.dtype] = {}
-        for name, one in both.items():
-            if isinstance(one, nn.Module):
-                types |= _types_in(one, state[name])
-        for name, one in both.items():
-            part = state[name] if gives_share(one) else whole_of(state[name])
-            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
-                _load_into(one, part)
-            if isinstance(one, Optimizer) and not gives_share(one):
-                keep_types(one, part, types)
-        self.goes_on_after(state["step"])
-        if "rng" in state:
-            rng = state["rng"]
-            set_rng_state(rng)
-            # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
-            # chance is where it was when the sampler deals the first index of the epoch that goes on.
-            sampler = _dealer(self.named.get("sampler"))
-            if sampler is not None:
-                sampler.when_resumed = lambda: set_rng_state(rng)
+        before = Before(self.named, self.step)
+        try:
+            load_all(self, state, strict=strict)
+        except BaseException:
+            before.restore()
+            self.goes_on_after(before.step)
+            raise
 
     def goes_on_after(self, step: int) -> None:
         """So many steps were made of what has been loaded: `step`, and what messages of wrapped modules count from."""
@@ -261,17 +239,38 @@ class TrainState:
         return adopt(self, path, names=names, besides=besides, strict=strict, transport=transport)
 
 
-def copies(one: Any) -> bool:
-    """Whether loading into it copies tensors, so that it keeps none of those that it is given.
-
-    Of a wrapped module that holds for the module's own; what synchronization remembers may be kept.
-    """
-    return gives_share(one) or isinstance(one, nn.Module)
-
-
-def is_wrapped(state: Any) -> bool:
-    """Whether it is the state of a wrapped module: the module's, and what synchronization remembers."""
-    return isinstance(state, dict) and state.keys() == {"module", "synchronization"}
+def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
+    """As `TrainState.load_state_dict`; what fails leaves it half loaded."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"expected what state_dict() gives, a dict by names; got a {type(state).__name__}")
+    missing = sorted({"step", *into.named} - state.keys())
+    unknown = sorted(state.keys() - {"step", "rng", *into.named})
+    if "step" not in state or (strict and (missing or unknown)):
+        raise ValueError(
+            f"expected the state of {', '.join(into.named) or 'nothing but step and rng'}; "
+            + "; ".join(
+                [f"{name} was not saved" for name in missing]
+                + [f"{name} was saved, and is not named here" for name in unknown]
+            )
+            + ". Name the same things as when it was saved; or load with strict=False what is in both"
+        )
+    both = {name: one for name, one in into.named.items() if name in state}
+    types: dict[int, torch.dtype] = {}
+    for name, one in both.items():
+        if isinstance(one, nn.Module):
+            types |= types_in(one, state[name])
+    for name, one in both.items():
+        with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+            load_into(one, state[name], types)
+    into.goes_on_after(state["step"])
+    if "rng" in state:
+        rng = state["rng"]
+        set_rng_state(rng)
+        # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
+        # chance is where it was when the sampler deals the first index of the epoch that goes on.
+        sampler = _dealer(into.named.get("sampler"))
+        if sampler is not None:
+            sampler.when_resumed = lambda: set_rng_state(rng)
 
 
 def _dealer(one: Any) -> DistributedSampler | None:
@@ -333,96 +332,3 @@ def _remedy_of(one: Any) -> str:
             "StatefulDataLoader, which has one"
         )
     return "Numbers and tensors of your own belong into an object with these two methods"
-
-
-def _state_of(one: Any) -> Any:
-    if not isinstance(one, DistributedDataParallel):
-        return one.state_dict()
-    save: Any = getattr(one, "sync_state_dict", None)
-    return {"module": one.module.state_dict(), "synchronization": save() if save else None}
-
-
-def _types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
-    """In which types the parameters of a module were saved, by `id`."""
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
-    tensors = state["module"] if is_wrapped(state) else state
-    if not isinstance(tensors, Mapping):
-        return {}  # loading it says what it should be
-    found = ((id(parameter), tensors.get(name)) for name, parameter in module.named_parameters())
-    return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
-
-
-def _load_into(one: Any, state: Any) -> None:
-    was_wrapped = is_wrapped(state)
-    module_state = state["module"] if was_wrapped else state
-    if not isinstance(one, DistributedDataParallel):
-        settings = _settings_of(one) if isinstance(one, Optimizer) else set()
-        one.load_state_dict(module_state)
-        if isinstance(one, Optimizer):
-            _check_settings(one, settings)
-            if not gives_share(one):
-                lay_out_like_parameters(one)
-        return
-    one.module.load_state_dict(module_state)
-    load: Any = getattr(one, "load_sync_state_dict", None)
-    if load and was_wrapped and state["synchronization"] is not None:
-        load(state["synchronization"])
-
-
-def _settings_of(optimizer: Optimizer) -> set[str]:
-    """What the optimizer itself has put into all of its groups, not a schedule."""
-    return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
-
-
-def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
-    """Raise unless an optimizer still has its settings: torch takes whatever groups it is given, and fails at a step.
-
-    What a newer torch has added is there: its optimizers fill it in when they load (`__setstate__`).
-    """
-    for group in optimizer.param_groups:
-        missing = sorted(settings - group.keys())
-        if missing:
-            raise ValueError(
-                f"what was saved is the state of another optimizer: it lacks {', '.join(missing)}, which "
-                f"{type(optimizer).__name__} needs. Make the optimizer as it was; one of your own that has got new "
-                "settings since fills them in in __setstate__"
-            )
-
-
-# ---------------------------------------------------------------------- chance
-
-
-def rng_state() -> dict[str, Any]:
-    """Where this process's random number generators are: Python's, NumPy's where it is imported, and torch's."""
-    version, numbers, gauss = random.getstate()
-    # As a tensor, for 625 numbers a rank would hide all else that there is to read in a manifest.
-    python = (version, torch.tensor(numbers), gauss)
-    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = (
-            str(kind),
-            torch.from_numpy(keys.copy()),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        )
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """The inverse of `rng_state`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    torch.set_rng_state(state["torch"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy(), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        here: list[Tensor] = state["cuda"][: torch.cuda.device_count()]
-        torch.cuda.set_rng_state_all(here)

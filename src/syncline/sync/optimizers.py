@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from syncline.plan.trees import leaves, map_leaves
 
-__all__ = ["OptimizerNumbers", "is_setting", "optimizer_leaves", "parameters_of"]
+__all__ = ["OptimizerNumbers", "is_setting", "keep_saved_types", "optimizer_leaves", "parameters_of"]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -23,6 +23,21 @@ def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """State and settings: `state[3].exp_avg` (of the fourth parameter over all groups), `param_groups[0].lr`."""
     for path, node in _nodes(optimizer):
         yield from leaves(node, path)
+
+
+def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give what an optimizer has loaded of one parameter the types in which it was saved.
+
+    Args:
+        state: what it has, where torch has turned floating-point tensors into the parameter's type; changed.
+        saved: what was saved.
+    """
+    for name, value in saved.items():
+        now = state.get(name)
+        if type(value) is not Tensor or type(now) is not Tensor or value.dtype == now.dtype:
+            continue
+        if value.is_floating_point() and value.shape == now.shape:
+            state[name] = torch.empty_like(now, dtype=value.dtype).copy_(value)
 
 
 def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:

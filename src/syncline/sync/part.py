@@ -91,8 +91,9 @@ class PartedTensor:
 def gives_share(one: Any) -> bool:
     """Whether each rank has a share of an object's state, and can tell it without the others.
 
-    Such objects have `share_state_dict()`, what of the state this rank has, with `TensorPart`s; and their
-    `load_state_dict` takes a state with tensors in parts, `PartedTensor`s, of which it keeps nothing.
+    Such objects have `share_state_dict()`, what of the state this rank has, with `TensorPart`s; and
+    their `load_state_dict` takes a state with tensors in parts, `PartedTensor`s, of which it keeps nothing. An
+    optimizer has `load_share_state_dict(state, types)` for that, see `keep_types`.
     """
     return callable(getattr(one, "share_state_dict", None))
 

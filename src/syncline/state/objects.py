@@ -1,0 +1,107 @@
+"""How the state of one object is taken, and loaded: a module, wrapped or not, an optimizer, anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline.state.layout import keep_types, lay_out_like_parameters
+from syncline.sync.part import gives_share, whole_of
+
+__all__ = ["copies", "is_wrapped", "load_into", "state_of", "types_in"]
+
+
+def copies(one: Any) -> bool:
+    """Whether loading into it copies tensors, so that it keeps none of those that it is given.
+
+    Of a wrapped module that holds for the module's own; what synchronization remembers may be kept.
+    """
+    return gives_share(one) or isinstance(one, nn.Module)
+
+
+def is_wrapped(state: Any) -> bool:
+    """Whether it is the state of a wrapped module: the module's, and what synchronization remembers."""
+    return isinstance(state, dict) and state.keys() == {"module", "synchronization"}
+
+
+def state_of(one: Any) -> Any:
+    """The state of something named: of a wrapped module, the module's and what synchronization remembers."""
+    if not isinstance(one, DistributedDataParallel):
+        return one.state_dict()
+    save: Any = getattr(one, "sync_state_dict", None)
+    return {"module": one.module.state_dict(), "synchronization": save() if save else None}
+
+
+def types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
+    """In which types the parameters of a module were saved, by `id`."""
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    tensors = state["module"] if is_wrapped(state) else state
+    if not isinstance(tensors, Mapping):
+        return {}  # loading it says what it should be
+    found = ((id(parameter), tensors.get(name)) for name, parameter in module.named_parameters())
+    return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
+
+
+def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
+    """Load something that was named.
+
+    Args:
+        one: what.
+        state: what `state_of` gave, or all shares of it joined (`join_parts`).
+        types: see `keep_types`.
+
+    Raises:
+        ValueError: it is the state of another optimizer.
+    """
+    if isinstance(one, Optimizer):
+        _load_optimizer(one, state, types)
+        return
+    state = state if gives_share(one) else whole_of(state)
+    was_wrapped = is_wrapped(state)
+    module_state = state["module"] if was_wrapped else state
+    if not isinstance(one, DistributedDataParallel):
+        one.load_state_dict(module_state)
+        return
+    one.module.load_state_dict(module_state)
+    load: Any = getattr(one, "load_sync_state_dict", None)
+    if load and was_wrapped and state["synchronization"] is not None:
+        load(state["synchronization"])
+
+
+def _load_optimizer(optimizer: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
+    settings = _settings_of(optimizer)
+    if gives_share(optimizer):
+        optimizer.load_share_state_dict(state, types)
+        _check_settings(optimizer, settings)
+        return
+    state = whole_of(state)
+    optimizer.load_state_dict(state)
+    _check_settings(optimizer, settings)
+    lay_out_like_parameters(optimizer)
+    keep_types(optimizer, state, types)
+
+
+def _settings_of(optimizer: Optimizer) -> set[str]:
+    """What the optimizer itself has put into all of its groups, not a schedule."""
+    return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
+
+
+def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
+    """Raise unless an optimizer still has its settings: torch takes whatever groups it is given, and fails at a step.
+
+    What a newer torch has added is there: its optimizers fill it in when they load (`__setstate__`).
+    """
+    for group in optimizer.param_groups:
+        missing = sorted(settings - group.keys())
+        if missing:
+            raise ValueError(
+                f"what was saved is the state of another optimizer: it lacks {', '.join(missing)}, which "
+                f"{type(optimizer).__name__} needs. Make the optimizer as it was; one of your own that has got new "
+                "settings since fills them in in __setstate__"
+            )
