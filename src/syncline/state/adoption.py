@@ -76,7 +76,7 @@ def adopt(
             fault = error
         agree_on_loaded(transport, _TITLE, loaded, fault=fault)
     except BaseException:
-        before.restore()
+        before.restore(together=True)
         state.goes_on_after(before.step)
         raise
     if transport.rank == 0 and (matched.missing or matched.unused):

@@ -509,7 +509,7 @@ class Checkpointer:
                 fault = error
             agree_on_loaded(self._transport, title, same, fault=fault)
         except BaseException:
-            sound.before.restore()
+            sound.before.restore(together=True)
             state.goes_on_after(sound.before.step)
             raise
         if strict:

@@ -160,8 +160,8 @@ class TrainState:
             TypeError: it is no dict.
             ValueError: names are missing, or there are others.
 
-        What fails leaves all as it was: modules, optimizers, random numbers, and other objects as far as their
-        `state_dict()` brings them back.
+        What fails leaves all as it was: modules (but for one that ranks share, `sharded=True`), optimizers,
+        random numbers, and other objects as far as their `state_dict()` brings them back.
         """
         checked_state(state)
         checked_flag("strict", strict)
@@ -169,7 +169,7 @@ class TrainState:
         try:
             load_all(self, state, strict=strict)
         except BaseException:
-            before.restore()
+            before.restore(together=False)
             self.goes_on_after(before.step)
             raise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from syncline.data.sampler import DistributedSampler
 from syncline.state.chance import rng_state, set_rng_state
+from syncline.sync.one_copy import OneCopy, one_copy_of
 
 __all__ = ["Before"]
 
@@ -33,14 +34,31 @@ class Before:
 
     def __init__(self, named: Mapping[str, Any], step: int) -> None:
         self.step = step
-        self._undo = [_undo_of(one) for one in named.values()]
+        self._named = dict(named)
+        self._undo = {name: _undo_of(one) for name, one in named.items()}
         self._rng = rng_state()
 
-    def restore(self) -> None:
-        """Make things what they were."""
-        for undo in self._undo:
-            undo()
+    def restore(self, *, together: bool) -> None:
+        """Make things what they were.
+
+        Args:
+            together: whether all ranks do this now. Alone, a rank leaves modules as they are of which ranks have one
+                copy: others may have loaded them.
+        """
+        for name, undo in self._undo.items():
+            copies = _one_copies(self._named[name])
+            if copies and not together:
+                continue
+            with ExitStack() as written:
+                for copy in copies:
+                    written.enter_context(copy.writing())
+                undo()
         set_rng_state(self._rng)
+
+
+def _one_copies(one: Any) -> list[OneCopy]:
+    found = [one_copy_of(part) for part in one.modules()] if isinstance(one, nn.Module) else []
+    return [copy for copy in found if copy is not None]
 
 
 def _undo_of(one: Any) -> Callable[[], None]:
