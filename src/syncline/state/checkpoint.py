@@ -21,6 +21,7 @@ from syncline.state.directory import check_readable, check_writable, checked_pat
 from syncline.state.equality import agree_on_loaded
 from syncline.state.files import Files, LocalFiles
 from syncline.state.found import Found
+from syncline.state.loaders import remarks_on_loaders, remarks_on_places
 from syncline.state.parts import Parts, entry_of
 from syncline.state.remarks import remarks
 from syncline.state.shelf import Save, Shelf
@@ -118,6 +119,10 @@ class Checkpointer:
         self._damaged: set[Save] = set()
         self._last_number = 0
         """On rank 0, the number of the newest save known here: there from the start, or made or loaded since."""
+        self._standing: set[str] = set()
+        """The names of streams of which it was said that they do not move."""
+        self._has_looked = False
+        """Whether DataLoaders were looked at."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._warn_where_saved: Callable[[str], None] = warn_user
         """At the line that asked for the save under way; a thread that writes has none of its own."""
@@ -233,6 +238,8 @@ class Checkpointer:
             fault = error
         exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
         assert parts is not None
+        if self._transport.rank == 0:
+            self._say_what_resumes_otherwise(state)
         self._warn_where_saved = warning_here()
         self._under_way = self._writer.submit(self._saved, state.step, parts)
         return self.wait() if blocking else self._under_way
@@ -242,6 +249,17 @@ class Checkpointer:
         under_way, self._under_way = self._under_way, None
         with self._board.called("sl.Checkpointer.save"):
             return under_way.result() if under_way else None
+
+    def _say_what_resumes_otherwise(self, state: TrainState) -> None:
+        """Once each; loaders are looked at when the first save is made."""
+        standing = [name for name in state.places.standing if name not in self._standing]
+        self._standing |= {*standing}
+        for remark in remarks_on_places(state.named, standing):
+            warn_user(remark)
+        if not self._has_looked:
+            self._has_looked = True
+            for remark in remarks_on_loaders(state.named):
+                warn_user(remark)
 
     def _saved(self, step: int, parts: Parts) -> str | None:
         try:

@@ -15,6 +15,7 @@ from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count, checked_flag, checked_state, what_it_is
 from syncline.state.adoption import Key, adopt
 from syncline.state.chance import rng_state, set_rng_state
+from syncline.state.loaders import Places, dealer_of
 from syncline.state.objects import load_into, state_of, types_in
 from syncline.state.undo import Before
 from syncline.sync.caretakers import caretakers_of
@@ -83,6 +84,8 @@ class TrainState:
         """What was named, by name; of what torch.compile has made of a module, that module."""
         self.step = 0
         """How many steps were made."""
+        self.places = Places(self.named)
+        """Whether the places of streams move."""
         _check_one_place(self.named)
         _check_none_is_hidden(self.named)
         for name, one in self.named.items():
@@ -126,6 +129,8 @@ class TrainState:
                 "would begin the epoch anew: name the sampler, sl.TrainState(sampler=...), or commit() without"
             )
         self.step += 1
+        with calling("state_dict() of a stream"):
+            self.places.step_ended()
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
@@ -268,27 +273,15 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
         set_rng_state(rng)
         # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
         # chance is where it was when the sampler deals the first index of the epoch that goes on.
-        sampler = _dealer(into.named.get("sampler"))
+        sampler = dealer_of(into.named.get("sampler"))
         if sampler is not None:
             sampler.when_resumed = lambda: set_rng_state(rng)
-
-
-def _dealer(one: Any) -> DistributedSampler | None:
-    """The sampler that deals out the samples, for a loader that has it inside, too."""
-    for sampler in (
-        one,
-        getattr(one, "sampler", None),
-        getattr(getattr(one, "batch_sampler", None), "sampler", None),
-    ):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
 
 
 def _check_one_place(named: Mapping[str, Any]) -> None:
     owners: dict[DistributedSampler, str] = {}
     for name, one in named.items():
-        sampler = _dealer(one)
+        sampler = dealer_of(one)
         if sampler is not None and sampler in owners:
             raise ValueError(
                 f"{owners[sampler]} and {name} have one DistributedSampler, and would each put it at a place of their "
