@@ -68,3 +68,53 @@ def test_shares_are_saved_beside_training_and_loaded_by_whom_they_are_not_of(kin
     dist.barrier()
     if rank == 0:
         shutil.rmtree(directory)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["auto", "gloo"])
+def test_models_of_different_shapes_are_refused_and_nothing_is_left(kind: str) -> None:
+    group, directory = transport(kind), common_directory()
+    state = sl.TrainState(model=nn.Linear(2, 2 + dist.get_rank()))
+    with sl.Checkpointer(directory, group=group) as checkpointer:
+        with pytest.raises(sl.errors.ContractMismatch, match=r"model\.weight"):
+            checkpointer.save(state, step=1)
+        assert list(Path(directory).iterdir()) == []
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+
+
+class Refuses:
+    """Loaded last, and not on the last rank."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dist.get_rank():
+            raise ValueError("not mine")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["auto", "gloo"])
+def test_a_load_that_fails_on_one_rank_changes_no_shared_parameter(kind: str) -> None:
+    group, directory = transport(kind), common_directory()
+    ddp, optimizer = run(group, sharded=True)
+    state = sl.TrainState(model=ddp, optimizer=optimizer, last=Refuses())
+    step(ddp, optimizer)
+    with sl.Checkpointer(directory, group=group) as checkpointer:
+        checkpointer.save(state, step=1)
+        step(ddp, optimizer)
+        before = [parameter.detach().clone() for parameter in ddp.parameters()]
+        moments = optimizer.state_dict()["state"]
+        with pytest.raises((ValueError, sl.SynclineError), match="not mine"):
+            checkpointer.load(state)
+    for parameter, then in zip(ddp.parameters(), before, strict=True):
+        assert torch.equal(parameter, then)
+    now = optimizer.state_dict()["state"]
+    for index, one in moments.items():
+        assert all(torch.equal(now[index][key], value) for key, value in one.items())
+    step(ddp, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
