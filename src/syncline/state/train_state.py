@@ -246,8 +246,6 @@ class TrainState:
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
     """As `TrainState.load_state_dict`; what fails leaves it half loaded."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"expected what state_dict() gives, a dict by names; got a {type(state).__name__}")
     missing = sorted({"step", *into.named} - state.keys())
     unknown = sorted(state.keys() - {"step", "rng", *into.named})
     if "step" not in state or (strict and (missing or unknown)):
