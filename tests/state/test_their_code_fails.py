@@ -72,7 +72,9 @@ def test_what_is_refused_and_what_fails_are_told_apart(tmp_path: Path) -> None:
 
     first, second = run_ranks(2, program)
     assert first == second
-    assert first.startswith("sl.Checkpointer.save: failed\nrank 0: expected state to be a TrainState, got a str")
+    assert first.startswith(
+        "sl.Checkpointer.save: failed\nrank 0: expected state to be a TrainState, got a str"
+    )
     assert "\nrank 1: state_dict() of mine (Fails), at " in first
 
 
