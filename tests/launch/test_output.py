@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from syncline.launch.output import Forwarder, Lines
+from syncline.launch.output import Forwarder, Lines, RankLogs
+from syncline.process import record_failure
 
 
 def fed(*parts: bytes, now: float = 0.0) -> list[bytes]:
@@ -82,3 +84,30 @@ def test_ranks_are_not_held_up_when_nobody_reads_the_output_any_more(tmp_path: P
     forwarder.stop()
     os.close(write_fd)
     assert tail[-1] == b"more than a pipe holds"
+
+
+def test_a_restart_names_the_rank_that_failed_and_not_one_that_met_its_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    logs = RankLogs(scratch=tmp_path, keep_in=None, prefix="", say=said.append)
+    envs = {
+        local_rank: {
+            "RANK": str(local_rank + 4),
+            "TORCHELASTIC_RESTART_COUNT": "1",
+            "TORCHELASTIC_MAX_RESTARTS": "3",
+        }
+        for local_rank in range(3)
+    }
+    files = logs.reify(envs).error_files
+    record_failure(RuntimeError("PeerLost: rank 5: its process has ended\nand more"), files[0])
+    logs.note_ended({1: (71, -signal.SIGKILL), 0: (70, 1)})
+    logs.note_ended({1: (71, -signal.SIGKILL), 0: (70, 1), 2: (72, -signal.SIGTERM)})
+    files = logs.reify(envs).error_files
+    record_failure(ValueError("the data\nof step 3"), files[2])
+    logs.reify(envs)
+    logs.reify(envs)
+    logs.stop()
+    assert said == [
+        "starting all workers again (rank 5 was killed by SIGKILL (signal 9), exit code 137); restart 1 of at most 3",
+        "starting all workers again (rank 6 failed with exit code 1: ValueError: the data); restart 1 of at most 3",
+        "starting all workers again (a worker was lost); restart 1 of at most 3",
+    ]

@@ -315,7 +315,10 @@ def test_restarts_say_why_and_count(run: Run) -> None:
     )
     assert done.returncode == 0
     assert done.stdout.count("attempt 1") == 2
-    assert "starting all workers again (ValueError: once); restart 1 of at most 2" in done.stderr
+    assert (
+        "starting all workers again (rank 1 failed with exit code 1: ValueError: once); restart 1 of at most 2"
+        in done.stderr
+    )
 
 
 # ---------------------------------------------------------------------- where the output goes

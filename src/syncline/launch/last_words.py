@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-__all__ = ["time_for_last_words"]
+__all__ = ["Ended", "time_for_last_words"]
+
+Ended = dict[int, tuple[int, int]]
+"""Process number and exit code by local rank, in the order in which the ends were seen."""
 
 _POLL_SECONDS = 0.01
 _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
@@ -22,17 +25,32 @@ _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def time_for_last_words(seconds: float) -> Iterator[None]:
-    """While this is open, workers whose peer was killed have `seconds` to end by themselves."""
+def time_for_last_words(seconds: float, note: Callable[[Ended], None]) -> Iterator[None]:
+    """While this is open, workers whose peer was killed have `seconds` to end by themselves.
+
+    Args:
+        seconds: how long.
+        note: called with the workers that have ended, before the launcher ends the others.
+    """
     close = SubprocessContext._close
 
     def close_later(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
-        workers = [handler.proc for handler in self.subprocess_handlers.values()]
-        codes = [worker.poll() for worker in workers]
-        if any(code is not None and code < 0 and code not in _ORDERLY for code in codes):
+        workers = {local_rank: handler.proc for local_rank, handler in self.subprocess_handlers.items()}
+        ended: Ended = {}
+
+        def look() -> None:
+            for local_rank, worker in workers.items():
+                code = worker.poll()
+                if code is not None:
+                    ended.setdefault(local_rank, (worker.pid, code))
+
+        look()
+        if any(code < 0 and code not in _ORDERLY for _, code in ended.values()):
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
+            while time.monotonic() < deadline and len(ended) < len(workers):
                 time.sleep(_POLL_SECONDS)
+                look()
+        note(ended)
         close(self, death_sig, timeout)
 
     SubprocessContext._close = close_later  # type: ignore[method-assign]

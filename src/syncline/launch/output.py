@@ -25,7 +25,8 @@ from string import Template
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from syncline.launch.report import read_last_words
+from syncline.launch.last_words import Ended
+from syncline.launch.report import Failure, first_failure, read_last_words
 
 __all__ = ["DEFAULT_PREFIX", "Forwarder", "Lines", "RankLogs", "TorchLogs"]
 
@@ -200,6 +201,8 @@ class RankLogs(LogsSpecs):
         self._num_attempts = 0
         self._stderr_tails: dict[int, deque[bytes]] = {}
         self._error_files: dict[int, str] = {}
+        self._ranks: dict[int, int] = {}
+        self._ended: Ended = {}
 
     @property
     def root_log_dir(self) -> str:
@@ -218,6 +221,8 @@ class RankLogs(LogsSpecs):
         """Make the pipes of one attempt; torch calls it just before it starts the workers."""
         self.stop()
         self._say_restart(envs)
+        self._ended = {}
+        self._ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         forwarder = Forwarder()
         dest = LogsDest()
         kept = self._folder_to_keep(envs)
@@ -253,6 +258,10 @@ class RankLogs(LogsSpecs):
         self._forwarder = forwarder
         return dest
 
+    def note_ended(self, ended: Ended) -> None:
+        """Remember which workers have ended by themselves; of one attempt the first call counts."""
+        self._ended = self._ended or ended
+
     def stop(self) -> None:
         """Bring out what is still in the pipes. Call it when the workers are gone."""
         if self._forwarder is not None:
@@ -263,10 +272,25 @@ class RankLogs(LogsSpecs):
         if not self._num_attempts:
             return
         env = next(iter(envs.values()))
-        found = [words for path in self._error_files.values() if (words := read_last_words(path))]
-        why = min(found, key=lambda words: words.time_ns).summary if found else "a worker was lost"
+        failures = self._failures()
+        why = "a worker was lost"
+        if failures:
+            first = first_failure(failures)
+            why = f"rank {first.rank} {first.ending}"
+            if first.words is not None:
+                why += ": " + first.words.summary.partition("\n")[0]
         count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
         self._say(f"starting all workers again ({why}); restart {count} of at most {most}")
+
+    def _failures(self) -> list[Failure]:
+        """The workers that ended by themselves, and not well, those first that were seen first."""
+        found = []
+        for local_rank in dict.fromkeys([*self._ended, *self._error_files]):
+            words = read_last_words(self._error_files[local_rank])
+            pid, code = self._ended.get(local_rank, (0, 1 if words is not None else 0))
+            if code:
+                found.append(Failure(rank=self._ranks[local_rank], pid=pid, return_code=code, words=words))
+        return found
 
     def _folder_to_keep(self, envs: dict[int, dict[str, str]]) -> Path | None:
         if self._keep_in is None:
@@ -307,6 +331,9 @@ class TorchLogs(LogsSpecs):
         dest = self._inner.reify(envs)
         self._stderrs = dest.stderrs
         return dest
+
+    def note_ended(self, ended: Ended) -> None:
+        """Nothing to do: torch's launcher says itself why it restarts."""
 
     def stop(self) -> None:
         """Nothing to do: torch's launcher has stopped its own tails."""

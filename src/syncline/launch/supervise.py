@@ -133,7 +133,7 @@ def supervise(job: Job) -> int:
             stops,
             interruption,
             _without_torch_logs(job.verbose),
-            time_for_last_words(_LAST_WORDS_SECONDS),
+            time_for_last_words(_LAST_WORDS_SECONDS, logs.note_ended),
         ):
             failure = _launch(job)
             interruption.end()
