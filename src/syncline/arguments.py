@@ -92,7 +92,7 @@ def checked_device_ids(
         raise TypeError(f"expected output_device to be a device, or None, got {output_device!r}")
     devices = {p.device for p in module.parameters()}
     types = {device.type for device in devices}
-    if not device_ids and output_device is None:
+    if not device_ids and not output_device:  # torch lets 0 pass, also on CPU
         return None, None
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(

@@ -43,7 +43,7 @@ def test_lazy_parameters_are_refused_by_name() -> None:
         DDP(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), process_group=alone())
 
 
-@pytest.mark.parametrize("arguments", [{"device_ids": [0]}, {"output_device": 0}, {"device_ids": [0, 1]}])
+@pytest.mark.parametrize("arguments", [{"device_ids": [0]}, {"output_device": 1}, {"device_ids": [0, 1]}])
 def test_device_ids_on_cpu_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="device_ids"):
         DDP(nn.Linear(1, 1), process_group=alone(), **arguments)
