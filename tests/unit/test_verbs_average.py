@@ -304,10 +304,10 @@ class Counting(ThreadsTransport):
         self.__dict__.update(t.__dict__)
         self.under_way = self.most = 0
 
-    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
+    def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int) -> Work:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        return _Counted(super()._start_all_reduce(tensor, op), self)
+        return _Counted(super()._start_all_reduce(tensor, op, terms), self)
 
 
 class _Counted(Work):
