@@ -128,6 +128,24 @@ def test_who_waits_for_a_rank_that_has_left_in_good_order_is_told_so() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("over", ["gloo", "shared memory"])
+def test_a_rank_that_has_freed_its_wrapper_when_it_leaves_is_not_waited_for(over: str) -> None:
+    """As one whose training is a function that has returned: its process may live on, and save something, say."""
+    t = C10dTransport() if over == "gloo" else transport_of(None)
+    ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=t)
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    if t.rank == 1:
+        del ddp
+        t.leave()
+        wait_for("told")
+        return
+    with pytest.raises(UnevenInputs, match="rank 1 has left in good order"):
+        ddp(torch.ones(1, 2)).sum().backward()
+    tell("told")
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("last_step", "remedy"), [(7, "sl.check_replicas is for all ranks"), (6, "drop_last")]
 )

@@ -393,8 +393,7 @@ class C10dTransport(Transport):
                 lane.close()
         elif group is not None:
             self._lanes.remove(self)
-            if self.own_lane in self.health.lanes:
-                self.health.lanes.remove(self.own_lane)
+            self.health.lane_closed(self.own_lane)
         if self._owns_group and group is not None:
             self.own_lane.group = None
             groups = [group]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -86,6 +87,8 @@ class Health:
         self.failure: Failure | None = None
         self._has_raised = False
         self.lanes = [main]
+        self._closed: deque[tuple[str, int]] = deque(maxlen=_MAX_CLOSED)
+        """The lanes that were closed last, and how many collectives were started on each."""
         self.rank = rank
         self.size = size
         self.barrier_device = barrier_device
@@ -145,6 +148,12 @@ class Health:
         if self.failure is None and self.notices is not None:
             self.notices.leave(self.place(has_left=True))
 
+    def lane_closed(self, lane: Lane) -> None:
+        """Start nothing more on a lane. Peers that still wait there learn, once this rank leaves, how far it came."""
+        if lane in self.lanes:
+            self.lanes.remove(lane)
+            self._closed.append((lane.name, lane.num_started))
+
     def close(self) -> None:
         """Nothing more is started, and the groups are let go."""
         self.leave()
@@ -198,8 +207,11 @@ class Health:
         return Place.of(
             self._board,
             wait=self.wait,
-            num_started={lane.name: lane.num_started for lane in list(self.lanes)}
-            | self.num_started_by_torch,
+            num_started={
+                **(dict(self._closed) if has_left else {}),
+                **{lane.name: lane.num_started for lane in list(self.lanes)},
+                **self.num_started_by_torch,
+            },
             code=code,
             has_left=has_left,
             seen=time.time(),
@@ -393,6 +405,7 @@ CLOSED = Failure(
 )
 _TELLING_SECONDS = 1.0
 """How long who has found that calls differ waits for the peers to find it as well."""
+_MAX_CLOSED = 64
 _GLANCE_SECONDS = 0.005
 _MAX_GLANCE_SECONDS = 0.1
 _NAMING_SECONDS = 0.75

@@ -401,8 +401,8 @@ class HierarchicalTransport(Transport):
                 part.close()
         if is_main or self._beneath.own_lane is self.own_lane:
             self._beneath.close()
-        elif self.own_lane in self.health.lanes:
-            self.health.lanes.remove(self.own_lane)
+        else:
+            self.health.lane_closed(self.own_lane)
 
 
 # ---------------------------------------------------------------------- set up

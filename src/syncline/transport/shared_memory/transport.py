@@ -442,8 +442,7 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         self._handle = None
         if self.own_lane.name != MAIN_LANE:
-            if self.own_lane in self.health.lanes:
-                self.health.lanes.remove(self.own_lane)
+            self.health.lane_closed(self.own_lane)
             if self in self._lanes:  # which kept its memory mapped
                 self._lanes.remove(self)
             return
