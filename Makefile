@@ -9,7 +9,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 RANKS ?= 2
 EPOCHS ?= 15
 
-.PHONY: help setup train test check format bench clean
+PROGRAMS ?= 20000
+SEED ?= 0
+
+.PHONY: help setup train test fuzz check format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +34,9 @@ train: $(STAMP) ## fetch the digits and train on them with 2 processes
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP) ## run 20,000 drawn training programs under torch's class and ours
+	$(BIN)/python -m tests.fuzz --programs $(PROGRAMS) --seed $(SEED)
 
 check: $(STAMP) ## lint, format, strict types, import direction
 	$(BIN)/ruff check .

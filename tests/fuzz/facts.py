@@ -1,0 +1,210 @@
+"""What is known of a program without running it: what it asks for, by the documented rules of our class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .program import (
+    Backward,
+    Drop,
+    Flag,
+    Forward,
+    Freeze,
+    Join,
+    Layer,
+    Loop,
+    Mode,
+    NoSync,
+    OnRank,
+    Program,
+    Save,
+    Statement,
+    Step,
+    ZeroGrad,
+)
+
+__all__ = ["Facts", "facts_of", "kinds_in"]
+
+
+@dataclass
+class Facts:
+    """What a program asks for."""
+
+    decides_otherwise: bool = False
+    """Torch's class and ours differ on whether some backward is reduced.
+
+    Ours reduces each backward that runs outside of `no_sync`. Torch's class reduces one, wherever it runs, for all
+    forwards that ran outside of it before.
+    """
+    steps_local: bool = False
+    """An optimizer steps gradients that the last backward left to each rank, as `no_sync` asked for."""
+    ends_local: set[int] = field(default_factory=set)
+    """Models whose gradients are each rank's own at the end, as `no_sync` asked for."""
+    is_uneven: bool = False
+    """Ranks run other statements, more than evaluations."""
+    sends_buffers_alone: bool = False
+    """One rank calls a wrapper that has buffers, in grad mode."""
+    backwards_bare: bool = False
+    """A backward goes through `.module`."""
+    backwards_alone: bool = False
+    """The same on one rank only."""
+    has_one_process_meaning: bool = True
+    """One process with the batches of both ranks is to end the same."""
+
+
+@dataclass
+class _State:
+    """Of an abstract run."""
+
+    without_sync: frozenset[int] = frozenset()
+    """Wrappers inside of their no_sync."""
+    off: set[int] = field(default_factory=set)
+    """Wrappers whose flag is off."""
+    losses: dict[str, list[int]] = field(default_factory=dict)
+    """The wrappers that a loss went through."""
+    expecting: set[int] = field(default_factory=set)
+    """Wrappers of which torch's class reduces the next backward."""
+    bare: set[str] = field(default_factory=set)
+    """Losses of forwards through `.module`."""
+    local: set[int] = field(default_factory=set)
+    """Models whose gradients are each rank's own."""
+    evaluating: set[int] = field(default_factory=set)
+    """Models in eval mode."""
+    frozen: set[int] = field(default_factory=set)
+    """Wrappers whose modules are frozen."""
+    lonely: bool = False
+    """Inside of what one rank runs."""
+
+
+def kinds_in(layers: tuple[Layer, ...]) -> set[str]:
+    """The kinds of all layers, also of inner ones."""
+    found: set[str] = set()
+    for layer in layers:
+        found |= {layer.kind} | kinds_in(layer.inner)
+    return found
+
+
+class _Walk:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.facts = Facts()
+        self.state = _State()
+        self.kinds = [kinds_in(model.layers) for model in program.models]
+        for number, model in enumerate(program.models):
+            if model.encoder_of is not None:
+                self.kinds[number] |= self.kinds[model.encoder_of]
+
+    def model_of(self, wrapper: int) -> int:
+        return self.program.wrappers[wrapper].model
+
+    def related(self, wrapper: int) -> set[int]:
+        """Models that have parameters of this wrapper's."""
+        model = self.model_of(wrapper)
+        roots = {self.root(model)}
+        return {m for m in range(len(self.program.models)) if m == model or self.root(m) in roots}
+
+    def root(self, model: int) -> int:
+        encoder = self.program.models[model].encoder_of
+        return model if encoder is None else self.root(encoder)
+
+    def synchronizes(self, wrapper: int) -> bool:
+        return wrapper not in self.state.without_sync and wrapper not in self.state.off
+
+    def walk(self, body: tuple[Statement, ...]) -> None:
+        for statement in body:
+            self.visit(statement)
+
+    def visit(self, s: Statement) -> None:
+        state, facts = self.state, self.facts
+        match s:
+            case Forward():
+                self.forward(s)
+            case Backward():
+                if state.lonely:
+                    facts.is_uneven = True
+                if state.bare.intersection(s.losses):
+                    facts.backwards_bare = True
+                    facts.backwards_alone |= state.lonely
+                reached = {wrapper for loss in s.losses for wrapper in state.losses.get(loss, [])}
+                for wrapper in reached - state.frozen:
+                    synchronizes = self.synchronizes(wrapper)
+                    facts.decides_otherwise |= synchronizes != (wrapper in state.expecting)
+                    state.expecting.discard(wrapper)
+                    if synchronizes:
+                        state.local -= self.related(wrapper)
+                    else:
+                        state.local |= self.related(wrapper)
+            case Drop():
+                state.losses.pop(s.loss, None)
+            case ZeroGrad():
+                state.local -= self.related(s.wrapper)
+                facts.is_uneven |= state.lonely
+            case Step():
+                facts.steps_local |= bool(state.local & set(self.program.optimizers[s.optimizer].models))
+                facts.is_uneven |= state.lonely
+            case Flag():
+                (state.off.discard if s.on else state.off.add)(s.wrapper)
+                facts.is_uneven |= state.lonely
+            case Mode():
+                models = self.related(s.wrapper)
+                state.evaluating = (
+                    state.evaluating - models if s.train else state.evaluating | {self.model_of(s.wrapper)}
+                )
+            case Freeze():
+                (state.frozen.add if s.on else state.frozen.discard)(s.wrapper)
+                facts.is_uneven |= state.lonely
+            case Save():
+                pass
+            case NoSync():
+                before = state.without_sync
+                state.without_sync = before | {s.wrapper}
+                self.walk(s.body)
+                state.without_sync = before
+            case Join():
+                self.walk(s.body)
+            case OnRank():
+                before_lonely, state.lonely = state.lonely, True
+                modes = set(state.evaluating)
+                self.walk(s.body)
+                facts.is_uneven |= modes != state.evaluating
+                state.lonely = before_lonely
+            case Loop():
+                if s.counts[0] != s.counts[1]:
+                    facts.is_uneven = True
+                for _ in range(max(s.counts)):
+                    self.walk(s.body)
+            case _:
+                facts.is_uneven |= state.lonely
+
+    def forward(self, s: Forward) -> None:
+        state, facts = self.state, self.facts
+        wrappers = [s.wrapper] if s.after is None else [s.wrapper, s.after]
+        for wrapper in wrappers:
+            kinds = self.kinds[self.model_of(wrapper)]
+            is_training = self.model_of(wrapper) not in state.evaluating
+            is_noisy = "dropout" in kinds and is_training
+            counts_batches = "batch_norm" in kinds and is_training
+            if state.lonely:
+                facts.sends_buffers_alone |= "batch_norm" in kinds and not s.is_bare and not s.no_grad
+                if counts_batches:
+                    facts.has_one_process_meaning = False
+            elif is_noisy or counts_batches:
+                facts.has_one_process_meaning = False
+        if s.autocast:
+            facts.has_one_process_meaning = False  # rounded in another order
+        if s.loss is not None and not s.no_grad:
+            (state.bare.add if s.is_bare else state.bare.discard)(s.loss)
+            state.losses[s.loss] = [s.wrapper] if s.detach or s.after is None else wrappers
+        if not s.no_grad and not s.is_bare:
+            state.expecting |= {wrapper for wrapper in wrappers if self.synchronizes(wrapper)}
+
+
+def facts_of(program: Program) -> Facts:
+    """Walk through a program."""
+    walk = _Walk(program)
+    walk.walk(program.body)
+    facts = walk.facts
+    facts.ends_local = set(walk.state.local)
+    if facts.is_uneven or facts.steps_local:
+        facts.has_one_process_meaning = False
+    return facts

@@ -1,0 +1,177 @@
+"""What runs on each of the two ranks: programs, each under torch's class and under ours, over both transports.
+
+The ranks agree after each run by a store of their own. A rank whose program ends, by an error or in good order, while
+the other one waits for it in vain, does what the end of its process would do: under torch's class it closes its
+connections, under ours it says that it leaves, or why it fails. Groups that were damaged are made anew.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncline import DistributedDataParallel
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.world import transport_of
+
+from .interpreter import Outcome, alone, on_rank
+from .program import Layer, Model, Optimizer, Program, Step
+
+__all__ = ["WAYS", "Entry", "run_programs"]
+
+WAYS = ("torch", "gloo", "shm")
+"""Torch's class; ours over Gloo, and over shared memory."""
+Entry = tuple[int, str, Outcome | None]
+"""The number of a program, the way, and the outcome; None when it begins."""
+
+_GRACE_SECONDS = 0.7
+"""How long a rank that has ended waits for the other one, before it makes its end known."""
+_NOTICED_SECONDS = 5.0
+"""How long the other one may take to notice."""
+_TIMEOUT_SECONDS = {"torch": 5.0, "gloo": 8.0, "shm": 8.0}
+"""After which a collective that nobody joins fails."""
+_PLAIN_TIMEOUT_SECONDS = 4.0
+"""The same of the program's own collectives."""
+_WATCHDOG_SECONDS = 60.0
+"""After which this process is ended: nothing else has ended the wait."""
+_WARM_UP = Program((Model((Layer("linear"),)),), (), (Optimizer("adamw", (0,)),), (Step(0),))
+
+
+def run_programs(
+    programs: list[Program], folder: str, ways: tuple[str, ...] = WAYS, wraps: dict[str, Any] | None = None
+) -> None:
+    """Run programs on this rank; a file of this rank's in `folder` gets an entry before and after each run.
+
+    Args:
+        programs: the same on both ranks.
+        folder: where the entries go.
+        ways: in which to run each.
+        wraps: the class for each way, where it is not the usual one.
+    """
+    torch.set_num_threads(1)
+    alone(_WARM_UP)  # imports much of torch
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through after each run
+    peer = _Peer()
+    open_ways = [_Way(way, peer, (wraps or {}).get(way)) for way in ways]
+    with (Path(folder) / f"{dist.get_rank()}").open("ab") as file:
+        for number, program in enumerate(programs):
+            for way in open_ways:
+                faulthandler.dump_traceback_later(_WATCHDOG_SECONDS, exit=True, file=sys.__stderr__)
+                _write(file, (number, way.name, None))
+                _write(file, (number, way.name, way.run(program)))
+    faulthandler.cancel_dump_traceback_later()
+    for way in open_ways:
+        way.close()
+
+
+def _write(file: BinaryIO, entry: Entry) -> None:
+    pickle.dump(entry, file)
+    file.flush()
+
+
+class _Peer:
+    """The other rank, by a store."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        port = int(os.environ["MASTER_PORT"])
+        self._store = dist.TCPStore("127.0.0.1", port, 2, self.rank == 0, timedelta(seconds=120))
+        self._number = 0
+
+    def next_run(self) -> None:
+        self._number += 1
+
+    def tell(self, word: str) -> None:
+        self._store.set(f"{self._number}/{self.rank}", word)
+
+    def word(self, timeout_seconds: float) -> str | None:
+        """What the other rank has told of this run; None if nothing in time."""
+        key = f"{self._number}/{1 - self.rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_seconds))
+        except dist.DistStoreError:
+            return None
+        return self._store.get(key).decode()
+
+
+class _Way:
+    """One class over one transport, with a group of its own."""
+
+    def __init__(self, name: str, peer: _Peer, wrap: Callable[..., nn.Module] | None) -> None:
+        self.name = name
+        self._peer = peer
+        usual = nn.parallel.DistributedDataParallel if name == "torch" else DistributedDataParallel
+        self._wrap = usual if wrap is None else wrap
+        self._open()
+
+    def _open(self) -> None:
+        self._group = dist.new_group(timeout=timedelta(seconds=_TIMEOUT_SECONDS[self.name]))
+        self._plain_group = dist.new_group(timeout=timedelta(seconds=_PLAIN_TIMEOUT_SECONDS))
+        self._given: Any = self._group
+        if self.name == "gloo":
+            self._given = C10dTransport(self._group)
+        elif self.name == "shm":
+            self._given = transport_of(self._group)
+            assert self._given.reduces_in_place, "shared memory cannot be had here"
+
+    def close(self) -> None:
+        """Make the end of this rank known; damaged or not."""
+        given, groups = self._given, [self._group, self._plain_group]
+        del self._given, self._group, self._plain_group
+        if isinstance(given, Transport):
+            given.close()
+        del given
+        gc.collect()
+        while groups:
+            dist.destroy_process_group(groups.pop())
+        gc.collect()
+
+    def run(self, program: Program) -> Outcome:
+        """Run one program; both ranks return when both have ended."""
+        peer = self._peer
+        peer.next_run()
+        began_at = time.monotonic()
+        ended = on_rank(program, self._wrap, rank=peer.rank, group=self._given, plain_group=self._plain_group)
+        outcome = ended.outcome
+        outcome.seconds = time.monotonic() - began_at
+        peer.tell("has ended")
+        has_peer_ended = peer.word(_GRACE_SECONDS) is not None
+        is_sound = has_peer_ended and outcome.error is None
+        if not has_peer_ended and isinstance(self._given, Transport):
+            if outcome.error is None:
+                self._given.leave()
+            else:
+                self._given.abort(f"it ended by an exception: {outcome.error}")
+            has_peer_ended = peer.word(_NOTICED_SECONDS) is not None
+        outcome.was_alone = not has_peer_ended and outcome.error is None
+        ended.free()
+        gc.collect()
+        if not has_peer_ended:
+            self.close()
+            peer.word(_WATCHDOG_SECONDS)
+        peer.next_run()
+        peer.tell("sound" if is_sound else "damaged")
+        if is_sound and peer.word(_WATCHDOG_SECONDS) == "sound":
+            return outcome
+        if has_peer_ended:
+            self.close()
+        # Both are through with the old group before a new one is made.
+        peer.next_run()
+        peer.tell("closed")
+        peer.word(_WATCHDOG_SECONDS)
+        self._open()
+        return outcome

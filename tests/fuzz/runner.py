@@ -1,0 +1,164 @@
+"""Gives programs to two warm ranks, judges what comes back, and replaces ranks that hang or die."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from syncline import environment
+from syncline.testing.pool import RankPool
+
+from .facts import facts_of
+from .interpreter import Outcome, alone
+from .oracle import Report, Verdict, judge
+from .program import Program
+from .ranks import WAYS, Entry, run_programs
+from .shrink import shrink
+from .text import text_of
+
+__all__ = ["Runner", "Tally", "report_of"]
+
+_BATCH = 20
+_JOB_SECONDS = 600.0
+
+
+@dataclass
+class Tally:
+    """How many programs ran, and how they fared."""
+
+    num_programs: int = 0
+    torch: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_alone: int = 0
+    """Programs that were compared with one process, too."""
+
+    def add(self, program: Program, verdict: Verdict) -> None:
+        self.num_programs += 1
+        self.torch[verdict.torch] += 1
+        self.num_alone += facts_of(program).has_one_process_meaning
+        for ours in verdict.ours:
+            self.pairs[verdict.torch, ours] += 1
+
+    def __str__(self) -> str:
+        torch = ", ".join(f"{count} {how}" for how, count in self.torch.most_common())
+        pairs = ", ".join(f"{t}/{o} {count}" for (t, o), count in self.pairs.most_common())
+        return (
+            f"{self.num_programs} programs ({self.num_alone} of them in one process, too); torch's class: {torch}; "
+            f"torch's class/ours: {pairs}"
+        )
+
+
+class Runner:
+    """Runs programs on a pool of two ranks.
+
+    Args:
+        wraps: the class for each way, where it is not the usual one.
+    """
+
+    def __init__(self, wraps: dict[str, Any] | None = None) -> None:
+        self._pool = RankPool()
+        self._wraps = wraps
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._pool.close()
+
+    def verdicts(
+        self, programs: Iterable[Program], ways: tuple[str, ...] = WAYS
+    ) -> Iterator[tuple[Program, Verdict]]:
+        """Each program with its verdict, in order."""
+        numbered = iter(programs)
+        while batch := list(islice(numbered, _BATCH)):
+            for program, both in zip(batch, self._reports(batch, ways), strict=True):
+                one = alone(program) if facts_of(program).has_one_process_meaning else None
+                yield program, judge(program, both, one)
+
+    def fails_alike(self, program: Program, verdict: Verdict) -> Verdict | None:
+        """The verdict of another run, if it has the same first fault."""
+        return self._first_alike([program], verdict)[1]
+
+    def shrunk(self, program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
+        """A smaller program with the same first fault, and its verdict."""
+        verdicts = {program: verdict}
+
+        def first_failing(candidates: Sequence[Program]) -> Program | None:
+            found, its = self._first_alike(candidates, verdict)
+            if found is not None and its is not None:
+                verdicts[found] = its
+            return found
+
+        least = shrink(program, first_failing)
+        return least, verdicts[least]
+
+    def _first_alike(
+        self, programs: Sequence[Program], verdict: Verdict
+    ) -> tuple[Program | None, Verdict | None]:
+        fault = verdict.faults[0]
+        for program, its in self.verdicts(programs, ("torch", fault.way)):
+            alike = its.faults and its.faults[0].signature == fault.signature and its.torch == verdict.torch
+            if alike:
+                return program, its
+        return None, None
+
+    def _reports(self, programs: list[Program], ways: tuple[str, ...]) -> list[tuple[Report, Report]]:
+        """The outcomes of each program, on both ranks."""
+        found: list[tuple[Report, Report]] = [({}, {}) for _ in programs]
+        for number, _ in enumerate(programs):
+            # A job ends early where a rank dies: what is left goes to fresh ranks.
+            while left := tuple(way for way in ways if any(way not in report for report in found[number])):
+                alike = left == ways
+                job = programs[number:] if alike else programs[number : number + 1]
+                self._job(job, left, found[number:])
+        return found
+
+    def _job(
+        self, programs: list[Program], ways: tuple[str, ...], found: list[tuple[Report, Report]]
+    ) -> None:
+        """Run programs in these ways; outcomes are added to what was found."""
+        with tempfile.TemporaryDirectory(prefix="syncline-fuzz-") as folder:
+            tasks = self._pool.tasks(
+                2,
+                module=run_programs.__module__,
+                qualname=run_programs.__qualname__,
+                arguments={"programs": programs, "folder": folder, "ways": ways, "wraps": self._wraps},
+                timeout_seconds=_JOB_SECONDS,
+                warning_filters=("ignore",),
+            )
+            # Not torch's own warnings of lost connections: many programs lose them.
+            before = environment.export({"TORCH_CPP_LOG_LEVEL": "ERROR"})
+            try:
+                outcomes = self._pool.run(tasks)
+            finally:
+                environment.restore(before)
+            entries = [_entries(Path(folder) / str(rank)) for rank in range(2)]
+        for number, way, _ in (entry for of_rank in entries for entry in of_rank):
+            for report, of_rank in zip(found[number], entries, strict=True):
+                ended = [outcome for n, w, outcome in of_rank if (n, w) == (number, way) and outcome]
+                text = "\n".join(outcome.text for outcome in outcomes)
+                report[way] = ended[0] if ended else Outcome(error=f"Died: {text}", kinds=("Died",))
+        if not any(found[0]):
+            raise RuntimeError("no program ran:\n" + "\n".join(outcome.text for outcome in outcomes))
+
+
+def report_of(program: Program, verdict: Verdict) -> str:
+    """A program that fails, and how, to be read."""
+    lines = [f"torch's class: {verdict.torch}"]
+    for fault in verdict.faults:
+        lines += [f"{fault.way}: {fault.kind}", *(f"  {line}" for line in fault.text.splitlines())]
+    return "\n".join(f"# {line}" for line in lines) + "\n" + text_of(program)
+
+
+def _entries(path: Path) -> list[Entry]:
+    found: list[Entry] = []
+    if path.exists():
+        with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                found.append(pickle.load(file))
+    return found

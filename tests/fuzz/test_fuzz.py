@@ -1,0 +1,57 @@
+"""Programs that nobody wrote: where torch's class is right so is ours; where it is not, ours is, or says why not."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from .broken import Forgetful
+from .grammar import draw
+from .program import (
+    Backward,
+    Forward,
+    Layer,
+    Loop,
+    Model,
+    OnRank,
+    Optimizer,
+    Program,
+    Step,
+    Wrapper,
+    ZeroGrad,
+    statements_of,
+)
+from .runner import Runner, Tally, report_of
+
+NUM_PROGRAMS = 200
+FIRST_SEED = 1_000_000
+
+
+def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error() -> None:
+    tally, failures = Tally(), []
+    with closing(Runner()) as runner:
+        for program, verdict in runner.verdicts(map(draw, range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS))):
+            tally.add(program, verdict)
+            if verdict.faults and runner.fails_alike(program, verdict):  # not for want of time
+                failures.append(report_of(*runner.shrunk(program, verdict)))
+    print(tally)
+    assert not failures, "\n\n".join([str(tally), *failures])
+    assert tally.torch["right"] > NUM_PROGRAMS / 2
+    assert tally.num_alone > NUM_PROGRAMS / 3
+
+
+def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk() -> None:
+    step = (Forward(0, 1, loss="l0"), Backward(("l0",)), Step(0), ZeroGrad(0))
+    program = Program(
+        models=(Model((Layer("linear"),)),),
+        wrappers=(Wrapper(0),),
+        optimizers=(Optimizer("sgd", (0,)),),
+        body=(OnRank(0, (Forward(0, 2, no_grad=True),)), Loop((3, 3), step)),
+    )
+    with closing(Runner({"gloo": Forgetful})) as runner:
+        verdict = next(runner.verdicts([program], ("torch", "gloo")))[1]
+        assert verdict.torch == "right"
+        assert [fault.kind for fault in verdict.faults] == ["differs from torch"]
+        least, _ = runner.shrunk(program, verdict)
+    kinds = [type(statement) for statement in statements_of(least.body)]
+    assert OnRank not in kinds
+    assert kinds.count(Forward) == (1 if Loop in kinds else 2)

@@ -1,0 +1,188 @@
+"""The parts of the fuzzer that need no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .facts import facts_of
+from .grammar import draw
+from .interpreter import Outcome, alone
+from .oracle import judge
+from .program import (
+    Backward,
+    Forward,
+    Layer,
+    Loop,
+    Model,
+    NoSync,
+    OnRank,
+    Optimizer,
+    Program,
+    Statement,
+    Step,
+    Wrapper,
+    ZeroGrad,
+    statements_of,
+)
+from .shrink import shrink, smaller, weight
+from .text import text_of
+
+LINEAR = Model((Layer("linear"),))
+PLAIN_STEP = (Forward(0, 1, loss="l0"), Backward(("l0",)), Step(0), ZeroGrad(0))
+
+
+def program_of(*body: Statement, model: Model = LINEAR) -> Program:
+    return Program((model,), (Wrapper(0),), (Optimizer("sgd", (0,)),), body)
+
+
+def outcome(**values: float) -> Outcome:
+    weights = {f"m0.{name}": torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
+    return Outcome(parameters=weights, gradients=dict.fromkeys(weights))
+
+
+# ---------------------------------------------------------------------- grammar and text
+
+
+def test_a_seed_is_always_the_same_program_and_every_program_is_python() -> None:
+    kinds = set()
+    for seed in range(400):
+        program = draw(seed)
+        assert program == draw(seed)
+        compile(text_of(program), "<program>", "exec")
+        kinds |= {type(statement).__name__ for statement in statements_of(program.body)}
+        kinds |= {layer.kind for model in program.models for layer in model.layers}
+        kinds |= {name for wrapper in program.wrappers for name, _ in wrapper.options}
+    rare = {"Drop", "Freeze", "Join", "Rewrap", "ReloadOptimizer", "Flag"}
+    layers = {
+        "batch_norm",
+        "dropout",
+        "tied",
+        "twice",
+        "unused",
+        "frozen",
+        "branch",
+        "checkpoint",
+        "reentrant",
+    }
+    options = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"}
+    assert kinds >= rare | layers | options
+
+
+def test_most_programs_have_a_meaning_in_one_process() -> None:
+    """So that torch's class is not the only witness."""
+    meant = [program for program in map(draw, range(300)) if facts_of(program).has_one_process_meaning]
+    assert len(meant) > 100
+    assert [alone(program).error for program in meant[:20]].count(None) > 14
+
+
+def test_a_program_reads_like_a_training_script() -> None:
+    program = program_of(Loop((2, 3), PLAIN_STEP), OnRank(0, (Forward(0, 2, no_grad=True),)))
+    assert text_of(program) == (
+        "torch.set_default_dtype(torch.float64)\n"
+        "torch.manual_seed(rank or 0)\n"
+        "m0 = nn.Sequential(nn.Linear(4, 4))\n"
+        "w0 = DDP(m0, process_group=group)\n"
+        "o0 = torch.optim.SGD(m0.parameters(), lr=0.1)\n"
+        "for _ in range((2, 3)[rank]):\n"
+        "    l0 = loss(w0(batch(1, (3, 3))))\n"
+        "    l0.backward()\n"
+        "    o0.step()\n"
+        "    w0.zero_grad()\n"
+        "if rank == 0:\n"
+        "    with torch.no_grad():\n"
+        "        loss(w0(batch(2, (3, 3))))\n"
+    )
+
+
+# ---------------------------------------------------------------------- facts
+
+
+def test_what_no_sync_asks_for() -> None:
+    forward, backward = PLAIN_STEP[:2]
+    assert not facts_of(program_of(NoSync(0, (forward, backward)), *PLAIN_STEP)).steps_local
+    assert facts_of(program_of(NoSync(0, (forward, backward)), Step(0))).steps_local
+    assert facts_of(program_of(NoSync(0, (forward, backward)))).ends_local == {0}
+    assert facts_of(program_of(NoSync(0, (forward,)), backward)).decides_otherwise
+    assert facts_of(program_of(forward, NoSync(0, (backward,)))).decides_otherwise
+    assert not facts_of(program_of(NoSync(0, (forward, backward)), ZeroGrad(0), Step(0))).steps_local
+    assert facts_of(program_of(forward, forward, backward, backward)).decides_otherwise
+    assert not facts_of(program_of(forward, forward, backward)).decides_otherwise
+    dropped = Forward(0, 9)  # torch's class then reduces the backward inside of no_sync
+    assert facts_of(program_of(dropped, NoSync(0, (forward, backward)), *PLAIN_STEP)).decides_otherwise
+
+
+def test_which_programs_one_process_can_run() -> None:
+    noisy = Model((Layer("linear"), Layer("residual", (Layer("batch_norm"),))))
+    evaluation = OnRank(0, (Forward(0, 5),))
+    assert facts_of(program_of(*PLAIN_STEP, evaluation)).has_one_process_meaning
+    assert not facts_of(program_of(*PLAIN_STEP, model=noisy)).has_one_process_meaning
+    assert not facts_of(program_of(OnRank(1, PLAIN_STEP))).has_one_process_meaning
+    assert not facts_of(program_of(Loop((1, 2), PLAIN_STEP))).has_one_process_meaning
+
+
+# ---------------------------------------------------------------------- oracle
+
+
+def judged(torch_ends: tuple[Outcome, Outcome], ours: tuple[Outcome, Outcome], *body: Statement) -> list[str]:
+    reports = tuple({"torch": t, "gloo": o} for t, o in zip(torch_ends, ours, strict=True))
+    verdict = judge(program_of(*(body or PLAIN_STEP)), reports, None)  # type: ignore[arg-type]
+    return [fault.kind for fault in verdict.faults]
+
+
+def test_where_torch_is_right_ours_is_the_same_bit_for_bit() -> None:
+    right = (outcome(w=1.0), outcome(w=1.0))
+    nearly = outcome(w=1.0 + 2**-50)
+    failed = Outcome(error="SynclineError: no", kinds=("SynclineError", "RuntimeError"))
+    assert judged(right, right) == []
+    assert judged(right, (nearly, nearly)) == ["differs from torch"]
+    assert judged(right, (failed, failed)) == ["raises"]
+    assert judged(right, (outcome(w=1.0), Outcome(was_alone=True))) == ["hangs"]
+
+
+def test_where_torch_is_wrong_ours_is_right_or_a_named_error() -> None:
+    differs = (outcome(w=1.0), outcome(w=2.0))
+    named = Outcome(error="SynclineError: no", kinds=("SynclineError", "RuntimeError"))
+    unnamed = Outcome(error="RuntimeError: Connection closed by peer", kinds=("RuntimeError",))
+    assert judged(differs, (outcome(w=3.0), outcome(w=3.0))) == []
+    assert judged(differs, (named, named)) == []
+    assert judged(differs, differs) == ["silent difference"]
+    assert judged((unnamed, unnamed), (unnamed, unnamed)) == ["unnamed error"]
+    local = (NoSync(0, PLAIN_STEP[:2]), Step(0))
+    assert judged(differs, differs, *local) == []  # asked for
+
+
+def test_one_process_is_a_witness_where_torch_differs() -> None:
+    program = program_of(*PLAIN_STEP)
+    one = alone(program)
+    assert one.error is None
+    wrong = replace(one, parameters={name: p + 1 for name, p in one.parameters.items()})
+    reports = ({"torch": wrong, "gloo": one}, {"torch": one, "gloo": one})
+    assert judge(program, reports, one).faults == ()
+    reports = ({"torch": wrong, "gloo": wrong}, {"torch": one, "gloo": wrong})
+    assert [fault.kind for fault in judge(program, reports, one).faults] == ["differs from one process"]
+
+
+# ---------------------------------------------------------------------- shrinking
+
+
+def test_shrinking_leaves_what_is_needed_and_nothing_else() -> None:
+    """Of some drawn programs: what is left fails still, and nothing that is smaller by one change does."""
+
+    def fails(program: Program) -> bool:
+        steps = [s for s in statements_of(program.body) if isinstance(s, Step)]
+        return bool(steps) and any(isinstance(s, Forward) for s in statements_of(program.body))
+
+    for program in filter(fails, map(draw, range(8))):
+        least = shrink(program, lambda candidates: next(filter(fails, candidates), None))
+        assert fails(least)
+        assert len(statements_of(least.body)) == 2
+        assert least.dtype == "float64"
+        assert not any(fails(candidate) for candidate in smaller(least) if weight(candidate) < weight(least))
+
+
+def test_what_is_smaller_is_still_python() -> None:
+    for seed in range(3):
+        for candidate in smaller(draw(seed)):
+            compile(text_of(candidate), "<program>", "exec")
