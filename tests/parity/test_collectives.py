@@ -250,3 +250,88 @@ def test_what_used_a_group_that_was_destroyed_says_so(transport: Any) -> None:
     dist.destroy_process_group()
     with pytest.raises(SynclineError, match="the default process group was destroyed"):
         sl.mean(1.0)
+
+
+# ---------------------------------------------------------------------- threads
+
+
+def in_two_threads(program: Callable[[int], None], order: tuple[int, int]) -> list[Exception]:
+    """Run a program in two threads that are made in one order, and begin in one that may differ from rank to rank."""
+    begun, errors = threading.Event(), []
+
+    def run(nth: int) -> None:
+        if nth == order[1]:
+            begun.wait()
+        else:
+            begun.set()
+        try:
+            program(nth)
+        except SynclineError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(nth,)) for nth in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def two_threads_never_get_each_others_values(t: Transport) -> None:
+    big = 70_000
+
+    def program(nth: int) -> None:
+        for _ in range(5):
+            assert sl.mean(float(nth * 10 + t.rank), group=t) == nth * 10 + 1
+            assert sl.all_reduce_(torch.full((2,), float(nth)), "sum", group=t).tolist() == [nth * t.size] * 2
+            tree = {"a": torch.full((big,), float(nth)), "b": torch.tensor([t.rank])}
+            sl.broadcast_(tree, src=1, group=t)
+            assert tree["a"].unique().tolist() == [nth]
+            assert tree["b"].item() == 1
+
+    for order in [(0, 1), (1, 0)[:: 1 if t.rank else -1]]:
+        for error in in_two_threads(program, order):
+            assert isinstance(error, ContractMismatch | CollectiveMismatch), error
+        t.barrier().wait()
+        can_still_be_used(t)
+
+
+def threads_that_cross_are_refused_by_name(t: Transport) -> None:
+    """On rank 0 the first thread comes first, on the others the second, and nobody else calls."""
+    is_over = threading.Event()
+
+    def program(nth: int) -> None:
+        if nth == (t.rank > 0):
+            try:
+                sl.mean(float(nth), group=t)
+            finally:
+                is_over.set()
+        is_over.wait()
+
+    (error,) = in_two_threads(program, (0, 1))
+    assert isinstance(error, ContractMismatch)
+    assert "thread" in str(error)
+    assert "torch.distributed.new_group" in str(error)
+    can_still_be_used(t)
+
+
+def one_thread_after_the_other_may_call(t: Transport) -> None:
+    results = []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: results.append(sl.mean(float(t.rank), group=t)))
+        thread.start()
+        thread.join()
+        results.append(sl.mean(float(t.rank), group=t))
+    with ThreadPoolExecutor(1) as pool:
+        results += [pool.submit(sl.mean, float(t.rank), group=t).result() for _ in range(3)]
+    assert results == [(t.size - 1) / 2] * 9
+
+
+@pytest.mark.ranks(3)
+def test_two_threads_of_a_rank() -> None:
+    def programs(t: Transport) -> None:
+        one_thread_after_the_other_may_call(t)
+        threads_that_cross_are_refused_by_name(t)
+        two_threads_never_get_each_others_values(t)
+
+    on_every_engine(programs)

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from syncline.board import Board
 from syncline.errors import CollectiveMismatch
 from syncline.plan.cost import sent_bytes
+from syncline.transport.turn import Turn
 
 __all__ = [
     "DONE",
@@ -241,8 +242,17 @@ class Transport(ABC):
         self.timeout_seconds = timeout_seconds
         self.board = Board() if board is None else board
         """Where this rank is, told by whoever uses the transport; one object for all its lanes and parts."""
+        self.turn = Turn()
+        """Held by a thread for as long as what it calls takes several operations."""
         self._counts = _Counts()
         self._common_lanes: dict[str, Transport] = {}
+
+    def __copy__(self) -> Self:
+        """For a lane: what it does not have in common is its turn."""
+        lane = object.__new__(type(self))
+        lane.__dict__.update(self.__dict__)
+        lane.turn = self.turn.again()
+        return lane
 
     # ------------------------------------------------------------------ what users of a transport call
 

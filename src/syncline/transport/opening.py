@@ -30,6 +30,10 @@ PAYLOAD_BYTES = 72
 """What a record has room for besides the fingerprint."""
 
 _DIGEST_BYTES = 32
+_ONE_THREAD = (
+    "Threads of one rank that call at once need a group each (torch.distributed.new_group), or must come in an order "
+    "that is the same on all ranks, where threads are recognized by their names."
+)
 _TERMS = 1
 """Of a record: what it is about is compared by the ranks, not by the engine."""
 
@@ -73,6 +77,9 @@ def exchange(
             neither of the others. In any case the same text on every rank.
     """
     assert len(payload) <= PAYLOAD_BYTES
+    if transport.turn.caller:
+        lines, digest = [*lines, f"thread  {transport.turn.caller}"], None
+        remedy = f"{remedy} {_ONE_THREAD}"
     record = (
         (digest or fingerprint(title, lines))
         + bytes([fault is not None])
@@ -121,4 +128,10 @@ def _tell(
     if len({title for title, *_ in told}) > 1:
         who_is_where = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(told)]
         raise CollectiveMismatch("\n".join(["the ranks called different things:", *who_is_where, SAME_CALLS]))
-    raise ContractMismatch(describe_difference(title, [lines for _, lines, *_ in told], remedy=told[0][3]))
+    raise ContractMismatch(
+        describe_difference(
+            title,
+            [lines for _, lines, *_ in told],
+            remedy=max((remedy for _, _, _, remedy, *_ in told), key=len),
+        )
+    )

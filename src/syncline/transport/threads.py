@@ -21,6 +21,7 @@ from syncline.errors import PeerFailed, SynclineError
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.calls import Call, Failure
 from syncline.transport.meeting import Meeting, MeetingRoom, State
+from syncline.transport.turn import Turn
 from syncline.transport.wire import writing
 
 __all__ = ["ThreadGroup", "ThreadsTransport", "run_ranks"]
@@ -103,6 +104,7 @@ class ThreadsTransport(Transport):
         self, room: MeetingRoom, *, rank: int, timeout_seconds: float, board: Board | None = None
     ) -> None:
         super().__init__(rank=rank, size=room.size, timeout_seconds=timeout_seconds, board=board)
+        self.turn = Turn(first_is_main=True)
         self._room = room
         room.seat(rank, self.board)
         self._is_closed = False

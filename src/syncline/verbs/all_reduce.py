@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, overload
@@ -63,22 +64,23 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)
-    if isinstance(async_op, bool) and transport.sees_calls and _travels_alone(target, op):
-        # The ranks compare the shape on the way; the rest is part of what is called.
-        work = transport.all_reduce(target, op, terms=hash(target.shape) or 1)
-        if async_op:
-            return _Alone(work, target, lambda: _agreed(target, op, transport).run())
-        with suppress(Disagreement):
-            work.wait()
-            mark_written([target])
+    with transport.turn:
+        if isinstance(async_op, bool) and transport.sees_calls and _travels_alone(target, op):
+            # The ranks compare the shape on the way; the rest is part of what is called.
+            work = transport.all_reduce(target, op, terms=_terms(target.shape, transport.turn.caller))
+            if async_op:
+                return _Alone(work, target, lambda: _agreed(target, op, transport).run())
+            with suppress(Disagreement):
+                work.wait()
+                mark_written([target])
+                return target
+            _agreed(target, op, transport).run()
             return target
-        _agreed(target, op, transport).run()
+        reducer = _agreed(target, op, transport, async_op=async_op)
+        if async_op:
+            return reducer.start()
+        reducer.run()
         return target
-    reducer = _agreed(target, op, transport, async_op=async_op)
-    if async_op:
-        return reducer.start()
-    reducer.run()
-    return target
 
 
 def _travels_alone(target: Any, op: str) -> bool:
@@ -92,6 +94,11 @@ def _travels_alone(target: Any, op: str) -> bool:
         and is_plain(target)
         and target.nbytes <= CAP_BYTES
     )
+
+
+def _terms(shape: torch.Size, caller: str) -> int:
+    terms = hash(shape)  # of numbers alone: the same in every process
+    return (terms + zlib.crc32(caller.encode()) if caller else terms) or 1
 
 
 def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False) -> TensorReducer:

@@ -89,27 +89,28 @@ def average_(
         >>> optimizer = sl.average_(optimizer, weight=num_samples)
     """
     transport = transport_of(group)
-    averaged, lines, digest, mine, fault = None, [], None, 0.0, None
-    try:
-        checked_flag("async_op", async_op)
-        mine = checked_number("weight", weight, at_least=0)
-        averaged = _averaged(target)
-        lines, digest = averaged.lines, averaged.digest
-    except Exception as error:
-        fault = error
-    told = exchange(
-        transport, _TITLE, lines, payload=_WEIGHT.pack(mine), fault=fault, remedy=_REMEDY, digest=digest
-    )
-    assert averaged is not None
-    weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in told]
-    total = checked_total(_TITLE, weights)
-    if transport.size == 1:
-        return WorkThen([], lambda: None) if async_op else target
-    share = None if len(set(weights)) == 1 else mine / total
-    if async_op:
-        return averaged.start(transport, share)
-    averaged.run(transport, share)
-    return target
+    with transport.turn:
+        averaged, lines, digest, mine, fault = None, [], None, 0.0, None
+        try:
+            checked_flag("async_op", async_op)
+            mine = checked_number("weight", weight, at_least=0)
+            averaged = _averaged(target)
+            lines, digest = averaged.lines, averaged.digest
+        except Exception as error:
+            fault = error
+        told = exchange(
+            transport, _TITLE, lines, payload=_WEIGHT.pack(mine), fault=fault, remedy=_REMEDY, digest=digest
+        )
+        assert averaged is not None
+        weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in told]
+        total = checked_total(_TITLE, weights)
+        if transport.size == 1:
+            return WorkThen([], lambda: None) if async_op else target
+        share = None if len(set(weights)) == 1 else mine / total
+        if async_op:
+            return averaged.start(transport, share)
+        averaged.run(transport, share)
+        return target
 
 
 def _averaged(target: Any) -> _Averaged:

@@ -67,20 +67,21 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
         >>> work.wait()
     """
     transport = transport_of(group)
-    replaced, lines, src_rank, fault = None, [], 0, None
-    try:
-        checked_flag("async_op", async_op)
-        src_rank = rank_of_source(src, group, transport)
-        replaced = Replaced(target)
-        lines = [f"source  rank {src}", *replaced.lines]
-    except Exception as error:
-        fault = error
-    exchange(transport, "sl.broadcast_", lines, fault=fault, remedy=_REMEDY)
-    assert replaced is not None
-    if async_op:
-        return replaced.start(transport, src_rank)
-    replaced.run(transport, src_rank)
-    return target
+    with transport.turn:
+        replaced, lines, src_rank, fault = None, [], 0, None
+        try:
+            checked_flag("async_op", async_op)
+            src_rank = rank_of_source(src, group, transport)
+            replaced = Replaced(target)
+            lines = [f"source  rank {src}", *replaced.lines]
+        except Exception as error:
+            fault = error
+        exchange(transport, "sl.broadcast_", lines, fault=fault, remedy=_REMEDY)
+        assert replaced is not None
+        if async_op:
+            return replaced.start(transport, src_rank)
+        replaced.run(transport, src_rank)
+        return target
 
 
 class Replaced:

@@ -110,31 +110,32 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
         ()
     """
     transport = transport_of(group)
-    read = _Read()
-    fault = None
-    mine: list[int] = []
-    try:
-        if isinstance(target, TrainState):
-            read.add_state(target)
-        else:
-            read.add(target)
-        mine = values_fingerprints(read.values)
-    except Exception as error:
-        fault = error
-    apart = read.may_differ
-    payload = digest_of(_without(apart, mine)) + digest_of(mine)
-    rows = exchange(transport, _TITLE, read.lines, payload=payload, fault=fault, remedy=_REMEDY)
-    if len({row[:_DIGEST_BYTES] for row in rows}) > 1:
-        names, values, fingerprints = (_without(apart, each) for each in (read.names, read.values, mine))
-        found = locate(names, values, transport, mine=fingerprints)
-        raise _divergence(found, len(fingerprints), transport.size)
-    noted = {} if len(set(rows)) == 1 else dict(differing(read.names, mine, transport))
-    have_met([v for v in _without(noted.keys(), read.values) if isinstance(v, Tensor)], by_writing=False)
-    return ReplicaReport(
-        num_ranks=transport.size,
-        num_compared=len(mine),
-        may_differ=tuple(difference.name for difference in noted.values()),
-    )
+    with transport.turn:
+        read = _Read()
+        fault = None
+        mine: list[int] = []
+        try:
+            if isinstance(target, TrainState):
+                read.add_state(target)
+            else:
+                read.add(target)
+            mine = values_fingerprints(read.values)
+        except Exception as error:
+            fault = error
+        apart = read.may_differ
+        payload = digest_of(_without(apart, mine)) + digest_of(mine)
+        rows = exchange(transport, _TITLE, read.lines, payload=payload, fault=fault, remedy=_REMEDY)
+        if len({row[:_DIGEST_BYTES] for row in rows}) > 1:
+            names, values, fingerprints = (_without(apart, each) for each in (read.names, read.values, mine))
+            found = locate(names, values, transport, mine=fingerprints)
+            raise _divergence(found, len(fingerprints), transport.size)
+        noted = {} if len(set(rows)) == 1 else dict(differing(read.names, mine, transport))
+        have_met([v for v in _without(noted.keys(), read.values) if isinstance(v, Tensor)], by_writing=False)
+        return ReplicaReport(
+            num_ranks=transport.size,
+            num_compared=len(mine),
+            may_differ=tuple(difference.name for difference in noted.values()),
+        )
 
 
 def _without(places: Set[int], values: Sequence[Any]) -> list[Any]:

@@ -50,28 +50,29 @@ def keep_best_(
         0
     """
     transport = transport_of(group)
-    replaced, lines, mine, fault = None, [], math.nan, None
-    try:
-        checked_choice("mode", mode, ("max", "min"))
-        mine = _checked_score(score)
-        refuse_one_copy(target)
-        replaced = Replaced(target)
-        lines = [f"mode  {mode}", *replaced.lines]
-    except Exception as error:
-        fault = error
-    told = exchange(transport, _TITLE, lines, payload=_SCORE.pack(mine), fault=fault, remedy=_REMEDY)
-    assert replaced is not None
-    scores: list[float] = [_SCORE.unpack_from(payload)[0] for payload in told]
-    candidates = [rank for rank, its in enumerate(scores) if not math.isnan(its)]
-    if not candidates:
-        raise ValueError(
-            f"{_TITLE}: the score is NaN on all {transport.size} rank(s), so none is best, and nothing was sent"
-        )
-    choose = max if mode == "max" else min
-    best = choose(candidates, key=scores.__getitem__)  # of several the first, which is the lowest rank
-    if transport.size > 1:
-        replaced.run(transport, best)
-    return global_rank(best, group)
+    with transport.turn:
+        replaced, lines, mine, fault = None, [], math.nan, None
+        try:
+            checked_choice("mode", mode, ("max", "min"))
+            mine = _checked_score(score)
+            refuse_one_copy(target)
+            replaced = Replaced(target)
+            lines = [f"mode  {mode}", *replaced.lines]
+        except Exception as error:
+            fault = error
+        told = exchange(transport, _TITLE, lines, payload=_SCORE.pack(mine), fault=fault, remedy=_REMEDY)
+        assert replaced is not None
+        scores: list[float] = [_SCORE.unpack_from(payload)[0] for payload in told]
+        candidates = [rank for rank, its in enumerate(scores) if not math.isnan(its)]
+        if not candidates:
+            raise ValueError(
+                f"{_TITLE}: the score is NaN on all {transport.size} rank(s), so none is best, and nothing was sent"
+            )
+        choose = max if mode == "max" else min
+        best = choose(candidates, key=scores.__getitem__)  # of several the first, which is the lowest rank
+        if transport.size > 1:
+            replaced.run(transport, best)
+        return global_rank(best, group)
 
 
 def _checked_score(score: Any) -> float:

@@ -82,38 +82,39 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         >>> ddp = sl.sync_gradients_(ddp)
     """
     transport, group_fault = _transport(module, group)
-    lines: list[str] = []
-    mine: _Gradients | None = None
-    payload, bits, fault = b"", b"", None
-    try:
-        checked_flag("async_op", async_op)
-        mine = _Gradients(module)
-        lines = mine.lines
-        payload = mine.told()
-        bits = bytes(mine.kinds)
-    except Exception as error:
-        fault = error
-    fault = fault or group_fault
-    inline = len(payload) + _packed_bytes(len(bits)) <= PAYLOAD_BYTES
-    if inline and fault is None:
-        payload += _packed(bits)
-    told = exchange(transport, _TITLE, lines, payload=payload, fault=fault, remedy=_REMEDY)
-    assert mine is not None
-    num_own = {_STANDING.unpack_from(row)[-1] for row in told}
-    # A wrapper that nobody holds any more may be gone on some ranks and not yet on others: then it is none of all.
-    num_items = mine.settle([_read(row) for row in told]) if len(num_own) == 1 else None
-    if inline:
-        kinds = [_unpacked(row[_STANDING.size :], len(bits)) for row in told]
-    else:
-        rows = gather_rows(transport, torch.frombuffer(bytearray(bits), dtype=torch.uint8))
-        kinds = [bytes(row.tolist()) for row in rows]
-    work = mine.start(
-        transport, [max(column) for column in zip(*kinds, strict=True)], num_items, wait=not async_op
-    )
-    if async_op:
-        return work
-    work.wait()
-    return module
+    with transport.turn:
+        lines: list[str] = []
+        mine: _Gradients | None = None
+        payload, bits, fault = b"", b"", None
+        try:
+            checked_flag("async_op", async_op)
+            mine = _Gradients(module)
+            lines = mine.lines
+            payload = mine.told()
+            bits = bytes(mine.kinds)
+        except Exception as error:
+            fault = error
+        fault = fault or group_fault
+        inline = len(payload) + _packed_bytes(len(bits)) <= PAYLOAD_BYTES
+        if inline and fault is None:
+            payload += _packed(bits)
+        told = exchange(transport, _TITLE, lines, payload=payload, fault=fault, remedy=_REMEDY)
+        assert mine is not None
+        num_own = {_STANDING.unpack_from(row)[-1] for row in told}
+        # A wrapper that nobody holds any more may be gone on some ranks and not yet on others: then it is none of all.
+        num_items = mine.settle([_read(row) for row in told]) if len(num_own) == 1 else None
+        if inline:
+            kinds = [_unpacked(row[_STANDING.size :], len(bits)) for row in told]
+        else:
+            rows = gather_rows(transport, torch.frombuffer(bytearray(bits), dtype=torch.uint8))
+            kinds = [bytes(row.tolist()) for row in rows]
+        work = mine.start(
+            transport, [max(column) for column in zip(*kinds, strict=True)], num_items, wait=not async_op
+        )
+        if async_op:
+            return work
+        work.wait()
+        return module
 
 
 def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:

@@ -26,7 +26,9 @@ def barrier(group: Group = None) -> None:
         CollectiveTimeout: a rank did not come before the deadline.
         CollectiveMismatch: a rank called something else.
     """
-    exchange(transport_of(group), "sl.barrier", [])
+    transport = transport_of(group)
+    with transport.turn:
+        exchange(transport, "sl.barrier", [])
 
 
 @overload
@@ -60,4 +62,6 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
         >>> sl.mean({"loss": loss, "accuracy": num_correct / num_samples}, weight=num_samples)
         {'loss': 0.25, 'accuracy': 0.9375}
     """
-    return weighted_mean(values, weight, transport_of(group))
+    transport = transport_of(group)
+    with transport.turn:
+        return weighted_mean(values, weight, transport)
