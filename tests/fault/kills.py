@@ -84,7 +84,7 @@ def one_rank(kill: Kill, folder: str) -> None:
     found = {
         "is_named": isinstance(error, PeerLost)
         and f"rank {kill.victim}: its process has ended" in text
-        and f"rank {rank}: step " in text,
+        and (f"rank {rank}, step " in text or f"rank {rank}: step " in text),
         "seconds": seconds,
         "text": f"{type(error).__name__}: {text}",
     }
