@@ -296,7 +296,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
             board.step = replica.gradients.step + 1
-            replica.before_synchronized_forward(inside_join=self._join_config.enable)
+        if torch.is_grad_enabled():
+            replica.before_forward(synchronizes=synchronizes, inside_join=self._join_config.enable)
         replica.gradients.forward_begins()
         if self._join_config.enable:
             joined_forward_begins(
@@ -323,7 +324,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         else:
             with self._inside_ddp_forward():
                 output = self._lowered(inputs, kwargs)
-        if synchronizes and replica.was_changed:
+        if torch.is_grad_enabled() and replica.was_changed:
             replica.follow_in_backward(output)
         if replica.gradients.ownership.rivals and torch.is_grad_enabled():
             replica.gradients.ownership.watch(output)
@@ -682,8 +683,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         replica.refuse_sharded(NOT_WITH_JOIN)
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        if not replica.is_agreed:  # now, for a rank without any input has no first forward
-            replica.agree_before_the_first_step()
+        replica.join_begins()
         return ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
 
     @property

@@ -351,11 +351,14 @@ class Replica:
 
     # ------------------------------------------------------------------ before a step
 
-    def before_synchronized_forward(self, *, inside_join: bool) -> None:
-        """Check what this rank alone can check. Nothing is sent: a rank may run a forward that no other rank runs."""
+    def before_forward(self, *, synchronizes: bool, inside_join: bool) -> None:
+        """Check what this rank alone can check. Nothing is sent: a rank may run a forward that no other rank runs.
+
+        Also under `no_sync`, for the backward may run outside of it.
+        """
         if self.divergence.is_open:
             return
-        if self.divergence.has_diverged and (self.reduces() or self.strategy.needs_attach):
+        if synchronizes and self.divergence.has_diverged and (self.reduces() or self.strategy.needs_attach):
             self.divergence.check_met()
         self.was_changed = self._has_changed()
         if self.was_changed:
@@ -425,17 +428,24 @@ class Replica:
             self._buffer_lane = self._open_lane("buffers")
         self._wire_again(chosen)
 
+    def join_begins(self) -> None:
+        """Compare now what a backward would compare, for a rank without any input has none. A collective call."""
+        self._follow_changes()
+        if not self.is_agreed:
+            self.agree_before_the_first_step()
+
     def agree_before_the_first_step(self) -> None:
         """Check that what was registered after construction is the same on all ranks. A collective call."""
-        self.is_agreed = True
-        self.gradients.before_reduction = None
+        self.transport.board.phase = (
+            f"where what was registered with and attached to {type(self.module).__name__} is compared"
+        )
         step = optimizers_in_backward(self.gradients.parameters)
         hook = self.gradients.comm_hook
         self._check_attached()
         self._check_that_steps_can_be_discarded(inside_backward=step is not None)
         agree(
             self.transport,
-            f"DistributedDataParallel({type(self.module).__name__}), before its first step",
+            f"what was registered with and attached to DistributedDataParallel({type(self.module).__name__})",
             [
                 f"communication hook: {'none' if hook is None else hook.name}",
                 f"buffer hook: {'none' if self.buffer_hook is None else self.buffer_hook.name}",
@@ -443,8 +453,10 @@ class Replica:
                 *(f"attached optimizer {name}" for name in self.plan.optimizers),
                 *(() if self.sharding is None else self.sharding.describe()),
             ],
-            remedy="Register and attach the same on every rank, before the first backward.",
+            remedy="Register and attach the same on every rank, between the same two backwards.",
         )
+        self.is_agreed = True  # only now: where the ranks differ, the next backward finds it again
+        self.gradients.before_reduction = None
         self.gradients.on_reduced = step
 
     def _check_attached(self) -> None:

@@ -658,6 +658,19 @@ def test_join_beside_another_joinable() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_module_may_change_just_before_join() -> None:
+    net = Net()
+    first, *others = net.parameters()
+    first.requires_grad_(False)
+    ddp = DDP(net)
+    first.requires_grad_(True)
+    with ddp.join():
+        for step in range(2 * dist.get_rank()):  # rank 0 has none, and takes part all the same
+            ddp(batch(step)).square().mean().backward()
+    assert ddp.contract["gradients"].size.startswith(f"{1 + len(others)} tensors")
+
+
+@pytest.mark.ranks(2)
 def test_join_can_end_all_ranks_with_the_first() -> None:
     ddp = DDP(Net())
     words = "Detected at least one rank" if dist.get_rank() else "Rank 0 exhausted all inputs"

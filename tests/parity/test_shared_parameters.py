@@ -65,6 +65,10 @@ def combined_loss(actor: nn.Module, critic: nn.Module, rank: int) -> Tensor:
     return actor_loss(actor, critic, rank) + critic_loss(actor, critic, rank)
 
 
+def swapped_loss(actor: nn.Module, critic: nn.Module, rank: int) -> Tensor:
+    return critic_loss(actor, critic, rank) + actor_loss(actor, critic, rank)
+
+
 def decayed_loss(actor: nn.Module, critic: nn.Module, rank: int) -> Tensor:
     """The backward belongs to the critic; weight decay gives the actor's head a gradient too, the same on all ranks."""
     decay = sum(p.square().sum() for p in actor.parameters())
@@ -94,6 +98,68 @@ def test_an_actor_and_a_critic_share_an_encoder(options: dict[str, Any], losses:
             for loss in losses:
                 loss(*wrapped, t.rank).backward()
             torch.testing.assert_close(gradients(actor, critic), expected(*losses))
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["both", "late"])
+def test_gradients_that_are_not_cleared_and_as_views_are_scaled_by_one_wrapper_at_a_time(
+    is_late: bool,
+) -> None:
+    def rank(t: Transport) -> None:
+        actor, critic = nets()
+        options: dict[str, Any] = {"process_group": t, "gradient_as_bucket_view": True}
+        first = DDP(actor, **options)
+        if is_late:  # .grad has views of the first wrapper's buckets when the second one is made
+            actor_loss(first, critic, t.rank).backward()
+        wrapped = first, DDP(critic, **options)
+        losses = [swapped_loss, critic_loss]
+        if not is_late:
+            actor_loss(*wrapped, t.rank).backward()
+        for loss in losses:
+            loss(*wrapped, t.rank).backward()
+        torch.testing.assert_close(gradients(actor, critic), expected(actor_loss, *losses))
+
+    run_ranks(2, rank)
+
+
+def test_a_combined_loss_under_normalize_by_is_divided_once() -> None:
+    def rank(t: Transport) -> None:
+        actor, critic = nets()
+        options: dict[str, Any] = {"process_group": t, "static_graph": True}
+        wrapped = DDP(actor, **options), DDP(critic, **options)
+        for _ in range(2):
+            for module in wrapped:
+                module.zero_grad()
+            with wrapped[0].normalize_by(1 + 2 * t.rank), wrapped[1].normalize_by(1 + 2 * t.rank):
+                combined_loss(*wrapped, t.rank).backward()
+            means = [gradient / 2 for gradient in expected(combined_loss) if gradient is not None]
+            torch.testing.assert_close(gradients(actor, critic), means)  # 4 items, not 2 ranks
+
+    run_ranks(2, rank)
+
+
+def test_a_wrapper_that_follows_a_change_still_owns_the_backward_through_its_output() -> None:
+    def rank(t: Transport) -> None:
+        actor, critic = nets()
+        wrapped = DDP(actor, process_group=t), DDP(critic, process_group=t)
+        combined_loss(*wrapped, t.rank).backward()
+        actor.register_module("unused", nn.Identity())
+        for module in wrapped:
+            module.zero_grad()
+        combined_loss(*wrapped, t.rank).backward()
+        torch.testing.assert_close(gradients(actor, critic), expected(combined_loss))
+
+    run_ranks(2, rank)
+
+
+def test_a_head_that_was_frozen_is_no_obstacle_where_the_other_module_is_called_directly() -> None:
+    def rank(t: Transport) -> None:
+        actor, critic = nets()
+        _wrapped = DDP(actor, process_group=t), DDP(critic, process_group=t)
+        critic.head.requires_grad_(False)
+        actor_loss(actor, critic, t.rank).backward()
+        torch.testing.assert_close(gradients(actor, critic), expected(actor_loss))
 
     run_ranks(2, rank)
 

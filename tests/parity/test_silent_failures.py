@@ -194,6 +194,40 @@ def test_added_or_replaced_after_wrapping_is_reduced() -> None:
     assert all(g.abs().sum() > 0 for g in first)
 
 
+def test_a_change_is_followed_where_the_forward_ran_under_no_sync_and_the_backward_did_not() -> None:
+    def rank(t: Transport) -> None:
+        net = copy.deepcopy(NET)
+        net[0].requires_grad_(False)
+        ddp = DDP(net, process_group=t)
+        net[0].requires_grad_(True)
+        with ddp.no_sync():
+            loss = loss_of(ddp, batch(t))
+        loss.backward()
+        torch.testing.assert_close(gradients(net), expected_gradients(NET))
+
+    each_rank(rank)
+
+
+def test_what_was_counted_and_accumulated_before_a_change_is_reduced_with_it() -> None:
+    def rank(t: Transport) -> None:
+        net = copy.deepcopy(NET)
+        net[0].requires_grad_(False)
+        ddp = DDP(net, process_group=t, find_unused_parameters=True)
+        num_items = 1 + 2 * t.rank  # 4 on both ranks together
+        with ddp.no_sync(), ddp.normalize_by(num_items):
+            loss_of(ddp, batch(t)).backward()
+        net[0].requires_grad_(True)
+        with ddp.normalize_by(num_items):
+            net.forward = net[0].forward  # type: ignore[method-assign]  # of the other layer there is only what was accumulated
+            ddp(batch(t, 1)).square().mean().backward()
+        first = expected_gradients(nn.Sequential(net[0], nn.Tanh(), net[2]))[2:]
+        second = expected_gradients(net[0], steps=(1,))
+        means = [gradient * 2 / 8 for gradient in (*second, *first)]
+        torch.testing.assert_close(gradients(net), means)
+
+    each_rank(rank)
+
+
 def test_added_with_different_values_is_an_error_that_names_the_remedy() -> None:
     def fn(t: Transport) -> None:
         ddp = DDP(copy.deepcopy(NET), process_group=t)
@@ -229,6 +263,27 @@ def test_a_change_on_one_rank_that_was_undone_before_the_backward_is_none() -> N
 
     first, second = each_rank(rank)
     torch.testing.assert_close(first, second)
+
+
+def test_ranks_that_differ_in_hooks_are_told_so_again_in_each_backward() -> None:
+    def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        raise AssertionError("never called")
+
+    def rank(t: Transport) -> None:
+        ddp = DDP(nn.Linear(2, 1), process_group=t)
+        if t.rank:
+            ddp.register_comm_hook(None, hook)
+        for _ in range(2):
+            with pytest.raises(ContractMismatch, match="communication hook"):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(2, rank)
+
+
+def test_a_hook_that_is_registered_inside_of_normalize_by_is_refused() -> None:
+    ddp = DDP(nn.Linear(2, 1))
+    with ddp.normalize_by(1), pytest.raises(ValueError, match="normalize_by cannot divide"):
+        ddp.register_comm_hook(None, lambda state, bucket: None)
 
 
 def test_a_change_that_no_output_of_the_wrapper_shows_is_an_error() -> None:

@@ -181,11 +181,15 @@ class Bucket(Lifecycle):
     def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
         """Send zeros: a rank that has no inputs left. `.grad` stays as it is."""
         if self._as_view:  # what `.grad` shows must not change: let it keep the values as a tensor of its own
-            for parameter, view in zip(self.members, self.views, strict=True):
-                if parameter.grad is view:
-                    parameter.grad = view.clone()
+            self.give_back_views()
         self.flat.zero_()
         self.send(tail=tail, trigger=None)
+
+    def give_back_views(self) -> None:
+        """Let `.grad` be a tensor of its own where it is a view of the flat one."""
+        for parameter, view in zip(self.members, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
 
     def _fill_small(self, scale: float, *, any_missing: bool) -> None:
         """Copy the small gradients into place, times `scale`; a missing one counts as zero."""
@@ -284,19 +288,19 @@ class Bucket(Lifecycle):
             return
         self._gradients_flat.div_(divisor)
 
-    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_graph: bool = False) -> None:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         """Let `.grad` of each member be what was reduced.
 
         Args:
             skip: indices of parameters to leave alone.
             any_missing: whether a member may have no `.grad`.
-            keeps_graph: whether `.grad` has a graph (create_graph=True): then it stays the tensor that it is, and gets
-                the values, also where it would become a view.
+            keeps_tensor: whether `.grad` stays the tensor that it is, and gets the values, also where it would become a
+                view: for it has a graph (create_graph=True), or another wrapper reduces it too.
         """
         if self.share is not None:
             self.share.hand_out(skip, any_missing=any_missing)
             return
-        if self._as_view and not keeps_graph:
+        if self._as_view and not keeps_tensor:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
                 if index not in skip and parameter.grad is not view:
                     parameter.grad = view

@@ -104,7 +104,7 @@ class GradientSync:
         self.decide: Callable[[], bool] | None = None
         """Asked when a backward begins, whether it is to be reduced; None: each one is."""
         self.before_reduction: Callable[[], None] | None = None
-        """Called when a backward that synchronizes begins, once: something has to be compared before it."""
+        """Called when a backward that synchronizes begins, until it returns: something has to be compared before it."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
         self.watch: ReplicaWatch | None = None
@@ -132,6 +132,7 @@ class GradientSync:
         self._has_warned_of_graph = False
         self._num_items: int | None = None
         self._absent = _NONE
+        self._missing_at_end: frozenset[int] | None = None
         self._scale = 1.0
         self._next_to_launch = 0
         self._sent: list[Bucket | SparseBucket] = []
@@ -147,7 +148,10 @@ class GradientSync:
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
         if self._contexts is not None:
             self.handles += self._contexts.handles
-        self.ownership.share_with(other.ownership for other in caretakers_of(self.parameters))
+        rivals = caretakers_of(self.parameters)
+        self.ownership.share_with(other.ownership for other in rivals)
+        for other in rivals:
+            other.layout.give_back_views()
         remember_caretaker(self)
 
     def continues(self, former: GradientSync) -> None:
@@ -160,6 +164,13 @@ class GradientSync:
         self.on_reduced = former.on_reduced
         self.decide, self.stop_vote = former.decide, former.stop_vote
         self.trouble.text = former.trouble.text
+        self.pending_futures = former.pending_futures
+        self.ownership.continues(former.ownership)
+        # A block of normalize_by, or backwards under no_sync, may have begun before the module changed.
+        self.normalizer = former.normalizer
+        self.normalizer.follow(self.parameters, self.transport.size)
+        used = {id(former.parameters[index]) for index in former._used_since_reduction}
+        self._used_since_reduction.update(i for i, p in enumerate(self.parameters) if id(p) in used)
         if self.watch is not None and former.watch is not None:
             self.watch.continues(former.watch)
         if self.nonfinite is not None and former.nonfinite is not None:
@@ -230,6 +241,7 @@ class GradientSync:
 
         Raises:
             RuntimeError: there is one already, or a backward has begun and not ended.
+            ValueError: it is registered inside of `normalize_by`.
         """
         if self.comm_hook is not None:
             raise RuntimeError(
@@ -240,6 +252,11 @@ class GradientSync:
             raise RuntimeError(
                 "register_comm_hook must be called between two backwards, got it in the backward of step "
                 f"{self.step + 1}"
+            )
+        if self.normalizer.count.is_open and not hook.averages:
+            raise ValueError(
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
+                "Leave the block of normalize_by before the hook is registered, and use one or the other"
             )
         self.comm_hook = hook
         self.layout.build(hook)
@@ -378,8 +395,8 @@ class GradientSync:
         elif entry is Entry.TOO_LATE:
             raise self.trouble.too_late(self.step)
         if self.before_reduction is not None and self.enabled:
-            before_reduction, self.before_reduction = self.before_reduction, None
-            before_reduction()
+            self.before_reduction()
+            self.before_reduction = None  # only now: if it raised, the next backward calls it again
         self._began_at = time.perf_counter()
         if self.nonfinite is not None:
             self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
@@ -524,12 +541,18 @@ class GradientSync:
     # ------------------------------------------------------------------ at the end of backward
 
     @torch.no_grad()
-    def _end_of_task(self, task: int) -> None:
+    def _end_of_task(self, task: int, *, is_copied: bool = False) -> None:
         """One graph task has ended; the backward has, unless it goes on around this one."""
-        if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
-            return
-        self._synchronizing = self._synchronizing or self._is_deferred
+        if not is_copied:
+            if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
+                return
+            self._synchronizing = self._synchronizing or self._is_deferred
         try:
+            if self.ownership.rivals and not is_copied and self._synchronizing and self._context_id is None:
+                # The backward may be another wrapper's, too: each copies its gradients before any changes `.grad`.
+                self._launch_rest()
+                Variable._execution_engine.queue_callback(partial(self._end_of_task, task, is_copied=True))
+                return
             if self._context_id is not None and self._synchronizing:
                 self._finish_in_context(self._context_id)
             elif self._synchronizing:
@@ -545,9 +568,9 @@ class GradientSync:
         except Exception:
             if self.nonfinite is not None:
                 self.nonfinite.failed()
-            raise
-        finally:
             self._forget_backward()
+            raise
+        self._forget_backward()
         for future in self.pending_futures:
             future.wait()
         self.pending_futures.clear()
@@ -590,16 +613,25 @@ class GradientSync:
                 self._mark_ready(index)
             self._finish_synchronized()
 
-    def _finish_synchronized(self) -> None:
+    def _launch_rest(self) -> frozenset[int]:
+        """Launch what is not launched yet, with zeros for gradients that are missing. Returns which are."""
+        if self._missing_at_end is not None:
+            return self._missing_at_end
         is_learning = self._static is not None and not self._static.is_learnt
         if self._static is not None:
             self._static.learn()
         if is_learning or self._is_deferred:
             for index in tuple(self._ready):
                 self._mark_ready(index)
-        missing = self._missing()
+        missing = self._missing_at_end = self._missing()
         while self._next_to_launch < len(self.layout.buckets):
             self._launch_next(trigger=None, missing=missing)
+        return missing
+
+    def _finish_synchronized(self) -> None:
+        missing = self._launch_rest()
+        # A view would let one wrapper scale in place what another one has not copied yet.
+        keeps_tensors = self._is_deferred or bool(self.ownership.rivals)
         self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
         self.step += 1
         divisor = self.num_contributing or self.transport.size
@@ -610,7 +642,7 @@ class GradientSync:
                 self._wait(bucket)
                 if left != 1:
                     bucket.divide(left)
-                bucket.hand_out(_NONE, any_missing=False, keeps_graph=self._is_deferred)
+                bucket.hand_out(_NONE, any_missing=False, keeps_tensor=keeps_tensors)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
             ranks = self._decode()
             self._check(ranks)
@@ -631,7 +663,7 @@ class GradientSync:
             used = self.num_ranks_using
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self._sent:
-                bucket.hand_out(skip, any_missing=bool(missing), keeps_graph=self._is_deferred)
+                bucket.hand_out(skip, any_missing=bool(missing), keeps_tensor=keeps_tensors)
         if self.nonfinite is not None:
             self._conclude(self.nonfinite, ranks, self._sent)
         if self.watch is not None:
@@ -783,6 +815,7 @@ class GradientSync:
         self._context_id = None
         self._ready.clear()
         self._absent = _NONE
+        self._missing_at_end = None
         self.num_contributing = None
         self._synchronizing = self._is_deferred = False
         self._num_items = None

@@ -128,6 +128,11 @@ class BucketLayout:
                     if id(parameter.grad) in former_views:
                         parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
 
+    def give_back_views(self) -> None:
+        """Let `.grad` be a tensor of its own where it is a view of a bucket."""
+        for bucket in self._dense():
+            bucket.give_back_views()
+
     def fits(self) -> bool:
         """Whether the parameters are still of the type and on the device that the buckets were made for.
 

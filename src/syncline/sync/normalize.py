@@ -43,6 +43,15 @@ class ItemNormalizer:
         self._num_ranks = num_ranks
         self._versions: list[int | None] = []
 
+    def follow(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
+        """Go on with others, for the module or its group has changed; also inside of a block."""
+        before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
+        if before:
+            self._versions = [
+                before.get(id(p), None if p.grad is None else p.grad._version) for p in parameters
+            ]
+        self._parameters, self._num_ranks = parameters, num_ranks
+
     @contextmanager
     def block(self, num_items: int) -> Iterator[None]:
         """See `DistributedDataParallel.normalize_by`."""

@@ -43,6 +43,12 @@ class Ownership:
         """Grows from wrapper to wrapper."""
         self._reached_in = _NEVER  # the last graph task that came by an output of the wrapper
         self._judged: tuple[int, bool] = (_NEVER, False)
+        self._heir: Ownership | None = None
+
+    def continues(self, former: Ownership) -> None:
+        """Take the place of another, which outputs of earlier forwards hold on to."""
+        former._heir = self
+        self._reached_in = former._reached_in
 
     def share_with(self, others: Iterable[Ownership]) -> None:
         """Parameters are shared with these: each side is a rival of the other from now on."""
@@ -62,8 +68,11 @@ class Ownership:
             if tensor.requires_grad:
                 when_backward_reaches(tensor, self._note)
 
-    def _note(self, _: object) -> None:
+    def _note(self, gradient: object) -> None:
+        if self._heir is not None:
+            self._heir._note(gradient)
         self._reached_in = torch._C._current_graph_task_id()
+        self._judged = (_NEVER, False)  # without this output, the backward may have been taken for another's
 
     def owns(self, task: int) -> bool:
         """Return whether the graph task that runs now belongs to this wrapper.
@@ -84,5 +93,7 @@ class Ownership:
         return is_ours
 
     def _claim(self) -> tuple[int, int]:
-        num_reached = len(self._parameters) - len(GraphUsage(self._parameters).absent())
-        return num_reached, self.birth
+        trained = [
+            parameter for parameter in self._parameters if parameter.requires_grad
+        ]  # some may be frozen by now
+        return len(trained) - len(GraphUsage(trained).absent()), self.birth

@@ -161,7 +161,7 @@ class SparseBucket(Lifecycle):
         assert self._sum is not None
         self._sum._values().div_(divisor)
 
-    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_graph: bool = False) -> None:
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         """Make `.grad` the sum, unless no rank used the parameter. The sum has no graph."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
