@@ -565,7 +565,7 @@ class GradientSync:
             self.normalizer.backward_is_done()
             if self.nonfinite is not None:
                 self.nonfinite.act()
-        except Exception:
+        except BaseException:
             if self.nonfinite is not None:
                 self.nonfinite.failed()
             self._forget_backward()
