@@ -12,7 +12,7 @@ from syncline.transport.shared_memory.find_library import find_library
 
 __all__ = ["MAX_ABORT_BYTES", "MAX_RANKS", "Library", "Outcome", "SharedMemoryUnavailable", "library"]
 
-_ABI = 2
+_ABI = 3
 MAX_RANKS = 256
 MAX_ABORT_BYTES = 65536
 

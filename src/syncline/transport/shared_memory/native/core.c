@@ -45,7 +45,7 @@
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#define ABI 2
+#define ABI 3
 
 enum { BRIEF_BYTES = 64 * 1024, BRIEF_LOOKS = 100, MAX_DISAGREED = 64 };
 enum { LINE_BYTES = 128, MAX_RANKS = 256, ABORT_BYTES = 65536, MESSAGE_SLOTS = 4 };
