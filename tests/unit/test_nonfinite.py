@@ -1252,6 +1252,8 @@ def test_the_policy_goes_on_when_the_module_changes() -> None:
         ddp, optimizer = train(t, "skip", bad={(1, 2): NAN}, num_steps=3)
         assert ddp.last_step.nonfinite.num_steps == 1
         added = nn.Linear(2, 2)
+        for parameter in added.parameters():
+            nn.init.constant_(parameter, 0.1)  # equal on both ranks, or it is an error
         ddp.module.append(added)
         optimizer.add_param_group({"params": list(added.parameters())})
         optimizer.zero_grad()
