@@ -182,12 +182,15 @@ def init(
     with _lock:
         if _session is not None and not _session.is_current():
             shutdown()
+        refused: Exception | None = None
         try:
             asked = Asked.of(transport, timeout, device)
         except (TypeError, ValueError) as fault:
+            refused = fault
+        if refused is not None:  # outside of `except`, so that what the ranks raise does not print it twice
             if _session is None:
-                _refuse(fault)
-            raise
+                _refuse(refused)
+            raise refused
         if _session is None:
             _session = _start(asked)
         elif _session.asked != asked:

@@ -103,7 +103,7 @@ def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> No
     first, _, about_rank_1, *_ = str(caught.value).splitlines()
     assert "barrier (call 1 on the main lane) on rank 0 of 2 over gloo: rank 1 did not come" in first
     assert about_rank_1.startswith("  rank 1: step 12, forward, at test_board_processes.py:")
-    assert "in wait_for (last heard of " in about_rank_1
+    assert "in wait_for (last report " in about_rank_1
 
 
 @pytest.mark.ranks(2)

@@ -100,7 +100,7 @@ def test_a_timeout_names_who_is_absent_and_where_everybody_was_seen() -> None:
     call = "all_reduce(max) of 4 elements, torch.float32 (call 1 on the main lane)"
     assert f"{call} on rank 0 of 3 over gloo: rank 1 did not come before the deadline, 1." in first
     assert re.fullmatch(
-        r"  rank 1: step 3, forward, at test_gloo.py:\d+ in .* \(last heard of .* s ago\)", lines[1]
+        r"  rank 1: step 3, forward, at test_gloo.py:\d+ in .* \(last report .* s ago\)", lines[1]
     )
     for rank in (0, 2):
         expected = f"  rank {rank}: step 3, backward, bucket 0, waiting in {call}, at test_gloo.py:"

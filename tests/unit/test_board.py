@@ -62,8 +62,8 @@ def test_who_has_left_waits_nowhere() -> None:
 
 def test_many_ranks_are_not_all_listed() -> None:
     lines = who_is_where({}, size=1000).splitlines()
-    assert lines[31:] == ["  rank 31: nothing was heard of it", "  and 968 more ranks"]
+    assert lines[31:] == ["  rank 31: it has reported nothing", "  and 968 more ranks"]
 
 
 def test_a_clock_that_goes_behind_gives_no_negative_age() -> None:
-    assert who_is_where({0: Place(seen=11.0)}, size=1, now=10.0).endswith("(last heard of 0.0 s ago)")
+    assert who_is_where({0: Place(seen=11.0)}, size=1, now=10.0).endswith("(last report 0.0 s ago)")

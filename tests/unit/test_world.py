@@ -209,6 +209,16 @@ def test_each_group_has_one_transport_and_ranks_of_its_own() -> None:
     assert transport_of(dist.group.WORLD) is transport_of()
 
 
+def test_an_argument_that_all_ranks_refuse_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused_by_all(fault: Exception) -> None:
+        raise ValueError(f"ranks 0, 1: {fault}")
+
+    monkeypatch.setattr(sys.modules["syncline.world"], "_refuse", refused_by_all)
+    with pytest.raises(ValueError, match=r"^ranks 0, 1: expected transport") as caught:
+        init("smh")
+    assert caught.value.__context__ is None
+
+
 @pytest.mark.ranks(2)
 def test_a_transport_does_not_outlive_its_default_group() -> None:
     first = transport_of()

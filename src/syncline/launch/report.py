@@ -192,7 +192,7 @@ def _details(failure: Failure) -> list[str]:
     if failure.words is not None and not any(line and line in failure.words.summary for line in lines):
         lines.insert(0, failure.words.summary)
     if not lines and is_killed:
-        lines.append("(it left no words; the kernel kills like this when memory runs out, see `dmesg`)")
+        lines.append("(it printed no error; the kernel kills like this when memory runs out, see `dmesg`)")
     return lines
 
 
