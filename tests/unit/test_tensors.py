@@ -109,7 +109,7 @@ class Wrapping(torch.Tensor):
     [
         (lambda: nn.LazyLinear(2), "weight is lazy, it has no shape yet: run one forward"),
         (lambda: {"x": torch.zeros(2, device="meta")}, "x is on the meta device"),
-        (lambda: {"x": torch.zeros(2).to_sparse()}, "x is torch.sparse_coo"),
+        (lambda: {"x": torch.zeros(2).to_sparse()}, "expected x to be a dense tensor, got torch.sparse_coo"),
         (
             lambda: {"x": torch.zeros(1, 3).expand(2, 3)},
             r"x is expanded \(shape \(2, 3\), strides \(0, 1\)\)",

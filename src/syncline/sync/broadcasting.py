@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from syncline.plan.packing import plan_pieces
-from syncline.sync.tensors import as_bytes, is_plain
+from syncline.sync.tensors import as_bytes, is_plain, mark_written
 from syncline.transport.base import Transport, Work
 
 __all__ = ["TensorBroadcaster", "broadcast_tensors"]
@@ -100,7 +100,7 @@ class TensorBroadcaster:
         for broadcast in under_way:
             broadcast.wait()
         if not is_source:
-            torch.autograd.graph.increment_version(self._written)
+            mark_written(self._written)
 
     def _prepare(self) -> None:
         if self._under_way is not None:
@@ -141,12 +141,14 @@ class _Piece:
             self._allocate()
         assert self._wire is not None
         if transport.rank == src:
-            for twin, tensor in zip(self._twins, self._strided, strict=True):
-                twin.copy_(tensor)
-            if self._slots:
-                torch._foreach_copy_(self._slots, self._bytes)
+            with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+                for twin, tensor in zip(self._twins, self._strided, strict=True):
+                    twin.copy_(tensor)
+                if self._slots:
+                    torch._foreach_copy_(self._slots, self._bytes)
         return transport.broadcast(self._wire, src)
 
+    @torch.inference_mode()  # see `launch`
     def land(self) -> None:
         """Write what has arrived into the tensors."""
         if self._slots:
@@ -202,7 +204,7 @@ class _Broadcast(Work):
                 self._works.popleft()
         finally:
             if self._written:
-                torch.autograd.graph.increment_version(self._written)
+                mark_written(self._written)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for _, work in self._works)

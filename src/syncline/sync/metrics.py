@@ -19,6 +19,7 @@ from torch import Tensor
 from syncline.given import checked_number, what_it_is
 from syncline.plan.trees import leaves, map_leaves
 from syncline.sync.agreement import PAYLOAD_BYTES, exchange, gather_rows
+from syncline.sync.tensors import check_dense
 from syncline.transport.base import Transport, Work
 
 __all__ = ["checked_total", "weighted_mean"]
@@ -67,10 +68,7 @@ def _described(values: Any) -> tuple[list[str], list[Any]]:
     lines, found = [], []
     for path, leaf in leaves(values, "values"):
         if isinstance(leaf, Tensor):
-            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
-                raise TypeError(
-                    f"expected a dense tensor at {path}, got {leaf.layout}, {leaf.dtype}, {leaf.device}"
-                )
+            check_dense(path, leaf)
             lines.append(f"{path}  {leaf.dtype} {tuple(leaf.shape)}")
         elif isinstance(leaf, Real):
             lines.append(f"{path}  a number")

@@ -167,7 +167,8 @@ class BufferAverage(Work):
         while self._under_way:
             work, operation = self._under_way[0]
             work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            operation.land()
+            with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+                operation.land()
             self._under_way.pop(0)
 
     def is_completed(self) -> bool:

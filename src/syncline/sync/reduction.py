@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncline.plan.packing import CAP_BYTES, plan_pieces
-from syncline.sync.tensors import as_flat, is_plain, parts_of
+from syncline.sync.tensors import as_flat, is_plain, mark_written, parts_of
 from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
 
 __all__ = ["ReductionPlan", "TensorReducer", "check_reducible"]
@@ -213,13 +213,14 @@ class _Piece:
             wire = torch.empty(self._plan.numel, dtype=self._plan.dtype, device=self._plan.device)
             # The part of each member, in its shape; made in one call.
             self._views = torch._C._nn.unflatten_dense_tensors(wire, self._members)
-        if self._share == 0:
-            wire.zero_()
-        else:
-            if not self.travels_in_place:
-                self._copy(self._views, self._members)
-            if self._share is not None and self._share != 1:
-                wire.mul_(self._share)
+        with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+            if self._share == 0:
+                wire.zero_()
+            else:
+                if not self.travels_in_place:
+                    self._copy(self._views, self._members)
+                if self._share is not None and self._share != 1:
+                    wire.mul_(self._share)
         self._wire = wire
         self._work = transport.all_reduce(wire, op)
 
@@ -228,10 +229,11 @@ class _Piece:
         assert self._work is not None
         assert self._wire is not None
         self._work.wait(timeout_seconds)
-        if self._divisor != 1:
-            self._wire.div_(self._divisor)
-        if not self.travels_in_place:
-            self._copy(self._members, self._views)
+        with torch.inference_mode():  # see `launch`
+            if self._divisor != 1:
+                self._wire.div_(self._divisor)
+            if not self.travels_in_place:
+                self._copy(self._members, self._views)
         self._wire, self._views = None, ()
 
     def _copy(self, targets: _Tensors, sources: _Tensors) -> None:
@@ -264,8 +266,7 @@ class _Reduction(Work):
             self._pieces[0].land(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._pieces.popleft()
         if self._written:
-            # A backward through a graph that saved one of the tensors before is torch's usual error.
-            torch.autograd.graph.increment_version(self._written)
+            mark_written(self._written)
             self._written = ()
 
     def is_completed(self) -> bool:

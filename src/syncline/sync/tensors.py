@@ -17,6 +17,7 @@ from syncline.sync.optimizers import optimizer_leaves
 __all__ = [
     "as_bytes",
     "as_flat",
+    "check_dense",
     "distinct_tensors",
     "is_dense",
     "is_plain",
@@ -48,8 +49,7 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
 
     Raises:
         TypeError: something else, or a leaf that is no tensor; its path is named.
-        ValueError: a tensor that cannot be written in place: lazy, meta, sparse, expanded, or a subclass that
-            wraps others (DTensor).
+        ValueError: a tensor that `check_dense` refuses, or one that cannot be written in place (expanded).
 
     Example:
         >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
@@ -65,7 +65,7 @@ def distinct_tensors(
     seen: dict[int, list[Tensor]] = {}
     named: list[tuple[str, Tensor]] = []
     for name, tensor in walked:
-        _check_readable(name, tensor)
+        check_dense(name, tensor)
         if for_writing:
             _check_writable(name, tensor)
         others = seen.setdefault(tensor.data_ptr() or id(tensor), [])
@@ -135,17 +135,34 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
         yield path or "tensor", leaf
 
 
-def _check_readable(name: str, tensor: Tensor) -> None:
-    if type(tensor) not in _OWN_MEMORY:
-        if is_lazy(tensor):
-            raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
-        if hasattr(tensor, "__tensor_flatten__"):
-            raise ValueError(
-                f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass those (to_local())"
-            )
-    if tensor.layout != torch.strided or tensor.is_quantized:
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose values are not simply in its own memory, whatever the engine.
+
+    Raises:
+        ValueError: it is lazy, nested, sparse, quantized, on the meta device, or a subclass that wraps others
+            (DTensor).
+
+    Example:
+        >>> check_dense("x", torch.eye(2).to_sparse())
+        Traceback (most recent call last):
+        ValueError: expected x to be a dense tensor, got torch.sparse_coo: pass its values, or to_dense()
+    """
+    if type(tensor) not in _OWN_MEMORY and is_lazy(tensor):
+        raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
+    if tensor.is_nested:
+        raise ValueError(f"expected {name} to be a dense tensor, got a nested one: pass its parts (unbind())")
+    if type(tensor) not in _OWN_MEMORY and hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(
-            f"{name} is {tensor.layout}, {tensor.dtype}: expected a dense tensor that is not quantized"
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass those (to_local())"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"expected {name} to be a dense tensor, got {tensor.layout}: pass its values, or to_dense()"
+        )
+    if tensor.is_quantized:
+        raise ValueError(
+            f"expected {name} to be a dense tensor, got a quantized one ({tensor.dtype}): pass int_repr(), or "
+            "dequantize()"
         )
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device, it has no values: materialize it first (to_empty)")

@@ -247,6 +247,7 @@ def _synchronize(tensor: Tensor) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
+@torch.inference_mode()  # a rank may have called in it, so that its part can be written there alone
 def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
     dtype = parts[0].dtype
     total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]

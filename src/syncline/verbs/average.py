@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from syncline.given import checked_flag, checked_number
@@ -21,7 +20,7 @@ from syncline.sync.metrics import checked_total
 from syncline.sync.optimizers import OptimizerNumbers, is_setting
 from syncline.sync.pooling import BufferAverage, running_statistics
 from syncline.sync.reduction import ReductionPlan, TensorReducer, check_reducible
-from syncline.sync.tensors import distinct_tensors, named_tensors, walk
+from syncline.sync.tensors import distinct_tensors, mark_written, named_tensors, walk
 from syncline.transport.base import Transport, Work
 from syncline.verbs.common import Group, WorkThen, refuse_one_copy
 from syncline.world import transport_of
@@ -187,12 +186,13 @@ class _Averaged:
         return BufferAverage(self._others, self._pairs, transport, counts=share > 0, share=share)
 
     def _finish(self) -> None:
-        for step, twin in self._steps:
-            step.data.copy_(twin)
+        with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+            for step, twin in self._steps:
+                step.data.copy_(twin)
         if self._numbers is not None:
             self._numbers.write_back()
         have_met(self._means)
-        increment_version([*self._others, *(step for step, _ in self._steps)])
+        mark_written([*self._others, *(step for step, _ in self._steps)])
 
 
 # ---------------------------------------------------------------------- a module

@@ -53,7 +53,8 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
 
     Raises:
         ContractMismatch: the ranks' values have different structures; the same text on every rank.
-        ValueError: a weight is negative, infinite or NaN, or all weights are 0; on every rank.
+        ValueError: a weight is negative, infinite or NaN, or all weights are 0; a tensor is not dense (sparse, nested,
+            quantized); on every rank.
         TypeError: a leaf is neither number nor tensor; on every rank.
 
     Example:
