@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -53,3 +54,27 @@ def test_a_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch)
     assert not own.has_ended()
     assert not own.is_stopped()
     assert RankProcess.own() is None
+
+
+def test_numbers_of_another_container_are_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "readlink", lambda path: "1" if os.getpid() != 1 else "2")
+    assert RankProcess.own() is None
+
+
+def test_an_end_is_seen_where_no_more_files_can_be_opened() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = RankProcess.here(child.pid)
+    assert process is not None
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open("/proc/self/stat", os.O_RDONLY)
+        had_ended = process.has_ended()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        has_ended = process.has_ended()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    child.communicate()
+    assert (had_ended, has_ended) == (False, True)

@@ -63,7 +63,7 @@ class _Presence:
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
-    """What a rank has said of itself; `bytes.fromhex` and `pidfd_open` can work with it."""
+    """What a rank has said of itself; `bytes.fromhex` and `Peers` can work with it."""
     where = f"rank {rank} on how it can share memory"
     found = decode(_Presence, row, where)
     if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):
