@@ -136,7 +136,18 @@ def a_nan_is_the_maximum_and_the_minimum(t: Transport) -> None:
             assert torch.equal(part.nan_to_num(99), here.nan_to_num(99))
 
 
+def what_was_made_in_inference_mode_is_reduced(t: Transport) -> None:
+    with torch.inference_mode():
+        made = torch.full((3, 2), float(t.rank))
+    mean = (t.size - 1) / 2
+    for op, expected in {"mean": mean, "sum": t.size * mean}.items():
+        sl.all_reduce_(made, op, group=t)  # type: ignore[call-overload]
+        assert made.unique().tolist() == [expected]
+    can_still_be_used(t)
+
+
 PROGRAMS = (
+    what_was_made_in_inference_mode_is_reduced,
     what_differs_is_shown_and_nothing_is_written,
     what_one_rank_cannot_do_all_are_told_of,
     how_a_tensor_lies_in_memory_is_its_ranks_affair,

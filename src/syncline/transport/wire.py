@@ -47,7 +47,16 @@ def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
         return tensor.to(torch.int32), _as_it_is
     if op in ("max", "min") and tensor.is_floating_point():
         return _in_order(tensor.detach(), op), _out_of_order
+    if tensor.is_inference():
+        return _alias(tensor), None
     return (tensor.detach() if tensor.requires_grad else tensor), None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return an ordinary tensor in the memory of an inference tensor, which Gloo cannot divide for a mean."""
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], object] | None:
