@@ -522,7 +522,10 @@ def test_a_module_that_changes_goes_on_with_what_was_kept() -> None:
         assert state is not None
         before = state.state_dict()["0.weight.residual"]
         assert before.any()
-        net.append(nn.Linear(4, 16))
+        added = nn.Linear(4, 16)
+        for parameter in added.parameters():
+            nn.init.constant_(parameter, 0.1)
+        net.append(added)
         ddp(batch_of(transport.rank, 1))
         assert torch.equal(state.state_dict()["0.weight.residual"], before)
         backward(ddp, transport.rank, 1)
