@@ -449,7 +449,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 def _then_divide(target: Tensor, size: int) -> Callable[[], object]:
     def finish() -> None:
-        with writing(target):
+        with writing():
             target.detach().div_(size)
 
     return finish

@@ -473,12 +473,12 @@ def _then(action: Callable[[], object]) -> Phase:
 
 
 def _divide(tensor: Tensor, size: int) -> None:
-    with writing(tensor):
+    with writing():
         tensor.detach().div_(size)
 
 
 def _fill(target: Tensor, values: Tensor) -> None:
-    with writing(target):
+    with writing():
         target.detach().view(-1).copy_(values)
 
 
@@ -490,6 +490,6 @@ def _put_in_rank_order(target: Tensor, parts: Tensor, hosts: Hosts, part_bytes: 
     """From one row of parts a host, filled up to the widest, to rank order."""
     rows = parts.view(len(hosts.members), hosts.widest, part_bytes)
     in_order = target.view(len(hosts.host_of), part_bytes)
-    with writing(target):
+    with writing():
         for host, ranks in enumerate(hosts.members):
             in_order[list(ranks)] = rows[host, : len(ranks)]

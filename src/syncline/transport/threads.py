@@ -88,7 +88,7 @@ class _ThreadsWork(Work):
         result = transport._room.wait(transport.rank, self._meeting, timeout)
         if self._target is not None:
             part = result[transport.rank] if isinstance(result, list) else result
-            with writing(self._target):
+            with writing():
                 self._target.detach().view(-1).copy_(part)
             _synchronize(self._target)
         self._meeting = None

@@ -8,7 +8,7 @@ they travel as integers in the same order, in which NaN comes last or first, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -41,19 +41,18 @@ def movable(tensor: Tensor) -> Tensor:
 
 def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
     """`tensor` in a dtype that every backend reduces right; and how values come back, None where it is its memory."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.detach()), None
     if tensor.dtype is torch.int16:
         return tensor.to(torch.int32), _as_it_is
     if op in ("max", "min") and tensor.is_floating_point():
         return _in_order(tensor.detach(), op), _out_of_order
-    if tensor.is_inference():
-        return _alias(tensor), None
-    return (tensor.detach() if tensor.requires_grad else tensor), None
+    wire = tensor.detach() if tensor.requires_grad else tensor
+    if op == "mean" and wire.device.type == "cpu":
+        wire = _alias(wire)
+    return (torch.view_as_real(wire) if wire.is_complex() else wire), None
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor in the memory of an inference tensor, which Gloo cannot divide for a mean."""
+    """Return an ordinary tensor in the same memory: Gloo divides for a mean, and may not write an inference tensor."""
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -65,15 +64,18 @@ def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], 
         return None
 
     def finish() -> None:
-        with writing(target):
+        with writing():
             target.detach().view(-1).copy_(back(result).view(-1))
 
     return finish
 
 
-def writing(target: Tensor) -> AbstractContextManager[object]:
-    """Inference tensors are written in inference mode alone; a backend of torch writes them anywhere."""
-    return torch.inference_mode() if target.is_inference() else nullcontext()
+def writing() -> AbstractContextManager[object]:
+    """Inference mode, where every tensor may be written; elsewhere those that were made in it may not.
+
+    (`is_inference` is no help: `.data` of an inference tensor says no, a view of that still cannot be written.)
+    """
+    return torch.inference_mode()
 
 
 def _as_it_is(result: Tensor) -> Tensor:
