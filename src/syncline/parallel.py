@@ -50,7 +50,7 @@ from syncline.sync.join import NOT_WITH_JOIN, JoinBlock, ShadowHook, joined_forw
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions, OnNonFinite
-from syncline.sync.outputs import tensors_in, when_backward_reaches
+from syncline.sync.outputs import when_backward_reaches_any
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import select
 from syncline.sync.stop_vote import StopVote, Told
@@ -332,10 +332,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
             self._run_buffer_hook(replica.buffer_hook)
         if self.static_graph and torch.is_grad_enabled():
             # A re-entrant checkpoint's backward runs inside of the one that begins at an output.
-            hook = replica.gradients.outermost_hook()
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    when_backward_reaches(tensor, hook)
+            when_backward_reaches_any(output, replica.gradients.outermost_hook())
         if (
             synchronizes
             and self.training

@@ -31,7 +31,7 @@ from syncline.sync.inventory import Inventory
 from syncline.sync.one_copy import one_copy_of, written_elsewhere
 from syncline.sync.optimizers import parameters_of
 from syncline.sync.options import GradientOptions
-from syncline.sync.outputs import tensors_in, when_backward_reaches
+from syncline.sync.outputs import when_backward_reaches_any
 from syncline.sync.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.sync.selection import Selection, select
 from syncline.sync.stop_vote import StopVote, Told
@@ -371,10 +371,7 @@ class Replica:
 
     def follow_in_backward(self, output: object) -> None:
         """The module has changed: let the backward of this forward begin with an agreement on what it is now."""
-        follow = _weakly(self._follow_changes)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                when_backward_reaches(tensor, follow)
+        when_backward_reaches_any(output, _weakly(self._follow_changes))
 
     def _has_changed(self) -> bool:
         """Whether the module was changed since the ranks agreed on it."""

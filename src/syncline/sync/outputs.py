@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["tensors_in", "when_backward_reaches"]
+__all__ = ["tensors_in", "when_backward_reaches", "when_backward_reaches_any"]
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
@@ -46,3 +46,10 @@ def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
         tensor.register_hook(call)
     else:  # a hook on the node costs a third of one on the tensor
         tensor.grad_fn.register_prehook(call)
+
+
+def when_backward_reaches_any(output: object, call: Callable[[Any], None]) -> None:
+    """Let `call` be called at each tensor of `output` that requires grad, when a backward comes to it."""
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            when_backward_reaches(tensor, call)

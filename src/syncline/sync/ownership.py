@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from syncline.sync.outputs import tensors_in, when_backward_reaches
+from syncline.sync.outputs import when_backward_reaches_any
 from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.usage import GraphUsage
 
@@ -64,9 +64,7 @@ class Ownership:
 
     def watch(self, output: object) -> None:
         """A forward of the wrapper ended: note the backward that comes by its output."""
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                when_backward_reaches(tensor, self._note)
+        when_backward_reaches_any(output, self._note)
 
     def _note(self, gradient: object) -> None:
         if self._heir is not None:
