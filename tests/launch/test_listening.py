@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from launcher_server import Server
 
-from syncline.cli import main
 from syncline.listening import bound_socket, interface_of
 
 JOINED = """
@@ -83,29 +82,6 @@ def test_host_says_where_several_hosts_listen(server: Server, tmp_path: Path) ->
     assert listening_addresses([launchers[1].pid]) == set()
     (tmp_path / "end").touch()
     assert [launcher.wait().returncode for launcher in launchers] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--host", "192.0.2.1"], "--host 192.0.2.1: expected an address of this host"),
-        (
-            ["--nnodes", "2", "--host", "127.0.0.1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:29400"],
-            "--host 127.0.0.1: not known to --rdzv-backend c10d",
-        ),
-    ],
-)
-def test_a_host_that_cannot_be_is_refused(
-    options: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "program.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", *options, "program.py"]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_a_bound_socket_holds_its_port() -> None:

@@ -52,6 +52,14 @@ def clean_environment() -> dict[str, str]:
         (["-n", "2"], "no script given"),
         (["--nod-rank", "1", "program.py"], "did you mean --node-rank"),
         (["--nnodes", "0", "program.py"], "--nnodes 0"),
+        (["--host", "192.0.2.1", "program.py"], "--host 192.0.2.1: expected an address of this host"),
+        (
+            [
+                *("--nnodes", "2", "--host", "127.0.0.1"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "h:29400", "program.py"),
+            ],
+            "--host 127.0.0.1: not known to --rdzv-backend c10d",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
