@@ -59,9 +59,19 @@ class Run:
             self.state.step += 1
 
     def now(self) -> str:
-        torch.set_printoptions(profile="full", precision=10)
         found = self.state.state_dict()
-        return repr({name: found[name] for name in found if name != "rng"}) + str(torch.get_rng_state().sum())
+        return repr(_exact({name: found[name] for name in found if name != "rng"})) + str(
+            torch.get_rng_state().sum()
+        )
+
+
+def _exact(value: Any) -> Any:
+    """As it is, with the numbers of each tensor in full: how many are printed is no rank's own affair."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: _exact(part) for key, part in value.items()}
+    return type(value)(map(_exact, value)) if isinstance(value, list | tuple) else value
 
 
 HOW: dict[str, dict[str, Any]] = {
