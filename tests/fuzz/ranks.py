@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,21 @@ from syncline.world import transport_of
 from .interpreter import Outcome, alone, on_rank
 from .program import Layer, Model, Optimizer, Program, Step
 
-__all__ = ["WAYS", "Entry", "run_programs"]
+__all__ = ["WAYS", "Entry", "Job", "run_programs"]
 
 WAYS = ("torch", "gloo", "shm")
 """Torch's class; ours over Gloo, and over shared memory."""
 Entry = tuple[int, str, Outcome | None]
 """The number of a program, the way, and the outcome; None when it begins."""
+
+
+class Job(NamedTuple):
+    """One program to run in one way."""
+
+    number: int
+    program: Program
+    way: str
+
 
 _GRACE_SECONDS = 0.7
 """How long a rank that has ended waits for the other one, before it makes its end known."""
@@ -50,15 +59,12 @@ _WATCHDOG_SECONDS = 60.0
 _WARM_UP = Program((Model((Layer("linear"),)),), (), (Optimizer("adamw", (0,)),), (Step(0),))
 
 
-def run_programs(
-    programs: list[Program], folder: str, ways: tuple[str, ...] = WAYS, wraps: dict[str, Any] | None = None
-) -> None:
+def run_programs(jobs: list[Job], folder: str, wraps: dict[str, Any] | None = None) -> None:
     """Run programs on this rank; a file of this rank's in `folder` gets an entry before and after each run.
 
     Args:
-        programs: the same on both ranks.
+        jobs: the same on both ranks.
         folder: where the entries go.
-        ways: in which to run each.
         wraps: the class for each way, where it is not the usual one.
     """
     torch.set_num_threads(1)
@@ -66,16 +72,15 @@ def run_programs(
     gc.collect()
     gc.freeze()  # what is there already is not looked through after each run
     peer = _Peer()
-    open_ways = [_Way(way, peer, (wraps or {}).get(way)) for way in ways]
+    ways = {way: _Way(way, peer, (wraps or {}).get(way)) for way in dict.fromkeys(job.way for job in jobs)}
     with (Path(folder) / f"{dist.get_rank()}").open("ab") as file:
-        for number, program in enumerate(programs):
-            for way in open_ways:
-                faulthandler.dump_traceback_later(_WATCHDOG_SECONDS, exit=True, file=sys.__stderr__)
-                _write(file, (number, way.name, None))
-                _write(file, (number, way.name, way.run(program)))
+        for number, program, way in jobs:
+            faulthandler.dump_traceback_later(_WATCHDOG_SECONDS, exit=True, file=sys.__stderr__)
+            _write(file, (number, way, None))
+            _write(file, (number, way, ways[way].run(program)))
     faulthandler.cancel_dump_traceback_later()
-    for way in open_ways:
-        way.close()
+    for opened in ways.values():
+        opened.close()
 
 
 def _write(file: BinaryIO, entry: Entry) -> None:

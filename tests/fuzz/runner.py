@@ -1,12 +1,17 @@
-"""Gives programs to two warm ranks, judges what comes back, and replaces ranks that hang or die."""
+"""Gives programs to pairs of warm ranks, judges what comes back, and replaces ranks that hang or die.
+
+Wrong programs spend their time in waiting for ranks that do not come, and in the end of processes under torch's class.
+So there are more pairs than the machine has cores for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,14 +24,20 @@ from .facts import facts_of
 from .interpreter import Outcome, alone
 from .oracle import Report, Verdict, judge
 from .program import Program
-from .ranks import WAYS, Entry, run_programs
+from .ranks import WAYS, Entry, Job, run_programs
 from .shrink import shrink
 from .text import text_of
 
 __all__ = ["Runner", "Tally", "report_of"]
 
-_BATCH = 20
+_NUM_PAIRS = 3
+_BATCH = 10
 _JOB_SECONDS = 600.0
+_GRACE_SECONDS = 0.5
+"""How long a rank goes on when the other one has died: it waits for that one."""
+
+Both = tuple[Report, Report]
+"""Of one program, on each rank."""
 
 
 @dataclass
@@ -63,22 +74,37 @@ class Runner:
     """
 
     def __init__(self, wraps: dict[str, Any] | None = None) -> None:
-        self._pool = RankPool()
+        # Not torch's own warnings of lost connections: many programs lose them.
+        self._environment = environment.export({"TORCH_CPP_LOG_LEVEL": "ERROR"})
+        self._pool = RankPool(grace_seconds=_GRACE_SECONDS)
+        self._threads = ThreadPoolExecutor(_NUM_PAIRS)
         self._wraps = wraps
 
     def close(self) -> None:
         """End the ranks."""
+        self._threads.shutdown()
         self._pool.close()
+        environment.restore(self._environment)
 
     def verdicts(
         self, programs: Iterable[Program], ways: tuple[str, ...] = WAYS
     ) -> Iterator[tuple[Program, Verdict]]:
         """Each program with its verdict, in order."""
-        numbered = iter(programs)
-        while batch := list(islice(numbered, _BATCH)):
-            for program, both in zip(batch, self._reports(batch, ways), strict=True):
-                one = alone(program) if facts_of(program).has_one_process_meaning else None
-                yield program, judge(program, both, one)
+        left = iter(programs)
+        under_way: deque[tuple[list[Program], Future[list[Both]]]] = deque()
+        try:
+            while True:
+                while len(under_way) <= _NUM_PAIRS and (batch := list(islice(left, _BATCH))):
+                    under_way.append((batch, self._threads.submit(self._reports, batch, ways)))
+                if not under_way:
+                    return
+                batch, reports = under_way.popleft()
+                for program, both in zip(batch, reports.result(), strict=True):
+                    one = alone(program) if facts_of(program).has_one_process_meaning else None
+                    yield program, judge(program, both, one)
+        finally:
+            for _, reports in under_way:
+                reports.cancel()
 
     def fails_alike(self, program: Program, verdict: Verdict) -> Verdict | None:
         """The verdict of another run, if it has the same first fault."""
@@ -107,44 +133,44 @@ class Runner:
                 return program, its
         return None, None
 
-    def _reports(self, programs: list[Program], ways: tuple[str, ...]) -> list[tuple[Report, Report]]:
+    def _reports(self, programs: list[Program], ways: tuple[str, ...]) -> list[Both]:
         """The outcomes of each program, on both ranks."""
-        found: list[tuple[Report, Report]] = [({}, {}) for _ in programs]
-        for number, _ in enumerate(programs):
+        found: list[Both] = [({}, {}) for _ in programs]
+        while left := _left(programs, ways, found):
+            text = self._job(left, found)
+            if _left(programs, ways, found) == left:
+                raise RuntimeError(f"no program ran:\n{text}")
             # A job ends early where a rank dies: what is left goes to fresh ranks.
-            while left := tuple(way for way in ways if any(way not in report for report in found[number])):
-                alike = left == ways
-                job = programs[number:] if alike else programs[number : number + 1]
-                self._job(job, left, found[number:])
         return found
 
-    def _job(
-        self, programs: list[Program], ways: tuple[str, ...], found: list[tuple[Report, Report]]
-    ) -> None:
-        """Run programs in these ways; outcomes are added to what was found."""
+    def _job(self, left: list[Job], found: list[Both]) -> str:
+        """Add outcomes to what was found; the words of the ranks."""
         with tempfile.TemporaryDirectory(prefix="syncline-fuzz-") as folder:
             tasks = self._pool.tasks(
                 2,
                 module=run_programs.__module__,
                 qualname=run_programs.__qualname__,
-                arguments={"programs": programs, "folder": folder, "ways": ways, "wraps": self._wraps},
+                arguments={"jobs": left, "folder": folder, "wraps": self._wraps},
                 timeout_seconds=_JOB_SECONDS,
                 warning_filters=("ignore",),
             )
-            # Not torch's own warnings of lost connections: many programs lose them.
-            before = environment.export({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-            try:
-                outcomes = self._pool.run(tasks)
-            finally:
-                environment.restore(before)
+            text = "\n".join(outcome.text for outcome in self._pool.run(tasks))
             entries = [_entries(Path(folder) / str(rank)) for rank in range(2)]
         for number, way, _ in (entry for of_rank in entries for entry in of_rank):
             for report, of_rank in zip(found[number], entries, strict=True):
                 ended = [outcome for n, w, outcome in of_rank if (n, w) == (number, way) and outcome]
-                text = "\n".join(outcome.text for outcome in outcomes)
                 report[way] = ended[0] if ended else Outcome(error=f"Died: {text}", kinds=("Died",))
-        if not any(found[0]):
-            raise RuntimeError("no program ran:\n" + "\n".join(outcome.text for outcome in outcomes))
+        return text
+
+
+def _left(programs: list[Program], ways: tuple[str, ...], found: list[Both]) -> list[Job]:
+    """What has not run yet."""
+    return [
+        Job(number, program, way)
+        for number, program in enumerate(programs)
+        for way in ways
+        if any(way not in report for report in found[number])
+    ]
 
 
 def report_of(program: Program, verdict: Verdict) -> str:

@@ -1,4 +1,8 @@
-"""A warm pool of rank processes: started once, torch imported once, a fresh process group for each test."""
+"""A warm pool of rank processes: torch imported beforehand, a fresh process group for each test.
+
+Ranks are forked from templates (see `template.py`). There are two, for even and for odd ranks: processes that were
+started apart hash strings otherwise, so that what depends on the order of a set differs between ranks here as well.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Lock
 from typing import Any
+
+from syncline.testing.template import WORKER, ForkedProcess, Template
 
 __all__ = ["Outcome", "RankPool", "Task"]
 
-_GRACE_SECONDS = 5.0
-"""How long the other ranks may take to end after one has failed."""
+_CAN_FORK = sys.platform == "linux"
+"""On macOS, libraries that torch needs do not work in a child."""
+_NUM_KINDS = 2
 _START_SECONDS = 300.0
 """How long a worker may take to start, on however busy a machine."""
 
@@ -50,7 +58,7 @@ class Outcome:
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     channel: Connection
     output: Path
     output_from: int = 0
@@ -91,13 +99,25 @@ class _Worker:
 
 
 class RankPool:
-    """Runs functions on n processes at once. Workers are started when first needed and used again."""
+    """Runs functions on n processes at once. Workers are started when first needed and used again.
 
-    def __init__(self) -> None:
-        self._workers: list[_Worker] = []
+    Several threads may run tasks at once; each gets workers of its own.
+
+    Args:
+        grace_seconds: how long the other ranks may take to end after one has failed.
+    """
+
+    def __init__(self, grace_seconds: float = 5.0) -> None:
+        self._grace_seconds = grace_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="syncline-ranks-")
+        self._lock = Lock()
         self._num_started = 0
         self._num_tasks = 0
+        self._idle: tuple[list[_Worker], ...] = tuple([] for _ in range(_NUM_KINDS))
+        self._templates = [
+            Template(Path(self._folder.name) / f"template-{kind}.log")
+            for kind in range(_NUM_KINDS if _CAN_FORK else 0)
+        ]
 
     def run(self, tasks: list[Task], killed: Collection[int] = ()) -> list[Outcome]:
         """Run one task on each rank and return their outcomes, in rank order.
@@ -109,9 +129,7 @@ class RankPool:
         A rank that does not end before its deadline, or soon after another rank failed, is "stuck": its stacks
         are part of the outcome. The processes of a test that failed are killed, for nobody knows their state.
         """
-        while len(self._workers) < len(tasks):
-            self._workers.append(self._start())
-        workers = self._workers[: len(tasks)]
+        workers = [self._take(rank % _NUM_KINDS) for rank in range(len(tasks))]
         outcomes: list[Outcome] = []
         try:
             for worker in workers:
@@ -122,12 +140,12 @@ class RankPool:
             outcomes = self._collect(workers, tasks[0].timeout_seconds, killed)
         finally:
             is_sound = outcomes and not {"failed", "stuck"} & {outcome.kind for outcome in outcomes}
-            for worker in workers:
+            for rank, worker in enumerate(workers):
                 if is_sound and worker.process.poll() is None:
                     worker.send("all ranks have ended")
+                    self._idle[rank % _NUM_KINDS].append(worker)
                 else:
                     worker.kill()
-                    self._workers.remove(worker)
         return outcomes
 
     def tasks(
@@ -141,8 +159,9 @@ class RankPool:
         warning_filters: tuple[str, ...],
     ) -> list[Task]:
         """The same task for each of `size` ranks, which find each other through a new file and a free port."""
-        self._num_tasks += 1
-        store_path = os.path.join(self._folder.name, f"store-{self._num_tasks}")
+        with self._lock:
+            self._num_tasks += 1
+            store_path = os.path.join(self._folder.name, f"store-{self._num_tasks}")
         master_port = _free_port()
         return [
             Task(
@@ -161,24 +180,34 @@ class RankPool:
 
     def close(self) -> None:
         """End all workers; they are idle, so nothing is lost."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        for workers in self._idle:
+            for worker in workers:
+                worker.kill()
+            workers.clear()
+        for template in self._templates:
+            template.close()
         self._folder.cleanup()
 
-    def _start(self) -> _Worker:
+    def _take(self, kind: int) -> _Worker:
+        """An idle worker, or a new one."""
+        with self._lock:
+            if self._idle[kind]:
+                return self._idle[kind].pop(0)
+            self._num_started += 1
+            output = Path(self._folder.name) / f"worker-{self._num_started}.log"
         ours, theirs = socket.socketpair()
-        self._num_started += 1
-        output = Path(self._folder.name) / f"worker-{self._num_started}.log"
         with theirs, output.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "syncline.testing.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is for the controller, which ends its workers itself.
-                start_new_session=True,
+            process = (
+                self._templates[kind].fork(theirs, output)
+                if self._templates
+                else subprocess.Popen(
+                    [sys.executable, "-m", WORKER, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # as template.py
+                )
             )
         worker = _Worker(process, Connection(ours.detach()), output)
         worker.send(list(sys.path))
@@ -199,7 +228,7 @@ class RankPool:
                 rank = channels.pop(channel)
                 outcomes[rank] = _outcome(workers[rank], must_be_killed=rank in killed)
                 if outcomes[rank].kind == "failed":
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + self._grace_seconds)
         for rank in channels.values():
             outcomes[rank] = Outcome(kind="stuck", text=_stacks(workers[rank]))
         return [outcomes[rank] for rank in range(len(workers))]

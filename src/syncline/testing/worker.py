@@ -1,10 +1,15 @@
-"""One rank process of the pool: `python -m syncline.testing.worker FD`. Ends when its channel does."""
+"""One rank process of the pool: `python -m syncline.testing.worker FD`. Ends when its channel does.
+
+With `--fork` it is a template, which forks such processes. It computes nothing and starts no thread, so that its
+children are as good as an interpreter that has just imported torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import importlib
+import os
 import pickle
 import signal
 import sys
@@ -13,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import pytest
@@ -25,21 +31,65 @@ from _pytest.config import Config, get_config, parse_warning_filter
 from syncline import environment
 from syncline.process import end_with_parent
 from syncline.testing.pool import Outcome, Task
+from syncline.testing.template import FORKS, Request
 from syncline.world import shutdown
 
 __all__ = ["main"]
 
+_SLOW_TO_IMPORT = "torch._dynamo"
+"""torch does so at the first step of an optimizer, and for checkpoints of activations."""
 
-def main(file_descriptor: int) -> None:
-    """Run tasks until the controller closes the channel."""
+
+def main(file_descriptor: int, *, forks: bool) -> None:
+    """Be a worker, or a template."""
     end_with_parent()
+    _rewrite_assertions()
+    if not forks:
+        _work(Connection(file_descriptor))
+        return
+    importlib.import_module(_SLOW_TO_IMPORT)
+    template_pid = os.getpid()
+    child = _fork_on_request(file_descriptor)
+    if child is not None:
+        end_with_parent(template_pid)
+        os.setsid()
+        channel, output = child
+        _print_to(output)
+        _work(Connection(channel))
+
+
+def _fork_on_request(file_descriptor: int) -> tuple[int, str] | None:
+    """Answer requests until the pool closes the channel; return in a child, with its channel and where it prints."""
+    with contextlib.suppress(EOFError, OSError), Connection(file_descriptor) as channel:
+        while True:
+            request: Request = channel.recv()
+            if request.verb == "fork":
+                handle = recv_handle(channel)
+                pid = os.fork()
+                if not pid:
+                    return handle, request.output
+                os.close(handle)
+                channel.send(pid)
+            else:
+                ended, status = os.waitpid(request.pid, 0 if request.verb == "wait" else os.WNOHANG)
+                channel.send(os.waitstatus_to_exitcode(status) if ended else None)
+    return None
+
+
+def _print_to(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
+
+
+def _work(channel: Connection) -> None:
+    """Run tasks until the controller closes the channel."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    channel = Connection(file_descriptor)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
         sys.path[:] = pickle.loads(channel.recv_bytes())
-        _rewrite_assertions()
         channel.send_bytes(b"ready")
         while True:
             message = channel.recv_bytes()
@@ -135,4 +185,4 @@ def _rewrite_assertions() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), forks=FORKS in sys.argv)
