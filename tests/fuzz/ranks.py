@@ -46,13 +46,13 @@ class Job(NamedTuple):
     way: str
 
 
-_GRACE_SECONDS = 0.7
+_GRACE_SECONDS = 0.3
 """How long a rank that has ended waits for the other one, before it makes its end known."""
 _NOTICED_SECONDS = 5.0
 """How long the other one may take to notice."""
-_TIMEOUT_SECONDS = {"torch": 5.0, "gloo": 8.0, "shm": 8.0}
+_TIMEOUT_SECONDS = {"torch": 3.0, "gloo": 8.0, "shm": 8.0}
 """After which a collective that nobody joins fails."""
-_PLAIN_TIMEOUT_SECONDS = 4.0
+_PLAIN_TIMEOUT_SECONDS = 2.0
 """The same of the program's own collectives."""
 _WATCHDOG_SECONDS = 60.0
 """After which this process is ended: nothing else has ended the wait."""

@@ -30,7 +30,7 @@ from .text import text_of
 
 __all__ = ["Runner", "Tally", "report_of"]
 
-_NUM_PAIRS = 3
+_NUM_PAIRS = 4
 _BATCH = 10
 _JOB_SECONDS = 600.0
 _GRACE_SECONDS = 0.5
@@ -87,14 +87,14 @@ class Runner:
         environment.restore(self._environment)
 
     def verdicts(
-        self, programs: Iterable[Program], ways: tuple[str, ...] = WAYS
+        self, programs: Iterable[Program], ways: tuple[str, ...] = WAYS, batch_size: int = _BATCH
     ) -> Iterator[tuple[Program, Verdict]]:
         """Each program with its verdict, in order."""
         left = iter(programs)
         under_way: deque[tuple[list[Program], Future[list[Both]]]] = deque()
         try:
             while True:
-                while len(under_way) <= _NUM_PAIRS and (batch := list(islice(left, _BATCH))):
+                while len(under_way) <= _NUM_PAIRS and (batch := list(islice(left, batch_size))):
                     under_way.append((batch, self._threads.submit(self._reports, batch, ways)))
                 if not under_way:
                     return
@@ -127,7 +127,8 @@ class Runner:
         self, programs: Sequence[Program], verdict: Verdict
     ) -> tuple[Program | None, Verdict | None]:
         fault = verdict.faults[0]
-        for program, its in self.verdicts(programs, ("torch", fault.way)):
+        batch_size = -(-len(programs) // _NUM_PAIRS)
+        for program, its in self.verdicts(programs, ("torch", fault.way), batch_size):
             alike = its.faults and its.faults[0].signature == fault.signature and its.torch == verdict.torch
             if alike:
                 return program, its
