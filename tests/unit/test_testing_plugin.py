@@ -56,6 +56,14 @@ def test_a_broken_group_does_not_reach_the_next_test(nth: int) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("nth", [0, 1])
+def test_what_is_patched_is_so_in_one_test(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dist.is_available()
+    if nth == 0:
+        monkeypatch.setattr(dist, "is_available", lambda: False)
+
+
+@pytest.mark.ranks(2)
 def test_warnings_are_errors_as_configured() -> None:
     import warnings
 

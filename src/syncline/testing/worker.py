@@ -103,8 +103,10 @@ def _work(channel: Connection) -> None:
 
 
 def _run(message: bytes) -> Outcome:
+    patches: list[pytest.MonkeyPatch] = []
     try:
         task: Task = pickle.loads(message)
+        patches = [value for value in task.arguments.values() if isinstance(value, pytest.MonkeyPatch)]
         with _environment(task), warnings.catch_warnings():
             function = _find(task)
             for text in task.warning_filters:
@@ -117,6 +119,9 @@ def _run(message: bytes) -> Outcome:
         return Outcome(kind="xfailed", text=str(xfail))
     except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
         return Outcome(kind="failed", text=_traceback())
+    finally:
+        for patch in patches:  # a copy of the fixture, of whose patches pytest's own process knows nothing
+            patch.undo()
     return Outcome(kind="passed")
 
 
