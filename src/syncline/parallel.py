@@ -669,6 +669,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
                 f"{replica.plan.transport}"
             )
         return JoinBlock(
+            replica.transport,
             [self],
             throw_on_early_termination=throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,

@@ -61,6 +61,20 @@ def test_a_killed_peer_is_a_lost_peer_with_rank_step_phase_and_parameters() -> N
     assert "rank 1: its process has ended" in text
 
 
+@pytest.mark.ranks(2, killed=[1])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("has_inputs", [True, False])
+def test_a_peer_killed_inside_of_join_is_a_lost_peer(has_inputs: bool, transport: str) -> None:
+    sl.init(transport=transport)
+    ddp = sl.DistributedDataParallel(Net())
+    with pytest.raises(PeerLost, match="rank 1: its process has ended"), ddp.join():
+        step(ddp)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if has_inputs:
+            step(ddp)
+
+
 @pytest.mark.ranks(2)
 def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs() -> None:
     sl.init(timeout=60)

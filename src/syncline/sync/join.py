@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from syncline.sync.buffers import BufferSync
 from syncline.sync.gradients import GradientSync
 from syncline.transport.base import Transport
+from syncline.transport.c10d_work import errors_in_our_words
 
 __all__ = [
     "NOT_WITH_JOIN",
@@ -30,6 +31,7 @@ __all__ = [
 
 NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
 """Why sharded replicas cannot join."""
+_COUNT = "torch's count of the ranks that have inputs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,17 @@ def outside_of_join() -> _JoinConfig:
 
 
 class JoinBlock(Join):
-    """torch's `Join`, after which its joinables are outside of it again; torch's leaves them as they are inside."""
+    """torch's `Join`, after which its joinables are outside of it again; torch's leaves them as they are inside.
+
+    Args:
+        transport: over the same ranks.
+        joinables: as `Join`.
+        options: as `Join`.
+    """
+
+    def __init__(self, transport: Transport, joinables: list[Joinable], **options: bool) -> None:
+        super().__init__(joinables, **options)
+        self._transport: Any = transport
 
     def __enter__(self) -> None:
         self._set_joinable_configs()  # it may be entered again
@@ -61,7 +73,8 @@ class JoinBlock(Join):
 
     def __exit__(self, *raised: Any) -> None:
         try:
-            super().__exit__(*raised)
+            with errors_in_our_words(self._transport, _COUNT):
+                super().__exit__(*raised)
         finally:
             for joinable in self._joinables:
                 joinable._join_config = outside_of_join()
@@ -100,11 +113,13 @@ def joined_forward_begins(
         synchronizes: whether this iteration reduces gradients on this rank.
         counts_all_ranks: divide gradients by the number of all ranks, not of those that still have inputs.
     """
-    work = Join.notify_join_context(joinable)
-    if work is not None:
-        work.wait()
-        if not counts_all_ranks:
-            gradients.num_contributing = int(work.result()[0].item())
+    watched: Any = transport
+    with errors_in_our_words(watched, _COUNT):
+        work = Join.notify_join_context(joinable)
+        if work is not None:
+            work.wait()
+    if work is not None and not counts_all_ranks:
+        gradients.num_contributing = int(work.result()[0].item())
     _sync_buffers(buffers, agree_on_iteration(transport, has_inputs=True, synchronizes=synchronizes))
 
 

@@ -6,17 +6,19 @@ the operation, as torch does, and errors come from the backend's own watchdog, u
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 from torch import _C
 
 from syncline.errors import SynclineError
-from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
+from syncline.transport.health import is_of_backend
+from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
 
-__all__ = ["C10dWork", "MessageWork"]
+__all__ = ["C10dWork", "MessageWork", "errors_in_our_words"]
 
 _CONTEXT = "context"
 """Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
@@ -98,6 +100,24 @@ class C10dWork(WatchedWork):
             work.wait()  # it ended just now, or says once more what went wrong
             return True
         return False
+
+
+@contextlib.contextmanager
+def errors_in_our_words(transport: Watched, call: str) -> Iterator[None]:
+    """What a backend raises in a call that torch makes on its own group, as if it were a call of the transport's.
+
+    Args:
+        transport: over the same ranks.
+        call: for messages.
+    """
+    try:
+        yield
+    except SynclineError:
+        raise
+    except RuntimeError as error:
+        if not is_of_backend(error):
+            raise
+        raise transport.health.broken_by(error, C10dWork(transport, call, "", None)) from None
 
 
 def _thread_holds_context() -> bool:

@@ -433,6 +433,11 @@ def _without_cpp_frames(message: str) -> str:
     return message.partition("\nException raised from ")[0].rstrip()
 
 
+def is_of_backend(error: RuntimeError) -> bool:
+    """Whether the text is one of those by which a backend says that peers did not come, or are gone."""
+    return _meaning(str(error))[0] is not SynclineError
+
+
 def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
     """What a backend's error message stands for: our error, what happened, what to do."""
     words = message.lower()
