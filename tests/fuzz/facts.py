@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from .program import (
     Backward,
+    Clip,
     Drop,
     Flag,
     Forward,
@@ -21,6 +22,7 @@ from .program import (
     Statement,
     Step,
     ZeroGrad,
+    statements_of,
 )
 
 __all__ = ["Facts", "facts_of", "kinds_in"]
@@ -48,6 +50,8 @@ class Facts:
     """A backward goes through `.module`."""
     backwards_alone: bool = False
     """The same on one rank only."""
+    joins_without_inputs: bool = False
+    """A rank has no input inside of a join; torch's class may then take what no rank uses as used."""
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -131,13 +135,17 @@ class _Walk:
                     facts.decides_otherwise |= synchronizes != (wrapper in state.expecting)
                     state.expecting.discard(wrapper)
                     if synchronizes:
-                        state.local -= self.related(wrapper)
+                        state.local.discard(self.model_of(wrapper))  # others may have parameters of their own
                     else:
                         state.local |= self.related(wrapper)
             case Drop():
                 state.losses.pop(s.loss, None)
+            case Clip():
+                facts.is_uneven |= state.lonely
+                if state.local & self.related(s.wrapper):
+                    facts.has_one_process_meaning = False  # by the norm of each rank's own
             case ZeroGrad():
-                state.local -= self.related(s.wrapper)
+                state.local.discard(self.model_of(s.wrapper))
                 facts.is_uneven |= state.lonely
             case Step():
                 facts.steps_local |= bool(state.local & set(self.program.optimizers[s.optimizer].models))
@@ -161,6 +169,9 @@ class _Walk:
                 self.walk(s.body)
                 state.without_sync = before
             case Join():
+                facts.joins_without_inputs |= any(
+                    isinstance(part, Loop) and 0 in part.counts for part in statements_of(s.body)
+                )
                 self.walk(s.body)
             case OnRank():
                 before_lonely, state.lonely = state.lonely, True

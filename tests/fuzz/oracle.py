@@ -157,6 +157,10 @@ class _Run:
                 return f"rank {rank}, ours and torch's: {found}"
         return None
 
+    def finds_unused(self) -> bool:
+        """Whether a wrapper looks for parameters that are not used."""
+        return any(dict(wrapper.options).get("find_unused_parameters") for wrapper in self.program.wrappers)
+
     def local(self) -> frozenset[str]:
         """Models whose gradients are each rank's own at the end, as the program asked for."""
         return frozenset(f"m{model}" for model in self.facts.ends_local)
@@ -178,6 +182,8 @@ class _Run:
                 return [self.fault("hangs", "a rank waited for one that had ended")]
             if self.facts.decides_otherwise and self.facts.steps_local:
                 return []  # no_sync is read when the backward runs (docs/compatibility.md): asked for
+            if self.facts.joins_without_inputs and self.finds_unused():
+                return self.wrong()
             found = self.difference_from(theirs, exactly=not self.facts.decides_otherwise)
             if found:
                 return [self.fault("differs from torch", found)]
@@ -196,7 +202,8 @@ class _Run:
         return [self.fault("differs from one process", found)] if found else []
 
     def unnamed(self, theirs: _Run) -> list[Fault]:
-        """Errors that are neither ours nor torch's."""
+        """Errors that are neither ours nor torch's; what torch's class would have raised had it lived, nobody knows."""
+        has_died = theirs.fared() == "dies"
         allowed = {outcome.kinds[0] for outcome in theirs.outcomes if outcome.error}
         for rank, outcome in enumerate(self.outcomes):
             if outcome.error is None:
@@ -204,7 +211,8 @@ class _Run:
             is_ours = "SynclineError" in outcome.kinds
             if any(call in outcome.line for call in _CALLS_OF_TORCH):
                 continue
-            if not is_ours and (outcome.kinds[0] not in allowed or any(w in outcome.error for w in _UNNAMED)):
+            is_allowed = has_died or outcome.kinds[0] in allowed
+            if not is_ours and not (is_allowed and not any(w in outcome.error for w in _UNNAMED)):
                 return [self.fault("unnamed error", f"rank {rank}: {outcome.error}")]
             other = self.outcomes[1 - rank]
             in_own_call = any(call in other.line for call in _CALLS_OF_TORCH)
