@@ -109,9 +109,13 @@ def test_two_backwards_of_one_graph_are_both_reduced() -> None:
     each_rank(rank)
 
 
-def test_autograd_grad_is_local_as_documented_and_disturbs_nothing() -> None:
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_autograd_grad_is_local_as_documented_and_disturbs_nothing(static_graph: bool) -> None:
     def rank(t: Transport) -> None:
-        ddp = DDP(copy.deepcopy(NET), process_group=t)
+        ddp = DDP(copy.deepcopy(NET), process_group=t, static_graph=static_graph)
+        x = batch(t)[0].clone().requires_grad_()
+        torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
+        assert ddp.last_step is None
         local = torch.autograd.grad(loss_of(ddp, batch(t)), list(ddp.module.parameters()))
         alone = copy.deepcopy(NET)
         loss_of(alone, batch(t)).backward()

@@ -44,7 +44,7 @@ from syncline.sync.sparse import SparseBucket
 from syncline.sync.stop_vote import StopVote
 from syncline.sync.trouble import Trouble
 from syncline.sync.turns import Entry, Turns
-from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage
+from syncline.sync.usage import GraphUsage, SharedUsage, StaticUsage, is_accumulating
 from syncline.sync.verdict import pass_verdict, pass_verdict_alone
 from syncline.transport.base import Transport
 from syncline.transport.user_code import warn_user
@@ -370,7 +370,8 @@ class GradientSync:
         def backward_begins(_: object) -> None:
             if current_task() != turns.outermost and self.handles:  # not one whose hooks were removed
                 turns.outermost = current_task()
-                self._begin()
+                if is_accumulating(self.parameters):
+                    self._begin()
 
         return backward_begins
 

@@ -6,12 +6,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
+from torch.autograd import Variable, graph
 
 from syncline.sync.control_message import ControlMessage
 from syncline.transport.base import Transport
 
-__all__ = ["GraphUsage", "SharedUsage", "StaticUsage"]
+__all__ = ["GraphUsage", "SharedUsage", "StaticUsage", "is_accumulating"]
+
+
+def is_accumulating(parameters: Sequence[Tensor]) -> bool:
+    """Whether the graph task that runs now gives gradients to some of `parameters`: not one of torch.autograd.grad.
+
+    Also one in which checkpoints with `use_reentrant=True` run tasks of their own, which give the gradients.
+    """
+    if Variable._execution_engine.is_checkpoint_valid():  # a backward without `inputs=`
+        return True
+    try:
+        return not GraphUsage(parameters).is_unused()
+    except RuntimeError:  # raised where a parameter is what torch.autograd.grad was asked for
+        return False
 
 
 class GraphUsage:
@@ -31,6 +44,10 @@ class GraphUsage:
         """Indices of the parameters that get no gradient in the graph task that runs now."""
         will_execute = torch._C._will_engine_execute_node
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
+
+    def is_unused(self) -> bool:
+        """Whether none of the parameters gets one."""
+        return len(self.absent()) == len(self._nodes)
 
 
 class SharedUsage:
