@@ -124,8 +124,8 @@ def test_nothing_is_left_of_a_rank_that_was_killed() -> None:
     made = []
     original = hub._listener
 
-    def noted(size: int) -> object:
-        made.append(original(size))
+    def noted() -> object:
+        made.append(original())
         store().set("address", made[0].getsockname()[1:])
         return made[0]
 
@@ -169,8 +169,8 @@ def test_an_address_goes_with_the_rank_that_listens_there() -> None:
     if dist.get_rank() == 0:
         original = hub._listener
 
-        def listen_and_die(size: int) -> None:
-            listener = original(size)
+        def listen_and_die() -> None:
+            listener = original()
             address = listener.getsockname()[1:].decode()
             assert address in Path("/proc/net/unix").read_text()
             store().set("address", address)
@@ -407,8 +407,8 @@ def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
     original, token_bytes = hub._listener, hub.secrets.token_bytes
     strangers = []
 
-    def listener_with_a_stranger(size: int) -> object:
-        listener = original(size)
+    def listener_with_a_stranger() -> object:
+        listener = original()
         hub.secrets.token_bytes = lambda n: TOKEN[:n]
         arguments = [listener.getsockname()[1:].decode(), HELLOS[who].hex()]
         stranger = subprocess.Popen(

@@ -1,8 +1,9 @@
-"""How the ranks of one host meet: over a Unix socket, by which memory is handed from one to the others.
+"""How the ranks of one host meet: over Unix sockets, by which memory is handed from one to the next.
 
-Rank 0 listens at an abstract address, which vanishes with its process: no file is left behind, whoever is killed. Who
-connects must be one of the processes that the ranks have named to each other, of the same user (the kernel tells),
-and know the random token. That two ranks share a host is not inferred from names: each must map what rank 0 has
+They form a chain, so that no rank holds more than two sockets, however many ranks there are. Each listens for the next
+one, for a moment, at an abstract address, which vanishes with its process: no file is left behind, whoever is killed.
+Who connects must be the process that the ranks have named to each other, of the same user (the kernel tells), and know
+the random token. That two ranks share a host is not inferred from names: each must map what rank 0 has
 made, and read in it what the others wrote.
 """
 
@@ -38,6 +39,7 @@ NUM_EXCHANGES = 3
 _CREDENTIALS = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")
 _HELLO = struct.Struct("<I32s")
+"""The caller's rank, and the token."""
 _MAX_BYTES = 1 << 20
 _SHOWN_BYTES = 60
 _CONNECT_SECONDS = 20.0
@@ -58,8 +60,9 @@ class _Presence:
     build: str = ""
     """How its native library lays memory out."""
     address: str = ""
-    """Where rank 0 listens."""
+    """Where it listens for the next rank."""
     token: str = ""
+    """What a caller must know; rank 0's."""
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
@@ -74,7 +77,7 @@ def _parsed(row: bytes, rank: int) -> _Presence:
 
 
 class Hub:
-    """The connections between rank 0 and the others of one host.
+    """This rank's place in the chain of one host's ranks.
 
     Args:
         rank: this rank.
@@ -89,11 +92,11 @@ class Hub:
         self.rank = rank
         self.size = size
         self._connections: dict[int, socket.socket] = {}
-        """Rank 0: one to each of the others; another rank: one to rank 0."""
+        """To the rank before and to the rank after this one."""
         weakref.finalize(self, _close, self._connections)
         token = secrets.token_bytes(32)
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(_listener(size)) if rank == 0 else None
+            listener = stack.enter_context(_listener()) if rank < size - 1 else None
             everyone = self._present(listener, token, exchange)
             trouble = _attempt(lambda: self._connect(listener, everyone))
             _agree(exchange, trouble)
@@ -111,7 +114,7 @@ class Hub:
             unable=_attempt(library),
             build=_build(),
             address="" if listener is None else listener.getsockname()[1:].decode(),
-            token="" if listener is None else token.hex(),
+            token="" if self.rank else token.hex(),
         )
         rows = exchange(json.dumps(asdict(mine)).encode())
         everyone = [_parsed(row, rank) for rank, row in enumerate(rows)]
@@ -120,33 +123,16 @@ class Hub:
 
     def _connect(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
         token = bytes.fromhex(everyone[0].token)
-        if listener is None:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._connections[0] = connection
+        if self.rank > 0:
+            before = self.rank - 1
+            connection = self._connections[before] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(_CONNECT_SECONDS)
-            connection.connect(b"\0" + everyone[0].address.encode())
-            _check_credentials(connection, everyone[0], 0)
+            connection.connect(b"\0" + everyone[before].address.encode())
+            _check_credentials(connection, everyone[before], before)
             connection.sendall(_HELLO.pack(self.rank, token))
-            return
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        while len(self._connections) < self.size - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, self.size)) - set(self._connections))
-                raise SynclineError(f"{named_ranks(missing)} did not connect") from None
-            try:
-                _check_is_a_rank(connection, everyone)
-                connection.settimeout(_CONNECT_SECONDS)
-                rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
-                if not secrets.compare_digest(its_token, token) or not 0 < rank < self.size:
-                    raise SynclineError("a stranger")
-                _check_credentials(connection, everyone[rank], rank)
-            except (OSError, SynclineError):
-                connection.close()  # whoever it was is not one of us; the rank that is may still come
-                continue
-            self._connections[rank] = connection
+        if listener is not None:
+            after = self.rank + 1
+            self._connections[after] = _accepted(listener, everyone[after], after, token)
 
     def _follow(self, everyone: list[_Presence]) -> None:
         self.peers = Peers([presence.pid for presence in everyone], self.rank)
@@ -166,13 +152,14 @@ class Hub:
         Raises:
             OSError: a rank has gone, or did not come in time.
         """
-        if self.rank:
-            _send(self._connections[0], payload)
-            return [_receive_message(self._connections[0]) for _ in range(self.size)]
-        rows = [payload] + [_receive_message(self._connections[rank]) for rank in range(1, self.size)]
-        for rank in range(1, self.size):
-            for row in rows:
-                _send(self._connections[rank], row)
+        before, after = self._neighbours()
+        rows = [] if before is None else _receive_rows(before)
+        rows.append(payload)
+        if after is not None:  # all rows have come together at the last rank
+            _send_rows(after, rows)
+            rows = _receive_rows(after)
+        if before is not None:
+            _send_rows(before, rows)
         return rows
 
     def share(self, num_bytes: int, purpose: str) -> SharedMemory:
@@ -187,33 +174,11 @@ class Hub:
             SynclineError: a rank has gone.
         """
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        memory: SharedMemory | None = None
-        trouble = ""
         try:
-            if self.rank == 0:
-                try:
-                    memory = SharedMemory.create(num_bytes)
-                except SynclineError as error:
-                    trouble = str(error)
-                for rank in range(1, self.size):
-                    _send_file(self._connections[rank], None if memory is None else memory.file_descriptor)
-            else:
-                descriptor = _receive_file(self._connections[0])
-                if descriptor is not None:
-                    memory = SharedMemory(descriptor, num_bytes)
-            if memory is not None:
-                each = num_bytes // self.size
-                last = self.rank == self.size - 1
-                memory.populate(self.rank * each, num_bytes if last else (self.rank + 1) * each)
-        except SynclineError as error:
-            trouble = str(error)
-        except OSError as error:
-            raise SynclineError(
-                f"shared memory for {purpose}: a rank of this host has gone ({error})"
-            ) from error
-        try:
+            memory, trouble = self._passed_on(num_bytes)
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
+            self.close()  # the next rank of the chain is not to wait for this one
             raise SynclineError(
                 f"shared memory for {purpose}: a rank of this host has gone ({error})"
             ) from error
@@ -223,9 +188,42 @@ class Hub:
         memory.release_file()
         return memory
 
+    def _passed_on(self, num_bytes: int) -> tuple[SharedMemory | None, str]:
+        """Rank 0's new memory, as it is mapped here, or what went wrong here."""
+        before, after = self._neighbours()
+        memory: SharedMemory | None = None
+        try:
+            if before is None:
+                try:
+                    memory = SharedMemory.create(num_bytes)
+                finally:
+                    if after is not None:
+                        _send_file(after, None if memory is None else memory.file_descriptor)
+            else:
+                descriptor = _receive_file(before)
+                if after is not None:
+                    _send_file(after, descriptor)
+                if descriptor is not None:
+                    memory = SharedMemory(descriptor, num_bytes)
+            if memory is not None:
+                each = num_bytes // self.size
+                last = self.rank == self.size - 1
+                memory.populate(self.rank * each, num_bytes if last else (self.rank + 1) * each)
+        except SynclineError as error:
+            return memory, str(error)
+        return memory, ""
+
     def close(self) -> None:
         """Close the connections."""
         _close(self._connections)
+
+    def _neighbours(self) -> tuple[socket.socket | None, socket.socket | None]:
+        """The connections to the rank before and to the rank after this one; None at the ends of the chain."""
+        found = [self._connections.get(self.rank + step) for step in (-1, 1)]
+        is_end = (self.rank == 0, self.rank == self.size - 1)
+        if any(connection is None and not ends for connection, ends in zip(found, is_end, strict=True)):
+            raise ConnectionResetError("the connections are closed")
+        return found[0], found[1]
 
 
 def _close(connections: dict[int, socket.socket]) -> None:
@@ -259,12 +257,27 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
         )
 
 
-def _check_is_a_rank(connection: socket.socket, everyone: list[_Presence]) -> None:
-    """Before anything is read: nobody waits for a stranger who says nothing."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    if (pid, uid) not in {(presence.pid, presence.uid) for presence in everyone[1:]}:
-        raise SynclineError(f"process {pid} of user {uid} is none of the ranks")
+def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: bytes) -> socket.socket:
+    """The connection of a rank; whoever else calls is turned away."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise SynclineError(f"{named_ranks([rank])} did not connect") from None
+        try:
+            _check_credentials(
+                connection, expected, rank
+            )  # first: nobody waits for a stranger who says nothing
+            connection.settimeout(_CONNECT_SECONDS)
+            its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
+            if its_rank != rank or not secrets.compare_digest(its_token, token):
+                raise SynclineError("a stranger")
+        except (OSError, SynclineError):
+            connection.close()  # the rank itself may still come
+        else:
+            return connection
 
 
 def _check_credentials(connection: socket.socket, expected: _Presence, rank: int) -> None:
@@ -284,10 +297,10 @@ def _build() -> str:
     return f"{core.group_bytes(2)} {core.lane_bytes(2, 4, 4096, 4096)}"
 
 
-def _listener(size: int) -> socket.socket:
+def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(b"\0syncline-" + secrets.token_hex(16).encode())
-    listener.listen(size)
+    listener.listen()
     return listener
 
 
@@ -330,6 +343,16 @@ def _receive_message(connection: socket.socket) -> bytes:
     if num_bytes > _MAX_BYTES:
         raise ConnectionResetError(f"a message of {num_bytes} bytes")
     return _receive(connection, num_bytes)
+
+
+def _send_rows(connection: socket.socket, rows: list[bytes]) -> None:
+    _send(connection, str(len(rows)).encode())
+    for row in rows:
+        _send(connection, row)
+
+
+def _receive_rows(connection: socket.socket) -> list[bytes]:
+    return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
 
 
 def _send_file(connection: socket.socket, descriptor: int | None) -> None:
