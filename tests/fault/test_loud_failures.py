@@ -76,6 +76,19 @@ def test_a_peer_killed_inside_of_join_is_a_lost_peer(has_inputs: bool, transport
 
 
 @pytest.mark.ranks(2)
+def test_a_backward_left_out_inside_of_join_is_a_mismatch_on_both() -> None:
+    ddp = sl.DistributedDataParallel(Net())
+    with pytest.raises(CollectiveMismatch) as caught, ddp.join():
+        for _ in range(2):
+            loss = ddp(torch.ones(2, 3)).sum()
+            if dist.get_rank() == 0:
+                loss.backward()
+    for text in everybody_says(caught.value):
+        assert "rank 0: step 1, backward, bucket 0, waiting in all_reduce(sum)" in text
+        assert "rank 1: step 1, forward, waiting in torch.distributed.all_reduce of Join" in text
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_that_has_fewer_batches_and_ends_is_uneven_inputs() -> None:
     sl.init(timeout=60)
     ddp = sl.DistributedDataParallel(Net())

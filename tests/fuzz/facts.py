@@ -50,8 +50,12 @@ class Facts:
     """A backward goes through `.module`."""
     backwards_alone: bool = False
     """The same on one rank only."""
-    joins_without_inputs: bool = False
-    """A rank has no input inside of a join; torch's class may then take what no rank uses as used."""
+    torch_errs: bool = False
+    """Torch's class may be wrong without a word.
+
+    In `join`, where a rank has had no input, it takes what no rank uses as used. And a wrapper that has had a forward
+    without a backward reduces parameters that it shares with another one in the backward of that one.
+    """
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -130,6 +134,8 @@ class _Walk:
                     facts.backwards_bare = True
                     facts.backwards_alone |= state.lonely
                 reached = {wrapper for loss in s.losses for wrapper in state.losses.get(loss, [])}
+                related = {model for wrapper in reached for model in self.related(wrapper)}
+                facts.torch_errs |= any(self.model_of(w) in related for w in state.expecting - reached)
                 for wrapper in reached - state.frozen:
                     synchronizes = self.synchronizes(wrapper)
                     facts.decides_otherwise |= synchronizes != (wrapper in state.expecting)
@@ -169,9 +175,9 @@ class _Walk:
                 self.walk(s.body)
                 state.without_sync = before
             case Join():
-                facts.joins_without_inputs |= any(
-                    isinstance(part, Loop) and 0 in part.counts for part in statements_of(s.body)
-                )
+                if dict(self.program.wrappers[s.wrapper].options).get("find_unused_parameters"):
+                    parts = statements_of(s.body)
+                    facts.torch_errs |= any(isinstance(part, Loop) and 0 in part.counts for part in parts)
                 self.walk(s.body)
             case OnRank():
                 before_lonely, state.lonely = state.lonely, True

@@ -157,10 +157,6 @@ class _Run:
                 return f"rank {rank}, ours and torch's: {found}"
         return None
 
-    def finds_unused(self) -> bool:
-        """Whether a wrapper looks for parameters that are not used."""
-        return any(dict(wrapper.options).get("find_unused_parameters") for wrapper in self.program.wrappers)
-
     def local(self) -> frozenset[str]:
         """Models whose gradients are each rank's own at the end, as the program asked for."""
         return frozenset(f"m{model}" for model in self.facts.ends_local)
@@ -182,7 +178,7 @@ class _Run:
                 return [self.fault("hangs", "a rank waited for one that had ended")]
             if self.facts.decides_otherwise and self.facts.steps_local:
                 return []  # no_sync is read when the backward runs (docs/compatibility.md): asked for
-            if self.facts.joins_without_inputs and self.finds_unused():
+            if self.facts.torch_errs:
                 return self.wrong()
             found = self.difference_from(theirs, exactly=not self.facts.decides_otherwise)
             if found:
@@ -192,6 +188,12 @@ class _Run:
             return self.unnamed(theirs)
         if mine == "hangs":
             return [self.fault("hangs", "a rank waited for one that had ended")]
+        if (
+            how == "wrong"
+            and self.program.dtype == "float32"
+            and not self.difference_from(theirs, exactly=True)
+        ):
+            return []  # the same bits: rounding that a few steps have made large
         found = self.difference_between_ranks()
         if found and not self.facts.steps_local and not self.facts.is_uneven:
             return [self.fault("silent difference", found)]

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from syncline.sync.buffers import BufferSync
 from syncline.sync.gradients import GradientSync
 from syncline.transport.base import Transport
-from syncline.transport.c10d_work import errors_in_our_words
+from syncline.transport.c10d_work import CallOfTorch
 
 __all__ = [
     "NOT_WITH_JOIN",
@@ -31,7 +31,7 @@ __all__ = [
 
 NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
 """Why sharded replicas cannot join."""
-_COUNT = "torch's count of the ranks that have inputs"
+_COUNT = "all_reduce of Join, which counts the ranks that have inputs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +73,12 @@ class JoinBlock(Join):
 
     def __exit__(self, *raised: Any) -> None:
         try:
-            with errors_in_our_words(self._transport, _COUNT):
-                super().__exit__(*raised)
+            super().__exit__(*raised)
+        except RuntimeError as error:
+            named = CallOfTorch(self._transport, self._joinables[0].join_process_group, _COUNT).named(error)
+            if named is error:
+                raise
+            raise named from None
         finally:
             for joinable in self._joinables:
                 joinable._join_config = outside_of_join()
@@ -113,11 +117,10 @@ def joined_forward_begins(
         synchronizes: whether this iteration reduces gradients on this rank.
         counts_all_ranks: divide gradients by the number of all ranks, not of those that still have inputs.
     """
-    watched: Any = transport
-    with errors_in_our_words(watched, _COUNT):
-        work = Join.notify_join_context(joinable)
-        if work is not None:
-            work.wait()
+    work = Join.notify_join_context(joinable)
+    if work is not None:
+        watched: Any = transport
+        CallOfTorch(watched, joinable.join_process_group, _COUNT, work).wait()
     if work is not None and not counts_all_ranks:
         gradients.num_contributing = int(work.result()[0].item())
     _sync_buffers(buffers, agree_on_iteration(transport, has_inputs=True, synchronizes=synchronizes))

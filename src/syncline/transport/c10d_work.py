@@ -6,19 +6,22 @@ the operation, as torch does, and errors come from the backend's own watchdog, u
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torch import _C
+from torch import distributed as dist
 
+from syncline.board import Wait
 from syncline.errors import SynclineError
 from syncline.transport.health import is_of_backend
+from syncline.transport.torch_calls import TorchCall
 from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
 
-__all__ = ["C10dWork", "MessageWork", "errors_in_our_words"]
+__all__ = ["C10dWork", "CallOfTorch", "MessageWork"]
 
 _CONTEXT = "context"
 """Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
@@ -102,22 +105,34 @@ class C10dWork(WatchedWork):
         return False
 
 
-@contextlib.contextmanager
-def errors_in_our_words(transport: Watched, call: str) -> Iterator[None]:
-    """What a backend raises in a call that torch makes on its own group, as if it were a call of the transport's.
+class CallOfTorch(C10dWork):
+    """One that torch has started on a group of its own, waited for as if it were a call of a transport's.
 
     Args:
         transport: over the same ranks.
-        call: for messages.
+        group: torch's.
+        name: of the call, for messages.
+        work: what torch gave; None where it waits itself.
     """
-    try:
-        yield
-    except SynclineError:
-        raise
-    except RuntimeError as error:
-        if not is_of_backend(error):
-            raise
-        raise transport.health.broken_by(error, C10dWork(transport, call, "", None)) from None
+
+    __slots__ = ("_call",)
+
+    def __init__(self, transport: Watched, group: dist.ProcessGroup, name: str, work: Any = None) -> None:
+        super().__init__(transport, name, "", None)
+        self._finish = None
+        self._work = work
+        self._call = TorchCall.latest(group, name)
+
+    def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
+        if self._call is None:
+            return super().as_wait(number=number, blocks_rank=blocks_rank)
+        return replace(self._call.as_wait(blocks_rank=blocks_rank), number=number)
+
+    def named(self, error: RuntimeError) -> RuntimeError:
+        """What the backend raised in it, in our words; any other error as it is."""
+        if isinstance(error, SynclineError) or not is_of_backend(error):
+            return error
+        return self._health.broken_by(error, self)
 
 
 def _thread_holds_context() -> bool:

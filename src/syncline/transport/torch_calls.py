@@ -59,6 +59,12 @@ class TorchCall:
     number: int
     """Which call on the group, as torch counts."""
 
+    @classmethod
+    def latest(cls, group: dist.ProcessGroup, name: str) -> TorchCall | None:
+        """The call that was started last on `group`; None if its backend does not count."""
+        number = _number(group)
+        return None if number is None else cls(group, name, number)
+
     def as_wait(self, *, blocks_rank: bool) -> Wait:
         """What the peers are told of it."""
         words = f"torch.distributed.{self.name}"
