@@ -53,8 +53,9 @@ class Facts:
     torch_errs: bool = False
     """Torch's class may be wrong without a word.
 
-    In `join`, where a rank has had no input, it takes what no rank uses as used. And a wrapper that has had a forward
-    without a backward reduces parameters that it shares with another one in the backward of that one.
+    In `join`, where a rank has had no input, it takes what no rank uses as used. A wrapper that has had a forward
+    without a backward reduces parameters that it shares with another one in the backward of that one; and one with
+    a static graph counts the gradients of that one as its own.
     """
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
@@ -136,6 +137,10 @@ class _Walk:
                 reached = {wrapper for loss in s.losses for wrapper in state.losses.get(loss, [])}
                 related = {model for wrapper in reached for model in self.related(wrapper)}
                 facts.torch_errs |= any(self.model_of(w) in related for w in state.expecting - reached)
+                facts.torch_errs |= len(related) > 1 and any(
+                    dict(wrapper.options).get("static_graph") and wrapper.model in related
+                    for wrapper in self.program.wrappers
+                )
                 for wrapper in reached - state.frozen:
                     synchronizes = self.synchronizes(wrapper)
                     facts.decides_otherwise |= synchronizes != (wrapper in state.expecting)

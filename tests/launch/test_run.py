@@ -229,6 +229,23 @@ def test_who_loses_a_peer_in_training_shows_one_traceback_that_says_where(run: R
     assert "rank 1: its process has ended" in done.stderr
 
 
+@pytest.mark.parametrize(("rank", "transport"), [(0, "c10d"), (1, "shm")])
+def test_a_rank_that_exits_with_0_has_left_in_good_order(rank: int, transport: str, run: Run) -> None:
+    done = run(
+        "import sys\n"
+        "import syncline as sl, torch\n"
+        f"world = sl.init({transport!r}, timeout=60)\n"
+        "ddp = sl.DistributedDataParallel(torch.nn.Linear(3, 2))\n"
+        "for step in (1, 2, 3):\n"
+        f"    if step == 3 and world.rank == {rank}:\n"
+        "        sys.exit(0)\n"
+        "    ddp(torch.ones(1, 3)).sum().backward()\n"
+    )
+    assert done.returncode == 1
+    assert f"UnevenInputs: rank {1 - rank}, step 3, backward, bucket 0" in done.stderr
+    assert f"rank {rank} has left in good order" in done.stderr
+
+
 def test_who_loses_a_peer_has_the_time_to_say_so(run: Run) -> None:
     """However slow it is to find words: the launcher sees the death within a tenth of a second."""
     done = run(
