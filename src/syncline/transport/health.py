@@ -39,7 +39,7 @@ from syncline.transport.user_code import user_code
 if TYPE_CHECKING:
     from syncline.transport.watched_work import WatchedWork
 
-__all__ = ["CLOSED", "Health", "Lane"]
+__all__ = ["CLOSED", "Health", "Lane", "is_of_backend"]
 
 
 class Lane:
