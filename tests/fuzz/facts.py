@@ -38,6 +38,8 @@ class Facts:
     Ours reduces each backward that runs outside of `no_sync`. Torch's class reduces one, wherever it runs, for all
     forwards that ran outside of it before.
     """
+    contradicts_join: bool = False
+    """Inside of `join`, a forward outside of `no_sync` has its backward inside of it, or the other way round."""
     steps_local: bool = False
     """An optimizer steps gradients that the last backward left to each rank, as `no_sync` asked for."""
     ends_local: set[int] = field(default_factory=set)
@@ -83,6 +85,8 @@ class _State:
     """Wrappers whose modules are frozen."""
     lonely: bool = False
     """Inside of what one rank runs."""
+    joined: bool = False
+    """Inside of a join."""
 
 
 def kinds_in(layers: tuple[Layer, ...]) -> set[str]:
@@ -143,7 +147,9 @@ class _Walk:
                 )
                 for wrapper in reached - state.frozen:
                     synchronizes = self.synchronizes(wrapper)
-                    facts.decides_otherwise |= synchronizes != (wrapper in state.expecting)
+                    is_otherwise = synchronizes != (wrapper in state.expecting)
+                    facts.decides_otherwise |= is_otherwise
+                    facts.contradicts_join |= is_otherwise and state.joined
                     state.expecting.discard(wrapper)
                     if synchronizes:
                         state.local.discard(self.model_of(wrapper))  # others may have parameters of their own
@@ -183,7 +189,9 @@ class _Walk:
                 if dict(self.program.wrappers[s.wrapper].options).get("find_unused_parameters"):
                     parts = statements_of(s.body)
                     facts.torch_errs |= any(isinstance(part, Loop) and 0 in part.counts for part in parts)
+                before_joined, state.joined = state.joined, True
                 self.walk(s.body)
+                state.joined = before_joined
             case OnRank():
                 before_lonely, state.lonely = state.lonely, True
                 modes = set(state.evaluating)

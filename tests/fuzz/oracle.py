@@ -36,6 +36,7 @@ _CALLS_OF_TORCH = ("total(", ".join()")
 _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ("it is reduced here, as users expect; torch leaves it local", lambda facts: facts.backwards_alone),
     ("torch pairs it with another rank's next forward", lambda facts: facts.sends_buffers_alone),
+    ("no_sync is read when the backward runs", lambda facts: facts.contradicts_join),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/compatibility.md, and when."""
 
