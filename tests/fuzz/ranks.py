@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import os
 import pickle
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from syncline import DistributedDataParallel
 from syncline.transport.base import Transport
@@ -54,6 +54,7 @@ _TIMEOUT_SECONDS = {"torch": 3.0, "gloo": 8.0, "shm": 8.0}
 """After which a collective that nobody joins fails."""
 _PLAIN_TIMEOUT_SECONDS = 2.0
 """The same of the program's own collectives."""
+_MEETING_TIMEOUT = timedelta(seconds=120)
 _WATCHDOG_SECONDS = 60.0
 """After which this process is ended: nothing else has ended the wait."""
 _WARM_UP = Program((Model((Layer("linear"),)),), (), (Optimizer("adamw", (0,)),), (Step(0),))
@@ -93,8 +94,14 @@ class _Peer:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
-        port = int(os.environ["MASTER_PORT"])
-        self._store = dist.TCPStore("127.0.0.1", port, 2, self.rank == 0, timedelta(seconds=120))
+        # MASTER_PORT was free when the job was planned, and programs of other pairs have opened many ports since.
+        meeting_point = distributed_c10d._get_default_store()
+        if self.rank == 0:
+            self._store = dist.TCPStore("127.0.0.1", 0, 2, True, _MEETING_TIMEOUT, wait_for_workers=False)
+            meeting_point.set("fuzz port", str(self._store.port))
+        else:
+            port = int(meeting_point.get("fuzz port"))
+            self._store = dist.TCPStore("127.0.0.1", port, 2, False, _MEETING_TIMEOUT)
         self._number = 0
 
     def next_run(self) -> None:
