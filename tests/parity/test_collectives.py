@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import threading
 import warnings
@@ -175,11 +176,13 @@ def test_threads(program: Callable[[Transport], None]) -> None:
 
 def in_a_fork(check: Callable[[], None]) -> int:
     """How a fork of this process ends that runs `check`."""
+    gc.collect()  # groups of Gloo that wait for the garbage collection have threads, which a fork has not
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of any fork beside threads
         pid = os.fork()
     if pid == 0:
         code = 1
+        gc.disable()
         faulthandler.dump_traceback_later(30, exit=True)
         try:
             check()

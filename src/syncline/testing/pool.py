@@ -58,6 +58,8 @@ class Outcome:
 
 @dataclass
 class _Worker:
+    number: int
+    """How many were started before it, and it."""
     process: subprocess.Popen[bytes] | ForkedProcess
     channel: Connection
     output: Path
@@ -143,7 +145,7 @@ class RankPool:
             for rank, worker in enumerate(workers):
                 if is_sound and worker.process.poll() is None:
                     worker.send("all ranks have ended")
-                    self._idle[rank % _NUM_KINDS].append(worker)
+                    self._give_back(worker, rank % _NUM_KINDS)
                 else:
                     worker.kill()
         return outcomes
@@ -188,13 +190,23 @@ class RankPool:
             template.close()
         self._folder.cleanup()
 
+    def _give_back(self, worker: _Worker, kind: int) -> None:
+        """Let it be taken again, the oldest first: a rank is the same process from test to test, as long as it lives.
+
+        What counts in a process (torch's RPC counts how often it was started) is equal on the ranks then.
+        """
+        with self._lock:
+            self._idle[kind].append(worker)
+            self._idle[kind].sort(key=lambda worker: worker.number)
+
     def _take(self, kind: int) -> _Worker:
-        """An idle worker, or a new one."""
+        """The oldest idle worker, or a new one."""
         with self._lock:
             if self._idle[kind]:
                 return self._idle[kind].pop(0)
             self._num_started += 1
-            output = Path(self._folder.name) / f"worker-{self._num_started}.log"
+            number = self._num_started
+            output = Path(self._folder.name) / f"worker-{number}.log"
         ours, theirs = socket.socketpair()
         with theirs, output.open("wb") as log:
             process = (
@@ -209,7 +221,7 @@ class RankPool:
                     start_new_session=True,  # as template.py
                 )
             )
-        worker = _Worker(process, Connection(ours.detach()), output)
+        worker = _Worker(number, process, Connection(ours.detach()), output)
         worker.send(list(sys.path))
         return worker
 
