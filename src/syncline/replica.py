@@ -279,7 +279,7 @@ class Replica:
         self.gradients.watch = self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
 
     def _compared_optimizers(self) -> list[Optimizer]:
-        """Those that every rank steps alike."""
+        """The attached optimizers whose steps are to be the same on all ranks, so that their state is compared."""
         if self.plan.sharded or self.rounds is not None:
             return []
         return [attached.optimizer for attached in self.gradients.guard.optimizers]

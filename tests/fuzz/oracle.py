@@ -216,7 +216,7 @@ class _Run:
                 continue
             # A name that the program has not set, in a line that torch's class did not come to, is its own affair.
             is_allowed = has_died or outcome.kinds[0] in {"NameError", *allowed}
-            if not is_ours and not (is_allowed and not any(w in outcome.error for w in _UNNAMED)):
+            if not is_ours and (not is_allowed or any(w in outcome.error for w in _UNNAMED)):
                 return [self.fault("unnamed error", f"rank {rank}: {outcome.error}")]
             other = self.outcomes[1 - rank]
             in_own_call = any(call in other.line for call in _CALLS_OF_TORCH)

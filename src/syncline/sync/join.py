@@ -121,8 +121,8 @@ def joined_forward_begins(
     if work is not None:
         watched: Any = transport
         CallOfTorch(watched, joinable.join_process_group, _COUNT, work).wait()
-    if work is not None and not counts_all_ranks:
-        gradients.num_contributing = int(work.result()[0].item())
+        if not counts_all_ranks:
+            gradients.num_contributing = int(work.result()[0].item())
     _sync_buffers(buffers, agree_on_iteration(transport, has_inputs=True, synchronizes=synchronizes))
 
 

@@ -94,4 +94,4 @@ class Ownership:
         trained = [
             parameter for parameter in self._parameters if parameter.requires_grad
         ]  # some may be frozen by now
-        return len(trained) - len(GraphUsage(trained).absent()), self.birth
+        return GraphUsage(trained).num_reached(), self.birth

@@ -22,7 +22,7 @@ def is_accumulating(parameters: Sequence[Tensor]) -> bool:
     if Variable._execution_engine.is_checkpoint_valid():  # a backward without `inputs=`
         return True
     try:
-        return not GraphUsage(parameters).is_unused()
+        return GraphUsage(parameters).num_reached() > 0
     except RuntimeError:  # raised where a parameter is what torch.autograd.grad was asked for
         return False
 
@@ -45,9 +45,9 @@ class GraphUsage:
         will_execute = torch._C._will_engine_execute_node
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
 
-    def is_unused(self) -> bool:
-        """Whether none of the parameters gets one."""
-        return len(self.absent()) == len(self._nodes)
+    def num_reached(self) -> int:
+        """How many parameters get one."""
+        return len(self._nodes) - len(self.absent())
 
 
 class SharedUsage:

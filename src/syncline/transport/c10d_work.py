@@ -106,7 +106,7 @@ class C10dWork(WatchedWork):
 
 
 class CallOfTorch(C10dWork):
-    """One that torch has started on a group of its own, waited for as if it were a call of a transport's.
+    """A collective that torch itself has started, on a process group: it is waited for, and fails, like one of ours.
 
     Args:
         transport: over the same ranks.

@@ -203,7 +203,7 @@ class Health:
         return not self.has_lost_its_group()
 
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
-        """Where this rank is."""
+        """This rank's step and phase, what it waits for, and how many calls it has started, for its peers to read."""
         return Place.of(
             self._board,
             wait=self.wait,
@@ -225,7 +225,7 @@ class Health:
     # ------------------------------------------------------------------ errors
 
     def timed_out(self, work: WatchedWork) -> SynclineError:
-        """Nobody failed, but not every rank came."""
+        """The error for a wait that took too long although no rank is known to have failed."""
         places = self.places()
         return self._ended(work, CollectiveTimeout, self._late(work, places), _LATE, places, None)
 

@@ -59,7 +59,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], object] | None:
-    """What is left to do when `result` has arrived, for `target` to have it."""
+    """The function that copies `result`, once it has arrived, to `target`; None where they are the same memory."""
     if back is None:
         return None
 

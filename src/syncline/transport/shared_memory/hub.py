@@ -219,11 +219,9 @@ class Hub:
 
     def _neighbours(self) -> tuple[socket.socket | None, socket.socket | None]:
         """The connections to the rank before and to the rank after this one; None at the ends of the chain."""
-        found = [self._connections.get(self.rank + step) for step in (-1, 1)]
-        is_end = (self.rank == 0, self.rank == self.size - 1)
-        if any(connection is None and not ends for connection, ends in zip(found, is_end, strict=True)):
+        if self.size > 1 and not self._connections:
             raise ConnectionResetError("the connections are closed")
-        return found[0], found[1]
+        return self._connections.get(self.rank - 1), self._connections.get(self.rank + 1)
 
 
 def _close(connections: dict[int, socket.socket]) -> None:
@@ -258,7 +256,7 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
 
 
 def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: bytes) -> socket.socket:
-    """The connection of a rank; whoever else calls is turned away."""
+    """Wait until `rank` connects to `listener`, and return its connection. Anybody else's is closed."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -267,9 +265,8 @@ def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: by
         except TimeoutError:
             raise SynclineError(f"{named_ranks([rank])} did not connect") from None
         try:
-            _check_credentials(
-                connection, expected, rank
-            )  # first: nobody waits for a stranger who says nothing
+            # Before anything is read: nobody waits for a stranger who says nothing.
+            _check_credentials(connection, expected, rank)
             connection.settimeout(_CONNECT_SECONDS)
             its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
             if its_rank != rank or not secrets.compare_digest(its_token, token):
