@@ -41,6 +41,7 @@ class Outcome:
     seen: list[float] = field(default_factory=list)
     """Losses and other numbers."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    """At the end, and also before a module is wrapped again, which makes those of all ranks equal."""
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -71,6 +72,7 @@ class _Run:
         self.outcome = Outcome()
         self.group, self.plain_group, self.wrap = group, plain_group, wrap
         self._drawn: Counter[int] = Counter()
+        self._wrapped: Counter[nn.Module] = Counter()
         self._sizes = (0, 0)
 
     def names(self) -> dict[str, Any]:
@@ -90,10 +92,19 @@ class _Run:
             "__builtins__": __builtins__,
             "torch": torch,
             "nn": nn,
-            "DDP": self.wrap,
+            "DDP": self.wrapped,
             **{name: getattr(modules, name) for name in modules.__all__},
             **{name: getattr(self, name) for name in own},
         }
+
+    def wrapped(self, module: nn.Module, **options: Any) -> nn.Module:
+        if times := self._wrapped[module]:
+            number = list(self._wrapped).index(module)
+            for name, parameter in module.named_parameters():
+                key = f"{name} of module {number} before it is wrapped again ({times})"
+                self.outcome.parameters[key] = parameter.detach().clone()
+        self._wrapped[module] += 1
+        return self.wrap(module, **options)
 
     def batch(self, seed: int, sizes: tuple[int, int]) -> Tensor:
         """This rank's inputs, others in each call; in one process those of both ranks."""

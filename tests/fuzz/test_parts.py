@@ -20,6 +20,7 @@ from .program import (
     OnRank,
     Optimizer,
     Program,
+    Rewrap,
     Statement,
     Step,
     Wrapper,
@@ -162,6 +163,14 @@ def test_one_process_is_a_witness_where_torch_differs() -> None:
     assert judge(program, reports, one).faults == ()
     reports = ({"torch": wrong, "gloo": wrong}, {"torch": one, "gloo": wrong})
     assert [fault.kind for fault in judge(program, reports, one).faults] == ["differs from one process"]
+
+
+def test_what_wrapping_again_would_hide_is_kept() -> None:
+    first = alone(program_of(*PLAIN_STEP))
+    second = alone(program_of(*PLAIN_STEP, Rewrap(0), *PLAIN_STEP))
+    kept = {name: p for name, p in second.parameters.items() if "before it is wrapped again" in name}
+    assert len(kept) == len(first.parameters)
+    assert all(torch.equal(a, b) for a, b in zip(kept.values(), first.parameters.values(), strict=True))
 
 
 # ---------------------------------------------------------------------- shrinking
