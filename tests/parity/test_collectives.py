@@ -349,3 +349,35 @@ def test_two_threads_of_a_rank() -> None:
         two_threads_never_get_each_others_values(t)
 
     on_every_engine(programs)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_thread_may_call_a_verb_while_another_trains(transport: Any) -> None:
+    """On rank 0 amid each backward, on rank 1 after it."""
+    world = sl.init(transport=transport, timeout=60)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    ddp = sl.DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    turns = [threading.Event() for _ in range(10)]
+    heard = []
+
+    def log() -> None:
+        for number, turn in enumerate(turns):
+            turn.wait()
+            heard.append(sl.mean(float(number + world.rank)))
+
+    amid = model[2].weight.register_hook(lambda gradient: turns[step].set()) if world.rank == 0 else None
+    logger = threading.Thread(target=log)
+    logger.start()
+    for step in range(10):
+        ddp.zero_grad()
+        ddp(torch.full((1, 8), float(world.rank))).sum().backward()
+        turns[step].set()
+        mine = model[0].weight.grad.clone()  # type: ignore[union-attr, operator]
+        if step == 0:
+            first = mine
+        assert torch.equal(mine, first)
+    logger.join()
+    assert heard == [number + 0.5 for number in range(10)]
+    if amid is not None:
+        amid.remove()

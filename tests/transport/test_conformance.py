@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import syncline as sl
@@ -151,6 +152,12 @@ def test_shared_memory() -> None:
     transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=30))
     assert transport.name == "shared memory"
     assert table_over(transport) == published()
+
+
+@pytest.mark.ranks(2)
+def test_backend_syncline() -> None:
+    sl.register_backend()
+    assert table_over(C10dTransport(dist.new_group(backend="syncline"), timeout_seconds=30)) == published()
 
 
 @pytest.mark.ranks(3)
