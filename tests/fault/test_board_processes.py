@@ -95,7 +95,8 @@ def test_a_timeout_names_the_absent_rank_its_step_its_phase_and_its_line() -> No
         t.board.step, t.board.phase = 12, "forward"
         wait_for("rank 0 gave up")
         with pytest.raises(CollectiveTimeout, match="rank 0 aborted the group"):
-            t.barrier().wait()
+            for _ in range(2):  # rank 0 came to the first one, which may be completed by that
+                t.barrier().wait()
         return
     with pytest.raises(CollectiveTimeout) as caught:
         t.barrier().wait()

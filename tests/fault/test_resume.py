@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forks import Forks
 
 PROGRAM = Path(__file__).with_name("resumable.py")
 NUM_STEPS = 21
 """Three epochs of 7 steps each, so some places are in the middle of an epoch."""
 
 
-def run(folder: Path, strategy: str, *, killed_at: int = -1, killed_rank: int = 0) -> int:
-    command = [sys.executable, "-m", "syncline.cli", "run", "-n", "2", str(PROGRAM)]
-    arguments = [folder / "saves", folder / "report", strategy, NUM_STEPS]
-    if killed_at >= 0:
-        arguments.append(f"SIGKILL@{killed_at}@{killed_rank}")
-    done = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode == 0) == (killed_at < 0), done.stderr
-    return done.returncode
+def arguments(folder: Path, strategy: str, *events: str) -> list[object]:
+    return [folder / "saves", folder / "report", strategy, NUM_STEPS, *events]
 
 
 def report_of(folder: Path) -> dict[str, str]:
@@ -39,15 +33,36 @@ def report_of(folder: Path) -> dict[str, str]:
     [("every-step", (5, 18)), ("diloco-4bit", (10,)), ("int8", (14,)), ("sharded", (9,))],
 )
 def test_a_killed_run_goes_on_where_it_was_saved(
-    strategy: str, killed_at: tuple[int, ...], tmp_path: Path
+    strategy: str, killed_at: tuple[int, ...], tmp_path: Path, forks: Forks
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    run(whole, strategy)
+
+    def run(folder: Path, *events: str) -> list[int]:
+        codes, printed = forks.run(2, PROGRAM, *arguments(folder, strategy, *events))
+        assert any(codes) == bool(printed), printed
+        return codes
+
+    assert run(whole) == [0, 0]
     for life, step in enumerate(killed_at):
-        run(killed, strategy, killed_at=step, killed_rank=1 - life % 2)
-    run(killed, strategy)
+        victim = 1 - life % 2
+        codes = run(killed, f"SIGKILL@{step}@{victim}")
+        assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 1)
+    assert run(killed) == [0, 0]
     expected = report_of(whole)
     assert len(expected) == NUM_STEPS + 1
     assert report_of(killed) == expected
+
+
+def test_a_run_of_the_launcher_that_is_killed_goes_on(tmp_path: Path, forks: Forks) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    command = [sys.executable, "-m", "syncline.cli", "run", "-n", "2", PROGRAM]
+    command += arguments(killed, "every-step", "SIGKILL@10@0")
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode, done.stderr
+    for folder in (whole, killed):
+        assert forks.run(2, PROGRAM, *arguments(folder, "every-step")) == ([0, 0], "")
+    assert report_of(killed) == report_of(whole)

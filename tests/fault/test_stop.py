@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from forks import Forks
 from test_resume import report_of
 
 import syncline as sl
@@ -20,22 +21,22 @@ NUM_STEPS = 14
 """Almost three epochs of 5 steps each; a multiple of 4 is saved in any case."""
 
 
-def run(
-    folder: Path,
-    strategy: str,
-    *events: str,
-    options: Sequence[str] = (),
-    to_launcher: signal.Signals | None = None,
+def arguments(folder: Path, strategy: str, *events: str) -> list[object]:
+    return [folder / "saves", folder / "report", strategy, NUM_STEPS, *events]
+
+
+def run_of_launcher(
+    folder: Path, *events: str, options: Sequence[str] = (), to_launcher: signal.Signals
 ) -> tuple[int, list[str]]:
-    """Exit code and stderr of a run of three ranks; `to_launcher` is sent when a rank pauses."""
-    launcher = [sys.executable, "-m", "syncline.cli", "run", "-n", "3", *options]
-    arguments = [PROGRAM, folder / "saves", folder / "report", strategy, NUM_STEPS, *events]
-    command = [*launcher, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        if to_launcher is not None:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "[rank 0] pauses\n"
-            os.kill(process.pid, to_launcher)
+    """Exit code and stderr of `syncline run` with three ranks; `to_launcher` is sent when a rank pauses."""
+    command = [sys.executable, "-m", "syncline.cli", "run", "-n", "3", *options, PROGRAM]
+    command += arguments(folder, "every-step", *events)
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[rank 0] pauses\n"
+        os.kill(process.pid, to_launcher)
         _, errors = process.communicate(timeout=120)
     return process.returncode, errors.splitlines()
 
@@ -44,61 +45,97 @@ def saves_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "saves").iterdir())
 
 
-def assert_stopped(folder: Path, ended: tuple[int, list[str]], told: str, step: int) -> None:
-    """All ranks ended with 75, after one step, which was saved once, and nobody said more than that."""
-    code, errors = ended
-    assert code == sl.EXIT_STOPPED == 75, errors
+def assert_saved_once(folder: Path, line: str, told: str, step: int) -> None:
+    """The line says why it stopped, after which step, and where that was saved, which is so."""
     *_, newest = saves_in(folder)
     assert [name for name in saves_in(folder) if name.endswith(f"-step-{step}")] == [newest]
-    first, *rest = errors
     ending = (
         f"stopped after step {step}, saved in {folder}/saves/{newest} (exit code 75: start again to go on)"
     )
-    assert re.fullmatch(rf"\[rank 0\] syncline: {told}: {re.escape(ending)}", first)
-    assert rest == ["syncline run: all ranks on this host have stopped, exit code 75: start again to go on"]
+    assert re.fullmatch(rf"syncline: {told}: {re.escape(ending)}", line)
 
 
-def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir()
-    stopped.mkdir()
-    assert run(whole, "every-step") == (0, [])
+class Runs:
+    """Runs of three ranks in one folder."""
 
-    ended = run(stopped, "every-step", "SIGTERM@1@1", options=["--max-restarts", "2"])
-    assert_stopped(stopped, ended, "rank 1 got SIGTERM", 2)
-    ended = run(stopped, "workers", "SIGUSR1@3@0", "SIGTERM@3@2")  # a step that is saved anyway
-    assert_stopped(stopped, ended, "rank 0 got SIGUSR1, rank 2 got SIGTERM", 4)
-    ended = run(stopped, "workers", "PAUSE@6@0", to_launcher=signal.SIGTERM)
-    assert_stopped(stopped, ended, r"ranks? 0\S* got SIGTERM", 7)
-    ended = run(stopped, "every-step", "PAUSE@9@0", to_launcher=signal.SIGUSR1)
-    assert_stopped(stopped, ended, r"ranks? 0\S* got SIGUSR1", 10)
+    def __init__(self, forks: Forks, folder: Path, strategy: str) -> None:
+        self._forks = forks
+        self.folder = folder
+        self.strategy = strategy
+        folder.mkdir()
 
-    assert run(stopped, "every-step") == (0, [])
-    assert len(report_of(whole)) == NUM_STEPS + 1
-    assert report_of(stopped) == report_of(whole)
+    def run(self, *events: str, strategy: str = "") -> tuple[list[int], str]:
+        given = arguments(self.folder, strategy or self.strategy, *events)
+        return self._forks.run(3, PROGRAM, *given)
+
+    def ends(self) -> dict[str, str]:
+        """Run it to its end, and return what it has reported."""
+        assert self.run() == ([0] * 3, "")
+        return report_of(self.folder)
+
+    def stops(self, *events: str, told: str, step: int, strategy: str = "") -> None:
+        """All ranks end with 75, after one step, which was saved once, and nobody says more than that."""
+        codes, printed = self.run(*events, strategy=strategy)
+        assert codes == [sl.EXIT_STOPPED] * 3 == [75] * 3, printed
+        (line,) = printed.splitlines()
+        assert_saved_once(self.folder, line, told, step)
+
+    def stops_under_the_launcher(
+        self, *events: str, told: str, step: int, to_launcher: signal.Signals, options: Sequence[str] = ()
+    ) -> None:
+        code, lines = run_of_launcher(self.folder, *events, to_launcher=to_launcher, options=options)
+        assert code == sl.EXIT_STOPPED, lines
+        first, last = lines
+        assert first.startswith("[rank 0] ")
+        assert_saved_once(self.folder, first.removeprefix("[rank 0] "), told, step)
+        assert last == "syncline run: all ranks on this host have stopped, exit code 75: start again to go on"
 
 
-def test_replicas_that_drift_stop_between_two_meetings(tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir()
-    stopped.mkdir()
-    assert run(whole, "local-sgd") == (0, [])
-    ended = run(stopped, "local-sgd", "SIGTERM@6@1")
-    assert_stopped(stopped, ended, "rank 1 got SIGTERM", 7)
-    assert run(stopped, "local-sgd") == (0, [])
-    assert report_of(stopped) == report_of(whole)
+def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
+    tmp_path: Path, forks: Forks
+) -> None:
+    whole = Runs(forks, tmp_path / "whole", "every-step")
+    stopped = Runs(forks, tmp_path / "stopped", "every-step")
+    stopped.stops_under_the_launcher(
+        "PAUSE@1@0",
+        told=r"ranks? 0\S* got SIGTERM",
+        step=2,
+        to_launcher=signal.SIGTERM,
+        options=["--max-restarts", "2"],  # which are for failures
+    )
+    stopped.stops(  # at a step that is saved anyway, in a process that has workers
+        "SIGUSR1@3@0",
+        "SIGTERM@3@2",
+        told="rank 0 got SIGUSR1, rank 2 got SIGTERM",
+        step=4,
+        strategy="workers",
+    )
+    stopped.stops_under_the_launcher(
+        "PAUSE@6@0", told=r"ranks? 0\S* got SIGUSR1", step=7, to_launcher=signal.SIGUSR1
+    )
+    stopped.stops("SIGTERM@9@1", told="rank 1 got SIGTERM", step=10)
+    report = whole.ends()
+    assert len(report) == NUM_STEPS + 1
+    assert stopped.ends() == report
 
 
-def test_what_could_not_be_saved_is_another_end(tmp_path: Path) -> None:
-    code, errors = run(tmp_path, "every-step", "FULL@9@0", "SIGTERM@9@1")
-    assert code == 1
-    text = "\n".join(errors)
+def test_replicas_that_drift_stop_between_two_meetings(tmp_path: Path, forks: Forks) -> None:
+    whole = Runs(forks, tmp_path / "whole", "local-sgd")
+    stopped = Runs(forks, tmp_path / "stopped", "local-sgd")
+    stopped.stops("SIGTERM@6@1", told="rank 1 got SIGTERM", step=7)
+    assert stopped.ends() == whole.ends()
+
+
+def test_what_could_not_be_saved_is_another_end(tmp_path: Path, forks: Forks) -> None:
+    full = Runs(forks, tmp_path / "full", "every-step")
+    codes, text = full.run("FULL@9@0", "SIGTERM@9@1")
+    assert codes == [1, 1, 1]
     assert re.search(r"the state at step 10 could not be saved: .*No space left on device", text)
     assert (
         "SynclineError: rank 1 got SIGTERM: stopped after step 10, but the state could not be saved (a warning says "
-        f"why). Saved before: {tmp_path}/saves/save-000002-step-8"
+        f"why). Saved before: {full.folder}/saves/save-000002-step-8"
     ) in text
-    assert saves_in(tmp_path) == ["save-000001-step-4", "save-000002-step-8"]
+    assert saves_in(full.folder) == ["save-000001-step-4", "save-000002-step-8"]
 
 
 @pytest.mark.parametrize(("strategy", "num_stops"), [("every-step", 3), ("local-sgd", 2)])

@@ -40,6 +40,7 @@ def main() -> int:
                 flush=True,
             )
             if not confirmed:
+                print(report_of(program, verdict), flush=True)
                 continue
             known[verdict.torch, *fault.signature] += 1
             if known[verdict.torch, *fault.signature] <= 3:

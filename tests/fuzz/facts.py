@@ -18,6 +18,7 @@ from .program import (
     NoSync,
     OnRank,
     Program,
+    Rewrap,
     Save,
     Statement,
     Step,
@@ -38,6 +39,8 @@ class Facts:
     Ours reduces each backward that runs outside of `no_sync`. Torch's class reduces one, wherever it runs, for all
     forwards that ran outside of it before.
     """
+    wraps_alone: bool = False
+    """One rank wraps a module, and sends nothing by that (`init_sync=False`)."""
     contradicts_join: bool = False
     """Inside of `join`, a forward outside of `no_sync` has its backward inside of it, or the other way round."""
     steps_local: bool = False
@@ -67,10 +70,8 @@ class Facts:
 class _State:
     """Of an abstract run."""
 
-    without_sync: frozenset[int] = frozenset()
-    """Wrappers inside of their no_sync."""
     off: set[int] = field(default_factory=set)
-    """Wrappers whose flag is off."""
+    """Wrappers whose flag is off, as it is inside of their `no_sync`."""
     losses: dict[str, list[int]] = field(default_factory=dict)
     """The wrappers that a loss went through."""
     expecting: set[int] = field(default_factory=set)
@@ -121,7 +122,7 @@ class _Walk:
         return model if encoder is None else self.root(encoder)
 
     def synchronizes(self, wrapper: int) -> bool:
-        return wrapper not in self.state.without_sync and wrapper not in self.state.off
+        return wrapper not in self.state.off
 
     def walk(self, body: tuple[Statement, ...]) -> None:
         for statement in body:
@@ -178,13 +179,18 @@ class _Walk:
             case Freeze():
                 (state.frozen.add if s.on else state.frozen.discard)(s.wrapper)
                 facts.is_uneven |= state.lonely
+            case Rewrap():
+                facts.is_uneven |= state.lonely
+                facts.wraps_alone |= state.lonely and not dict(self.program.wrappers[s.wrapper].options).get(
+                    "init_sync", True
+                )
             case Save():
                 pass
             case NoSync():
-                before = state.without_sync
-                state.without_sync = before | {s.wrapper}
+                was_off = s.wrapper in state.off
+                state.off.add(s.wrapper)
                 self.walk(s.body)
-                state.without_sync = before
+                (state.off.add if was_off else state.off.discard)(s.wrapper)
             case Join():
                 if dict(self.program.wrappers[s.wrapper].options).get("find_unused_parameters"):
                     parts = statements_of(s.body)

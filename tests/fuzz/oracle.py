@@ -37,6 +37,11 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ("it is reduced here, as users expect; torch leaves it local", lambda facts: facts.backwards_alone),
     ("torch pairs it with another rank's next forward", lambda facts: facts.sends_buffers_alone),
     ("no_sync is read when the backward runs", lambda facts: facts.contradicts_join),
+    (
+        "the same, of a backward for which the other rank has none",
+        lambda facts: facts.decides_otherwise and facts.is_uneven,
+    ),
+    ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),
 )
 """Where ours may raise though torch's class is right: the reason, as in docs/compatibility.md, and when."""
 

@@ -12,6 +12,7 @@ from .interpreter import Outcome, alone
 from .oracle import judge
 from .program import (
     Backward,
+    Flag,
     Forward,
     Layer,
     Loop,
@@ -110,6 +111,9 @@ def test_what_no_sync_asks_for() -> None:
     assert not facts_of(program_of(NoSync(0, (forward, backward)), ZeroGrad(0), Step(0))).steps_local
     assert facts_of(program_of(forward, forward, backward, backward)).decides_otherwise
     assert not facts_of(program_of(forward, forward, backward)).decides_otherwise
+    switched_on = NoSync(0, (Flag(0, True), forward, backward))
+    assert facts_of(program_of(switched_on)).ends_local == set()
+    assert facts_of(program_of(Flag(0, False), switched_on, forward, backward)).ends_local == {0}
     dropped = Forward(0, 9)  # torch's class then reduces the backward inside of no_sync
     assert facts_of(program_of(dropped, NoSync(0, (forward, backward)), *PLAIN_STEP)).decides_otherwise
 
