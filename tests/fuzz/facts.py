@@ -99,8 +99,11 @@ def kinds_in(layers: tuple[Layer, ...]) -> set[str]:
 
 
 class _Walk:
-    def __init__(self, program: Program) -> None:
+    """Through what some ranks run: all of it, as if one process ran it."""
+
+    def __init__(self, program: Program, ranks: tuple[int, ...]) -> None:
         self.program = program
+        self.ranks = ranks
         self.facts = Facts()
         self.state = _State()
         self.kinds = [kinds_in(model.layers) for model in program.models]
@@ -198,6 +201,8 @@ class _Walk:
                 before_joined, state.joined = state.joined, True
                 self.walk(s.body)
                 state.joined = before_joined
+            case OnRank() if s.rank not in self.ranks:
+                pass
             case OnRank():
                 before_lonely, state.lonely = state.lonely, True
                 modes = set(state.evaluating)
@@ -207,7 +212,7 @@ class _Walk:
             case Loop():
                 if s.counts[0] != s.counts[1]:
                     facts.is_uneven = True
-                for _ in range(max(s.counts)):
+                for _ in range(max(s.counts[rank] for rank in self.ranks)):
                     self.walk(s.body)
             case _:
                 facts.is_uneven |= state.lonely
@@ -237,9 +242,14 @@ class _Walk:
 
 def facts_of(program: Program) -> Facts:
     """Walk through a program."""
-    walk = _Walk(program)
+    walk = _Walk(program, (0, 1))
     walk.walk(program.body)
     facts = walk.facts
+    for rank in (0, 1):  # to which backward a forward belongs is each rank's own affair
+        own = _Walk(program, (rank,))
+        own.walk(program.body)
+        facts.decides_otherwise |= own.facts.decides_otherwise
+        facts.contradicts_join |= own.facts.contradicts_join
     facts.ends_local = set(walk.state.local)
     if facts.is_uneven or facts.steps_local:
         facts.has_one_process_meaning = False

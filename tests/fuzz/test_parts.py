@@ -116,6 +116,8 @@ def test_what_no_sync_asks_for() -> None:
     assert facts_of(program_of(Flag(0, False), switched_on, forward, backward)).ends_local == {0}
     dropped = Forward(0, 9)  # torch's class then reduces the backward inside of no_sync
     assert facts_of(program_of(dropped, NoSync(0, (forward, backward)), *PLAIN_STEP)).decides_otherwise
+    in_no_sync = NoSync(0, (forward, backward))  # on rank 1 torch's class reduces it, for the dropped one
+    assert facts_of(program_of(OnRank(1, (dropped,)), OnRank(0, PLAIN_STEP), in_no_sync)).decides_otherwise
 
 
 def test_which_programs_one_process_can_run() -> None:
