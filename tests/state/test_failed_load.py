@@ -136,6 +136,103 @@ def test_nor_does_a_state_dict() -> None:
     run_ranks(1, program)
 
 
+class Replaces(nn.Module):
+    """A load puts a buffer of another shape into the place of its own."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", seen)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.seen = torch.zeros_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Resizes(Replaces):
+    """Its own buffer gets another shape."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.seen.resize_(state_dict[f"{prefix}seen"].shape)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
+
+
+class Assigns(nn.Linear):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict, assign=True)
+
+
+class InPlace(torch.optim.SGD):
+    """A load writes into what it has."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+        for values, saved in zip(self.state.values(), state_dict["state"].values(), strict=True):
+            values["momentum_buffer"].copy_(saved["momentum_buffer"])
+
+
+def stepped(optimizer: torch.optim.Optimizer, gradient: float) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+    return optimizer
+
+
+UNUSUAL: dict[str, tuple[Any, Any]] = {
+    "a buffer is replaced": (Replaces(torch.ones(3)), Replaces(torch.zeros(1))),
+    "a buffer is resized": (Resizes(torch.ones(3)), Resizes(torch.zeros(0))),
+    "parameters are replaced": (nn.Linear(3, 2), Assigns(3, 2)),
+    "parameters are lazy": (nn.Linear(3, 2), nn.LazyLinear(2)),
+    "an optimizer is written in place": tuple(
+        stepped(InPlace([nn.Parameter(torch.ones(2))], lr=lr, momentum=0.9), lr) for lr in (0.1, 0.5)
+    ),
+}
+
+
+def shown(one: Any) -> str:
+    state = one.state_dict()
+    if isinstance(one, nn.Module):
+        held = {name: id(value) for name, value in [*one.named_parameters(), *one.named_buffers()]}
+        state = {
+            name: "lazy" if nn.parameter.is_lazy(value) else _exact(value) for name, value in state.items()
+        }
+        return str((state, held))
+    return str(_exact(state))
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_whatever_a_load_does_to_an_object_is_undone(kind: str, tmp_path: Path) -> None:
+    saved, loading = UNUSUAL[kind]
+    sl.Checkpointer(tmp_path).save(sl.TrainState(it=saved, last=Refuses(False)), step=1)
+    before = shown(loading)
+    with pytest.raises(ValueError, match="not mine"):
+        sl.Checkpointer(tmp_path).load(sl.TrainState(it=loading, last=Refuses(True)))
+    assert shown(loading) == before
+    sl.Checkpointer(tmp_path).load(sl.TrainState(it=loading, last=Refuses(False)))
+    assert shown(loading) != before
+
+
+def test_what_cannot_be_undone_is_said_and_hides_no_error(tmp_path: Path) -> None:
+    class Overlaps(Replaces):
+        """Its buffer gets memory that cannot be written."""
+
+        def _load_from_state_dict(self, *args: Any) -> None:
+            self.seen.set_(torch.zeros(1).expand(3))
+
+    saved = sl.TrainState(a=Replaces(torch.ones(3)), b=nn.Linear(2, 2), c=Refuses(False))
+    sl.Checkpointer(tmp_path).save(saved, step=1)
+    other = nn.Linear(2, 2)
+    before = shown(other)
+    loading = sl.TrainState(a=Overlaps(torch.zeros(3)), b=other, c=Refuses(True))
+    with (
+        pytest.warns(RuntimeWarning, match="a could not be made what it was before the load, which failed"),
+        pytest.raises(ValueError, match="not mine"),
+    ):
+        sl.Checkpointer(tmp_path).load(loading)
+    assert shown(other) == before
+
+
 def test_what_differs_after_a_load_is_not_kept(tmp_path: Path) -> None:
     class Own(nn.Linear):
         rank = 0

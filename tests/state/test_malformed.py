@@ -333,6 +333,16 @@ def test_saves_that_were_swapped_are_told_apart(tmp_path: Path) -> None:
     assert len(warned) == 2
 
 
+def test_of_saves_that_were_swapped_the_newest_stays(tmp_path: Path) -> None:
+    first, second = stepped(tmp_path, 10, 20)
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    newest = sl.Checkpointer(tmp_path, keep=2).save(made(30), step=30)
+    Path(newest or "", "manifest.json").write_text("broken")
+    assert loaded(tmp_path)[0] == 20
+
+
 def test_an_old_save_under_a_newer_name_is_no_newer(tmp_path: Path) -> None:
     first, second = stepped(tmp_path, 10, 20)
     first.rename(tmp_path / "save-000007-step-70")

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from syncline.board import Board, Place
 from syncline.errors import PeerFailed, SynclineError
 from syncline.transport import publisher as publisher_module
+from syncline.transport import store_line
 from syncline.transport.calls import Failure
 from syncline.transport.notices import Notices
 from syncline.transport.publisher import Publisher
-from syncline.transport.store_line import line_to
+from syncline.transport.store_line import clone_of
 from syncline.transport.user_code import user_code, user_code_in_dump, user_code_of_main_thread
 
 
@@ -151,13 +153,14 @@ def test_a_store_that_is_gone_is_seen_without_asking_it(capfd: pytest.CaptureFix
     assert server.stdout is not None
     port = int(server.stdout.readline())
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    line = line_to(dist.PrefixStore("a", store))
-    assert line is line_to(store)
+    clone, line = clone_of(dist.PrefixStore("a", store), timedelta(seconds=1))
     assert line is not None
     notices = Notices(store, rank=0, size=2)
     notices.post(lambda: Place(step=1))
     assert notices.places() == {0: Place(step=1)}
+    clone.set("here", "1")
     assert line.is_open()
+    assert clone.get("here") == b"1"
     server.communicate("\n", timeout=60)
     assert not line.is_open()
     notices.post(lambda: Place(step=2))
@@ -167,7 +170,23 @@ def test_a_store_that_is_gone_is_seen_without_asking_it(capfd: pytest.CaptureFix
 
 
 def test_a_store_without_a_server_has_no_line() -> None:
-    assert line_to(dist.HashStore()) is None
+    store = dist.HashStore()
+    clone, line = clone_of(store, timedelta(seconds=1))
+    assert line is None
+    clone.set("here", "1")
+    assert store.get("here") == b"1"
+
+
+def test_which_connection_is_the_clones_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system does not list sockets."""
+    monkeypatch.setattr(store_line, "open_sockets", set)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    clone, line = clone_of(server, timedelta(seconds=1))
+    assert line is not None
+    clone.set("here", "1")
+    assert line.is_open()
+    del clone, server
+    assert not line.is_open()
 
 
 def test_users_code_is_the_innermost_frame_that_is_neither_torchs_nor_ours_nor_pythons() -> None:

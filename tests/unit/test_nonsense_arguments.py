@@ -10,7 +10,6 @@ import inspect
 import re
 import tempfile
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,18 +295,21 @@ TABLE: dict[str, Row] = {
     ),
     "sl.DistributedSampler.state_dict": Row(on=sampler),
     "sl.DistributedSampler.load_state_dict": Row({"state": lambda: sampler().state_dict()}, on=sampler),
-    # torch's own constructor takes all of them, and judges them.
-    "sl.nn.SyncBatchNorm": Row({"num_features": 2}, nonsense=defaultdict(list)),
+    "sl.nn.SyncBatchNorm": Row(
+        {"num_features": 2},
+        nonsense={
+            **dict.fromkeys(["affine", "track_running_stats", "bias"], TORCHS_FLAG),
+            "device": ANYTHING,  # torch's own check, and "dtype" as well
+            "dtype": ANYTHING,
+        },
+    ),
     "sl.nn.SyncBatchNorm.forward": Row(
         {"input": lambda: torch.zeros(4, 2)},
         on=lambda: sl.nn.SyncBatchNorm(2),
         # What is no tensor fails as in torch's layers: a tracer's stand-in is none, and may pass.
         nonsense={"input": [torch.zeros(4), torch.zeros(4, 3), torch.zeros(4, 2, dtype=torch.int32)]},
     ),
-    "sl.nn.SyncBatchNorm.convert_sync_batchnorm": Row(
-        {"module": module},
-        nonsense={"process_group": ANYTHING},  # looked at in forward, as torch's
-    ),
+    "sl.nn.SyncBatchNorm.convert_sync_batchnorm": Row({"module": module}),
     # a run on disk
     "sl.TrainState": Row(
         nonsense={
@@ -439,7 +441,7 @@ def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Param
 def nonsense_for(name: str, parameter: inspect.Parameter) -> list[Any] | None:
     """None: nothing says what a value has to be."""
     row = TABLE[name]
-    if parameter.name in row.nonsense or isinstance(row.nonsense, defaultdict):
+    if parameter.name in row.nonsense:
         return row.nonsense[parameter.name]
     text = str(parameter.annotation)
     parts = [part.strip() for part in text.split("|")]

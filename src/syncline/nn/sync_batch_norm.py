@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from syncline.given import checked_kind
+from syncline.given import checked_count, checked_kind, checked_number, checked_truth
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 
@@ -59,9 +59,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         bias: False leaves out the bias (in the versions of torch whose BatchNorm has this argument).
 
     Raises:
-        ValueError: in forward, for an input with the wrong number of dimensions or channels, or with a single
-            value per channel over all ranks.
-        TypeError: in forward, for an input that is not floating point.
+        ValueError: an argument makes no sense. In forward: an input with the wrong number of dimensions or channels,
+            or with a single value per channel over all ranks.
+        TypeError: an argument is of another type. In forward: an input that is not floating point.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -74,6 +74,31 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """
 
     process_group: Any  # None, a dist.ProcessGroup or a Transport
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            checked_count("num_features", num_features, at_least=0),
+            checked_number("eps", eps, at_least=0),
+            None if momentum is None else checked_number("momentum", momentum),
+            checked_truth("affine", affine),
+            checked_truth("track_running_stats", track_running_stats),
+            _checked_group(process_group),
+            device,
+            dtype,
+            **({} if checked_truth("bias", bias) else {"bias": False}),
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input` (N, C, ...); in training a collective call, of all ranks."""
@@ -104,8 +129,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             `module`, or the new layer if `module` is a BatchNorm layer.
 
         Raises:
-            TypeError: a BatchNorm layer is lazy, or of a subclass whose own forward would be lost. Nothing has been
-                changed then.
+            TypeError: an argument is of another type; a BatchNorm layer is lazy, or of a subclass whose own forward
+                would be lost. Nothing has been changed then.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -113,6 +138,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             ['Linear', 'SyncBatchNorm']
         """
         checked_kind("module", module, nn.Module, "a torch.nn.Module")
+        _checked_group(process_group)
         for name, layer in module.named_modules():
             if isinstance(layer, _BatchNorm):
                 _check_convertible(name, layer)
@@ -163,6 +189,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             if running is not None:
                 running.lerp_(new.to(running.dtype), momentum or 0.0)
+
+
+def _checked_group(group: Any) -> Any:
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # no forward may run there
+        return group
+    return checked_kind(
+        "process_group", group, dist.ProcessGroup | Transport, "a process group or a Transport"
+    )
 
 
 def _check_convertible(name: str, layer: _BatchNorm) -> None:

@@ -99,14 +99,14 @@ class Shelf:
         self._files.remove(self._unfinished(save))
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
-        """Remove what is older than the newest saves that stay, and tell what.
+        """Remove what is older than the newest saves that stay, by their manifests, and return what was removed.
 
         Args:
             damaged: those known to be of no use: they do not count as saves that stay.
         """
-        saves = self.saves()
+        saves = [save for save, _ in self.identified()]
         sound = [save for save in saves if save not in damaged]
-        gone = [save for save in saves if len(sound) > self._keep and save < sound[self._keep - 1]]
+        gone = saves[saves.index(sound[self._keep - 1]) + 1 :] if len(sound) > self._keep else []
         for save in gone:
             self._files.rename(self.path_of(save), self._unfinished(save))
         if gone:

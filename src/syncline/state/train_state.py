@@ -224,8 +224,7 @@ class TrainState:
         Raises:
             TypeError: an argument is of another type; on every rank.
             ValueError: something is missing, or is left over; the file is not what torch.save writes, has objects of
-                other types, or what is in it fits not what is named. On every rank. Before what does not fit into an
-                object is found, others may have been loaded.
+                other types, or what is in it does not fit what is named. On every rank.
             ContractMismatch: the ranks have different files, or name different things.
             ReplicaDivergence: modules or optimizers are not the same on all ranks now.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -24,8 +25,9 @@ __all__ = ["Before"]
 class Before:
     """How things were.
 
-    A module's tensors are copied, which takes the memory that its gradients take in training. Of an optimizer there are
-    references: loading gives it other tensors. Of anything else there is what its `state_dict()` gives.
+    A module's tensors are copied, which takes the memory that its gradients take in training. Of torch's optimizers
+    there are references: loading gives them other tensors. Those with a `load_state_dict` of their own may write into
+    the tensors they have, which are copied. Of anything else there is what its `state_dict()` gives.
 
     Args:
         named: what is loaded, by name.
@@ -49,10 +51,20 @@ class Before:
             copies = _one_copies(self._named[name])
             if copies and not together:
                 continue
-            with ExitStack() as written:
-                for copy in copies:
-                    written.enter_context(copy.writing())
-                undo()
+            try:
+                with ExitStack() as written:
+                    for copy in copies:
+                        written.enter_context(copy.writing())
+                    undo()
+            except (
+                Exception
+            ) as error:  # the error of the load is the one to raise; the others are restored all the same
+                warnings.warn(
+                    f"{name} could not be made what it was before the load, which failed: {type(error).__name__}: "
+                    f"{error}. It may have been loaded in part: make it anew",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         set_rng_state(self._rng)
 
 
@@ -84,18 +96,23 @@ def _undo_of_module(module: nn.Module) -> Callable[[], None]:
         with suppress(Exception):  # as long as something is under way, there is none
             remembered = deepcopy(save()) if save else None
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    tensors = [one for one in (*inner.parameters(), *inner.buffers()) if not is_lazy(one)]
-    copies = [(one, one.detach().clone()) for one in tensors]
+    parts = list(inner.modules())
+    # A load may put others in their places.
+    places = [(kept, dict(kept)) for part in parts for kept in (part._parameters, part._buffers)]
+    tensors = [_undo_of_tensor(tensor) for tensor in {*inner.parameters(), *inner.buffers()}]
     extras = [
         (part, deepcopy(part.get_extra_state()))
-        for part in inner.modules()
+        for part in parts
         if type(part).get_extra_state is not nn.Module.get_extra_state
     ]
 
     def undo() -> None:
+        for kept, before in places:
+            kept.clear()
+            kept.update(before)
         with torch.no_grad():
-            for tensor, copy in copies:
-                tensor.copy_(copy)
+            for undo_tensor in tensors:
+                undo_tensor()
         for part, extra in extras:
             _try(lambda part=part, extra=extra: part.set_extra_state(extra))  # type: ignore[misc]
         if remembered is not None:
@@ -105,11 +122,42 @@ def _undo_of_module(module: nn.Module) -> Callable[[], None]:
     return undo
 
 
+def _undo_of_tensor(tensor: Tensor) -> Callable[[], None]:
+    if is_lazy(tensor):  # a load makes it a parameter like any other
+        kind, empty = type(tensor), tensor.data
+
+        def undo_lazy() -> None:
+            if type(tensor) is not kind:
+                tensor.data = empty
+                tensor.__class__ = kind
+
+        return undo_lazy
+    copy = tensor.detach().clone()
+
+    def undo() -> None:
+        if tensor.shape == copy.shape and tensor.dtype == copy.dtype:
+            tensor.copy_(copy)
+        else:
+            tensor.data = copy
+
+    return undo
+
+
 def _undo_of_optimizer(optimizer: Any) -> Callable[[], None]:
     state, groups = optimizer.state, optimizer.param_groups
+    settings = [(group, dict(group)) for group in groups]
+    keeps_tensors = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    of_parameters = None if keeps_tensors else {p: deepcopy(values) for p, values in state.items()}
 
     def undo() -> None:
         optimizer.state, optimizer.param_groups = state, groups
+        groups[:] = [group for group, _ in settings]
+        for group, before in settings:
+            group.clear()
+            group.update(before)
+        if of_parameters is not None:
+            state.clear()
+            state.update(of_parameters)
 
     return undo
 

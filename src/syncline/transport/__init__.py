@@ -13,7 +13,7 @@ long_wait.py   a wait that lasts: told to the peers, who are looked at
 health.py      whether the group can still be used, and the errors if not
 notices.py     what ranks tell each other through the group's store
 publisher.py   the thread that tells where this rank is while it does not wait
-store_line.py  is the store still there?
+store_line.py  a connection of our own to a store, and whether the store is still there
 
 threads.py     ranks as threads of one process, deterministic; also a process that is alone
 meeting.py     where those threads meet

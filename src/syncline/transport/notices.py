@@ -21,7 +21,7 @@ from syncline.errors import SynclineError
 from syncline.store_messages import SignedStore
 from syncline.transport.calls import Failure
 from syncline.transport.processes import RankProcess
-from syncline.transport.store_line import StoreLine, ends_with_the_network, line_to
+from syncline.transport.store_line import clone_of
 
 __all__ = ["Notices"]
 
@@ -46,15 +46,7 @@ class Notices:
         self._has_left = False
         # Two threads that wait for answers on one connection of a TCPStore would take each other's.
         self._lock = threading.Lock()
-        own = store  # Any: torch's stub of Store knows neither `clone` nor `timeout`
-        timeout = store.timeout
-        # What cannot be cloned is shared.
-        with contextlib.suppress(RuntimeError), ends_with_the_network(store):
-            own = store.clone()
-            own.set_timeout(_STORE_TIMEOUT)
-            if store.timeout != timeout:
-                own.set_timeout(timeout)  # it is the same store after all
-        self._line: StoreLine | None = line_to(own)
+        own, self._line = clone_of(store, _STORE_TIMEOUT)
         self._store: SignedStore | None = SignedStore(PrefixStore("syncline", own))
         # Old notices stay in the store, and a group that is made again under the same name must not see them.
         # Each rank counts for itself how often that was: to ask another rank would be to wait for it.
