@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from syncline.errors import (
     CollectiveMismatch,
     ContractMismatch,
     PeerLost,
+    SynclineError,
     UnevenInputs,
 )
 
@@ -86,6 +88,35 @@ def test_a_backward_left_out_inside_of_join_is_a_mismatch_on_both() -> None:
     for text in everybody_says(caught.value):
         assert "rank 0: step 1, backward, bucket 0, waiting in all_reduce(sum)" in text
         assert "rank 1: step 1, forward, waiting in torch.distributed.all_reduce of Join" in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("encloses", ["forward", "backward"])
+def test_no_sync_around_half_a_step_inside_of_join_is_an_error_on_both(encloses: str) -> None:
+    ddp = sl.DistributedDataParallel(Net())
+    with pytest.raises(SynclineError) as caught, ddp.join():
+        for _ in range(2 - dist.get_rank()):
+            with ddp.no_sync() if encloses == "forward" else nullcontext():
+                loss = ddp(torch.randn(5, 3)).square().mean()
+            with ddp.no_sync() if encloses == "backward" else nullcontext():
+                loss.backward()
+    assert any("join" in text for text in everybody_says(caught.value))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_a_backward_through_the_module_on_one_rank_alone_is_uneven(transport: str) -> None:
+    """torch's class leaves it local."""
+    sl.init(transport=transport)
+    ddp = sl.DistributedDataParallel(Net())
+    step(ddp)
+    if dist.get_rank() == 1:
+        sl.shutdown()
+        return
+    with ddp.no_sync():
+        step(ddp.module)
+    with pytest.raises(UnevenInputs, match="rank 1 has left in good order"):
+        step(ddp.module)
 
 
 @pytest.mark.ranks(2)

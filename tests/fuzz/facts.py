@@ -62,6 +62,8 @@ class Facts:
     without a backward reduces parameters that it shares with another one in the backward of that one; and one with
     a static graph counts the gradients of that one as its own.
     """
+    sends_buffers_after_join: bool = False
+    """A wrapper that has buffers is called after its `join`: torch's class stays inside, and sends the last rank's."""
     has_one_process_meaning: bool = True
     """One process with the batches of both ranks is to end the same."""
 
@@ -84,6 +86,8 @@ class _State:
     """Models in eval mode."""
     frozen: set[int] = field(default_factory=set)
     """Wrappers whose modules are frozen."""
+    has_joined: set[int] = field(default_factory=set)
+    """Wrappers after their `join`."""
     lonely: bool = False
     """Inside of what one rank runs."""
     joined: bool = False
@@ -201,6 +205,7 @@ class _Walk:
                 before_joined, state.joined = state.joined, True
                 self.walk(s.body)
                 state.joined = before_joined
+                state.has_joined.add(s.wrapper)
             case OnRank() if s.rank not in self.ranks:
                 pass
             case OnRank():
@@ -225,6 +230,8 @@ class _Walk:
             is_training = self.model_of(wrapper) not in state.evaluating
             is_noisy = "dropout" in kinds and is_training
             counts_batches = "batch_norm" in kinds and is_training
+            if wrapper in state.has_joined:
+                facts.sends_buffers_after_join |= "batch_norm" in kinds and not s.is_bare
             if state.lonely:
                 facts.sends_buffers_alone |= "batch_norm" in kinds and not s.is_bare and not s.no_grad
                 if counts_batches:

@@ -150,7 +150,8 @@ class _Run:
         for rank, (mine, other) in enumerate(zip(self.outcomes, theirs.outcomes, strict=True)):
             local = frozenset[str]() if exactly else self.local()
             tolerance = None if exactly else _TOLERANCE[self.program.dtype]
-            found = _difference(mine, other, tolerance, without=local, buffers=True)
+            buffers = not self.facts.sends_buffers_after_join
+            found = _difference(mine, other, tolerance, without=local, buffers=buffers)
             # A backward through .module is reduced here (docs/compatibility.md), so that its norm is another one.
             if (
                 not found

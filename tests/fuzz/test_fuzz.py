@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
+
+import pytest
 
 from .broken import Forgetful
 from .grammar import draw
@@ -26,14 +29,23 @@ NUM_PROGRAMS = 200
 FIRST_SEED = 1_000_000
 
 
-def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error() -> None:
+def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tally, failures = Tally(), []
+    began = time.monotonic()
     with closing(Runner()) as runner:
         for program, verdict in runner.verdicts(map(draw, range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS))):
             tally.add(program, verdict)
-            if verdict.faults and runner.fails_alike(program, verdict):  # not for want of time
+            if not verdict.faults:
+                continue
+            if runner.fails_alike(program, verdict):
                 failures.append(report_of(*runner.shrunk(program, verdict)))
-    print(tally)
+            else:  # for want of time, most often
+                with capsys.disabled():
+                    print(f"\nseen once only: {report_of(program, verdict)}")
+    with capsys.disabled():
+        print(f"\nfuzzer: {time.monotonic() - began:.0f} s: {tally}")
     assert not failures, "\n\n".join([str(tally), *failures])
     assert tally.torch["right"] > NUM_PROGRAMS / 2
     assert tally.num_alone > NUM_PROGRAMS / 3

@@ -15,6 +15,8 @@ from syncline.listening import bound_socket, interface_of
 JOINED = """
 import os, sys, time
 import syncline as sl, torch
+with open(f"token {os.environ['RANK']}", "w") as file:
+    file.write(os.environ["SYNCLINE_TOKEN"])
 sl.init("c10d", timeout=60)  # Gloo listens as well, in each rank
 sl.barrier()
 sys.stdout.write(f"pid {os.getpid()}\\n")
@@ -67,6 +69,15 @@ def test_a_job_on_one_host_listens_on_the_loopback_only(
     (tmp_path / "end").touch()
     done = launcher.wait()
     assert (done.returncode, done.stderr) == (0, "")
+    first, second = ((tmp_path / f"token {rank}").read_text() for rank in range(2))
+    assert first == second
+    assert len(bytes.fromhex(first)) == 32
+    assert first not in TOKENS
+    TOKENS.add(first)
+
+
+TOKENS: set[str] = set()
+"""Of all jobs: each has one of its own."""
 
 
 def test_host_says_where_several_hosts_listen(server: Server, tmp_path: Path) -> None:

@@ -74,3 +74,17 @@ def test_a_rank_without_inputs_is_not_compared() -> None:
             ddp(torch.randn(4, 3)).square().sum().backward()
             optimizer.step()
     sl.check_replicas(ddp)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_healthy_replicas_with_buffers_of_their_own_pass(transport: Any) -> None:
+    world = sl.init(transport=transport, timeout=60)
+    ddp = sl.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    g = torch.Generator().manual_seed(world.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 4, generator=g)).square().mean().backward()
+        optimizer.step()
+    assert sl.check_replicas(ddp).may_differ == ("module.1.running_mean", "module.1.running_var")

@@ -227,3 +227,17 @@ def test_a_wrapper_that_is_gone_is_no_rival() -> None:
         torch.testing.assert_close(gradients(actor, critic), expected(critic_loss))
 
     run_ranks(2, rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_on_processes(transport: Any) -> None:
+    world = sl.init(transport=transport, timeout=60)
+    actor, critic = nets()
+    wrapped = DDP(actor), DDP(critic)
+    for _ in range(2):
+        for module in wrapped:
+            module.zero_grad()
+        for loss in (actor_loss, critic_loss):
+            loss(*wrapped, world.rank).backward()
+        torch.testing.assert_close(gradients(actor, critic), expected(actor_loss, critic_loss))

@@ -1,0 +1,10 @@
+"""Every survivor of a kill over Gloo names the lost rank; 40 of them are a command, see `kills.py`."""
+
+from __future__ import annotations
+
+from kills import kill_ranks
+
+
+def test_the_lost_rank_is_named_by_all_survivors() -> None:
+    num_named, num_survivors = kill_ranks(num_kills=6, seed=11)
+    assert num_named == num_survivors > 12  # some of three ranks, some of four
