@@ -39,7 +39,7 @@ _STRICTER: tuple[tuple[str, Callable[[Facts], bool]], ...] = (
     ("torch pairs it with another rank's next forward", lambda facts: facts.sends_buffers_alone),
     ("no_sync is read when the backward runs", lambda facts: facts.contradicts_join),
     (
-        "the same, of a backward for which the other rank has none",
+        "each backward outside of no_sync is reduced, also one that the other rank has not",
         lambda facts: facts.decides_otherwise and facts.is_uneven,
     ),
     ("init_sync=False: the ranks compare what they were given, still", lambda facts: facts.wraps_alone),

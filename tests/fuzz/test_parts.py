@@ -158,7 +158,9 @@ def test_where_torch_is_wrong_ours_is_right_or_a_named_error() -> None:
     assert judged(differs, differs) == ["silent difference"]
     assert judged((unnamed, unnamed), (unnamed, unnamed)) == ["unnamed error"]
     assert judged((unnamed, unnamed), (other, other)) == ["unnamed error"]
-    assert judged((other, other), (replace(other, error="RuntimeError: index 3 is out of bounds"), other)) == []
+    assert (
+        judged((other, other), (replace(other, error="RuntimeError: index 3 is out of bounds"), other)) == []
+    )
     local = (NoSync(0, PLAIN_STEP[:2]), Step(0))
     assert judged(differs, differs, *local) == []  # asked for
 
