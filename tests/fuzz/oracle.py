@@ -5,7 +5,6 @@ The rule: code that is right under torch's class runs, and is right; an error is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -214,7 +213,7 @@ class _Run:
     def unnamed(self, theirs: _Run) -> list[Fault]:
         """Errors that are neither ours nor torch's; what torch's class would have raised had it lived, nobody knows."""
         has_died = theirs.fared() == "dies"
-        allowed = {_words(outcome.error) for outcome in theirs.outcomes if outcome.error}
+        allowed = {outcome.kinds[0] for outcome in theirs.outcomes if outcome.error}
         for rank, outcome in enumerate(self.outcomes):
             if outcome.error is None:
                 continue
@@ -222,7 +221,7 @@ class _Run:
             if any(call in outcome.line for call in _CALLS_OF_TORCH):
                 continue
             # A name that the program has not set, in a line that torch's class did not come to, is its own affair.
-            is_allowed = has_died or outcome.kinds[0] == "NameError" or _words(outcome.error) in allowed
+            is_allowed = has_died or outcome.kinds[0] in {"NameError", *allowed}
             if not is_ours and (not is_allowed or any(w in outcome.error for w in _UNNAMED)):
                 return [self.fault("unnamed error", f"rank {rank}: {outcome.error}")]
             other = self.outcomes[1 - rank]
@@ -244,11 +243,6 @@ class _Run:
         order = sorted(self.outcomes, key=lambda outcome: "PeerFailed" in outcome.kinds)
         causes = [outcome.kinds[0] for outcome in order if outcome.error]
         return Fault(self.way, kind, text, causes[0] if causes else "")
-
-
-def _words(error: str) -> str:
-    """The first line of an error, whatever its numbers are."""
-    return re.sub(r"\d+", "#", error.partition("\n")[0])
 
 
 def _difference(

@@ -152,15 +152,10 @@ def test_where_torch_is_wrong_ours_is_right_or_a_named_error() -> None:
     differs = (outcome(w=1.0), outcome(w=2.0))
     named = Outcome(error="SynclineError: no", kinds=("SynclineError", "RuntimeError"))
     unnamed = Outcome(error="RuntimeError: Connection closed by peer", kinds=("RuntimeError",))
-    other = Outcome(error="RuntimeError: index 7 is out of bounds", kinds=("RuntimeError",))
     assert judged(differs, (outcome(w=3.0), outcome(w=3.0))) == []
     assert judged(differs, (named, named)) == []
     assert judged(differs, differs) == ["silent difference"]
     assert judged((unnamed, unnamed), (unnamed, unnamed)) == ["unnamed error"]
-    assert judged((unnamed, unnamed), (other, other)) == ["unnamed error"]
-    assert (
-        judged((other, other), (replace(other, error="RuntimeError: index 3 is out of bounds"), other)) == []
-    )
     local = (NoSync(0, PLAIN_STEP[:2]), Step(0))
     assert judged(differs, differs, *local) == []  # asked for
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +22,10 @@ from torch import Tensor
 from syncline.errors import CollectiveMismatch, SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
 from syncline.transport.shared_memory.find_library import find_library
-from syncline.transport.shared_memory.memory import available_bytes
+from syncline.transport.shared_memory.library import library
+from syncline.transport.shared_memory.memory import SharedMemory, available_bytes
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
@@ -389,3 +394,27 @@ def test_a_fork_is_refused_and_its_parent_goes_on() -> None:
         tensor = torch.ones(70_000)
         transport.all_reduce(tensor).wait()
         assert (tensor == 2).all()
+
+
+def test_a_lane_is_closed_before_its_memory_goes_in_whatever_order_garbage_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread may move on what is under way on all lanes, while one that is garbage is freed."""
+    order: list[str] = []
+    close = library().lane_close
+    monkeypatch.setattr(library(), "lane_close", lambda handle: (order.append("lane"), close(handle)))
+
+    def leave_garbage() -> None:
+        of_group, sizes = SharedMemory.create(Engine.num_bytes(2)), LaneSizes(2)
+        of_lane, of_tensor = SharedMemory.create(sizes.total_bytes), SharedMemory.create(4096)
+        for memory in (of_group, of_lane, of_tensor):
+            weakref.finalize(memory.map, order.append, "memory")
+        lane = EngineLane(Engine(of_group, rank=0, size=2), of_lane, sizes)
+        lane.keep(0, 1, [torch.frombuffer(of_tensor.map, dtype=torch.uint8)])
+        cycle: list[Any] = [of_tensor, of_lane, of_group, lane]
+        cycle.append(cycle)
+
+    gc.collect()
+    leave_garbage()
+    gc.collect()
+    assert order == ["lane", "memory", "memory", "memory"]

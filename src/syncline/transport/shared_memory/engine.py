@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from syncline.transport.shared_memory.library import MAX_ABORT_BYTES, library
 from syncline.transport.shared_memory.memory import SharedMemory
@@ -55,7 +55,7 @@ class Engine:
     def __init__(self, memory: SharedMemory, *, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._memory = memory
+        self.memory = memory
         spin = _SPIN_NANOSECONDS if size <= len(os.sched_getaffinity(0)) else 0
         self.handle = library().group_open(memory.address, rank, size, spin, _NUM_YIELDS)
         if not self.handle:
@@ -92,19 +92,21 @@ class EngineLane:
     def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes) -> None:
         self.engine = engine
         self.sizes = sizes
-        self._memory = memory
         self.handle = library().lane_open(
             engine.handle, memory.address, sizes.num_slots, sizes.chunk_bytes, sizes.message_bytes
         )
         if not self.handle:
             raise MemoryError
-        weakref.finalize(self, library().lane_close, self.handle).atexit = False
-        self.under_way: dict[tuple[int, int], Sequence[Tensor]] = {}
-        """What the core still reads and writes, by queue and ticket."""
+        self.under_way: dict[tuple[int, int], list[UntypedStorage]] = {}
+        """What the core still reads and writes, by queue and ticket. No tensors: one could hold on to this lane."""
+        # A garbage collection may free a lane and its memory at once, the memory first; and any other thread moves on
+        # what is under way on all lanes. So the memory stays until the lane is closed.
+        memories = (memory, engine.memory, self.under_way)
+        weakref.finalize(self, _close, library().lane_close, self.handle, memories).atexit = False
 
     def keep(self, queue: int, ticket: int, tensors: Sequence[Tensor]) -> None:
-        """Keep tensors alive while an operation is under way, even if nobody waits for it."""
-        self.under_way[queue, ticket] = tensors
+        """Keep the memory of tensors while an operation is under way, even if nobody waits for it."""
+        self.under_way[queue, ticket] = [tensor.untyped_storage() for tensor in tensors]
         if len(self.under_way) > 256:
             for key in list(self.under_way):
                 if library().poll(self.handle, *key) == 0:
@@ -123,3 +125,8 @@ class EngineLane:
     def queue_of_receives(self, src: int) -> int:
         """The core's number for messages from `src`."""
         return 1 + self.engine.size + src
+
+
+def _close(close: Callable[[int], None], handle: int, memories: object) -> None:
+    """Close what uses memories, which are held until then."""
+    close(handle)
