@@ -33,6 +33,8 @@ from syncline.transport.user_code import user_code, user_code_in_dump, user_code
 class Rank:
     """Something with a place, whose notices are kept in a list."""
 
+    is_learning = False
+
     def __init__(self) -> None:
         self.board = Board()
         self.notices: Any = self

@@ -28,6 +28,8 @@ __all__ = ["Notices"]
 T = TypeVar("T")
 
 _STORE_TIMEOUT = timedelta(seconds=1)
+_MAX_READS = 100
+"""How often the other ranks' processes are looked for in quick succession."""
 
 
 class Notices:
@@ -53,6 +55,7 @@ class Notices:
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
         self._process = RankProcess.own()
         self._processes: dict[int, RankProcess] = {}
+        self._num_reads = 0
         if (process := self._process) is not None:
             key = self._key(f"process/{rank}")
             self._ask(lambda store: store.set(key, process.to_json()))
@@ -124,12 +127,19 @@ class Notices:
         if own is None:
             return {}
         if len(self._processes) < self._size:
+            self._num_reads += 1
             self._processes.update(self._read_all("process", RankProcess.from_json))
         return {
             rank: process
             for rank, process in list(self._processes.items())
             if rank != self._rank and process.host == own.host
         }
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the other ranks' processes are still to be learned; they name them as soon as they make theirs."""
+        is_complete = self._process is None or len(self._processes) == self._size
+        return not is_complete and self._num_reads < _MAX_READS
 
     def _read_all(self, name: str, parsed: Callable[[str], T]) -> dict[int, T]:
         """What each rank has said of itself."""

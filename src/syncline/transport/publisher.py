@@ -25,6 +25,7 @@ from syncline.transport.user_code import user_code_in_dump
 __all__ = ["SIGN_OF_LIFE_SECONDS", "Published", "Publisher", "publisher"]
 
 _PERIOD_SECONDS = 0.5
+_LEARNING_SECONDS = 0.02
 SIGN_OF_LIFE_SECONDS = 5.0
 """A place that does not change is told again so often: who is silent for longer does not run."""
 _JOIN_SECONDS = 5.0
@@ -55,6 +56,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._ended = False
+        self._is_learning = False
         self._thread: threading.Thread | None = None
 
     def add(self, what: Published) -> None:
@@ -79,13 +81,19 @@ class Publisher:
 
     def _run(self) -> None:
         while not self._ended:
-            self._wake.wait(_PERIOD_SECONDS if len(self._told) else None)
+            self._wake.wait(self._period_seconds())
             self._wake.clear()
             self._tell_all()
+
+    def _period_seconds(self) -> float | None:
+        if self._is_learning:
+            return _LEARNING_SECONDS  # a rank that has the store may be lost right after the first step
+        return _PERIOD_SECONDS if len(self._told) else None
 
     def _tell_all(self) -> None:
         with self._lock:
             current = list(self._told)
+        self._is_learning = False
         for what in current:
             if self._ended:
                 return
@@ -99,6 +107,7 @@ class Publisher:
             return
         what.notices.post(lambda: self._news(what))
         what.notices.processes_here()  # learned in good time: a store may end with the rank that is lost
+        self._is_learning |= what.notices.is_learning
         place = self._told.get(what)
         if place is not None and place.wait is not None and place.wait.is_torchs:
             self._end_torch_call(what, what.notices)
