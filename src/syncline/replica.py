@@ -271,7 +271,7 @@ class Replica:
         )
 
     def _watch_gradients(self) -> None:
-        """Compare replicas in backwards: those of the ranks that average gradients."""
+        """Set up that the ranks which average their gradients compare their replicas during backward."""
         ranks = range(self.transport.size)
         if self._workers is not None:
             own = self._workers[self.transport.rank]
@@ -690,7 +690,7 @@ class Replica:
         return states | {"compression": dict(self._owed)} if self._rests() else states
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `DistributedDataParallel.load_sync_state_dict`."""
+        """Load what `sync_state_dict` returned, as `DistributedDataParallel.load_sync_state_dict` does."""
         parts = self._remembering()
         checked_kind("state", state, Mapping, "a dict, as sync_state_dict() gives it")
         if parts.keys() != state.keys() - ({"compression"} if self._rests() else set()):
@@ -716,7 +716,9 @@ class Replica:
         return {name: value for name, value in vars(self).items() if name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over the default group, without lanes: opening them is a collective call, and unpickling is not.
+        """Restore the replica over the default group, without lanes of its own.
+
+        Opening a lane is a collective call, and a rank may unpickle a replica alone.
 
         Hooks and optimizers have to be registered again.
         """

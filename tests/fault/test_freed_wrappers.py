@@ -23,7 +23,8 @@ from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
 NUM_WRAPPERS = 30
-PARAMETER_BYTES = 1_000_000
+NUM_INPUTS, NUM_OUTPUTS = 1000, 250
+PARAMETER_BYTES = 4 * NUM_INPUTS * NUM_OUTPUTS
 """Of each of them."""
 KINDS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -59,12 +60,12 @@ def reference_counts_alone() -> Iterator[None]:
 
 def train(t: Transport, **arguments: Any) -> None:
     """Two steps of a wrapper that nobody keeps. Its buckets are large enough for memory of their own."""
-    module = nn.Sequential(nn.Linear(PARAMETER_BYTES // 4 // 250, 250), nn.BatchNorm1d(250))
+    module = nn.Sequential(nn.Linear(NUM_INPUTS, NUM_OUTPUTS), nn.BatchNorm1d(NUM_OUTPUTS))
     ddp = sl.DistributedDataParallel(module, process_group=t, **arguments)
     optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
     for _ in range(2):
         optimizer.zero_grad()
-        ddp(torch.randn(3, PARAMETER_BYTES // 4 // 250)).square().sum().backward()
+        ddp(torch.randn(3, NUM_INPUTS)).square().sum().backward()
         optimizer.step()
 
 

@@ -188,9 +188,8 @@ class _Walk:
                 facts.is_uneven |= state.lonely
             case Rewrap():
                 facts.is_uneven |= state.lonely
-                facts.wraps_alone |= state.lonely and not dict(self.program.wrappers[s.wrapper].options).get(
-                    "init_sync", True
-                )
+                vouches = ("init_sync", False) in self.program.wrappers[s.wrapper].options
+                facts.wraps_alone |= state.lonely and vouches
             case Save():
                 pass
             case NoSync():

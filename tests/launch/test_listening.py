@@ -30,6 +30,8 @@ print("pid", os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
 while not os.path.exists("end"):
     time.sleep(0.01)
 """
+TOKENS: set[str] = set()
+"""Of all jobs of this module: each has one of its own."""
 
 
 def listening_addresses(pids: list[int]) -> set[str]:
@@ -74,10 +76,6 @@ def test_a_job_on_one_host_listens_on_the_loopback_only(
     assert len(bytes.fromhex(first)) == 32
     assert first not in TOKENS
     TOKENS.add(first)
-
-
-TOKENS: set[str] = set()
-"""Of all jobs: each has one of its own."""
 
 
 def test_host_says_where_several_hosts_listen(server: Server, tmp_path: Path) -> None:

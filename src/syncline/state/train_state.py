@@ -153,7 +153,7 @@ class TrainState:
         return [name for name, one in self.named.items() if gives_share(one)]
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """The inverse of `state_dict`, and that of `share_state_dict` where all ranks' are joined (`join_parts`).
+        """Load what `state_dict` returned, or what `share_state_dict` returned on all ranks, joined by `join_parts`.
 
         Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
 

@@ -56,9 +56,8 @@ class Before:
                     for copy in copies:
                         written.enter_context(copy.writing())
                     undo()
-            except (
-                Exception
-            ) as error:  # the error of the load is the one to raise; the others are restored all the same
+            except Exception as error:
+                # What is raised is the error of the load, and what can be restored is restored.
                 warnings.warn(
                     f"{name} could not be made what it was before the load, which failed: {type(error).__name__}: "
                     f"{error}. It may have been loaded in part: make it anew",

@@ -106,7 +106,7 @@ class C10dWork(WatchedWork):
 
 
 class CallOfTorch(C10dWork):
-    """A collective that torch itself has started, on a process group: it is waited for, and fails, like one of ours.
+    """A collective that torch itself started on a process group. Waiting for it raises the same errors as for ours.
 
     Args:
         transport: over the same ranks.

@@ -193,7 +193,10 @@ class Health:
     # ------------------------------------------------------------------ who is where
 
     def called_from(self, thread: int) -> None:
-        """Another thread starts collectives than the last: from now on, one may go on while the other waits."""
+        """Note that `thread` now starts collectives, and did not start the last one.
+
+        Where a second thread does, a wait in one of them no longer means that the rank waits.
+        """
         self.calling_thread = thread if self.calling_thread == 0 else -1
 
     def is_live(self) -> bool:

@@ -30,13 +30,13 @@ class StoreLine:
     """A connection to a store's server, on which no answer is awaited while it is asked about.
 
     Args:
-        connection: a socket, which is taken over.
+        file_descriptor: of the connection; belongs to this object from now on.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._file_descriptor = connection.detach()
+    def __init__(self, file_descriptor: int) -> None:
+        self._file_descriptor = file_descriptor
         self._poll = select.poll()
-        self._poll.register(self._file_descriptor, select.POLLIN)
+        self._poll.register(file_descriptor, select.POLLIN)
 
     def is_open(self) -> bool:
         """Whether the server still holds its end; it has nothing to say here but that it goes."""
@@ -48,57 +48,51 @@ class StoreLine:
 
 
 def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
-    """The same store by a connection of its own, with a timeout of its own; `store` itself where it has no clones.
+    """Return the same store by a connection of its own, with another timeout, and the line to the store's server.
 
-    Also the line to its server, None where there is no server. Its connection raises when the network is gone, instead
-    of waiting on.
+    The connection raises when the network is gone, instead of waiting on. A store that has no clones is returned
+    itself; without a server there is no line.
     """
     innermost = _innermost(store)
     port = getattr(innermost, "port", None)
     timeout_before = store.timeout
-    with _lock:  # another one's connections would be taken for this one's
+    with _lock:  # connections that another thread makes here would be taken for this one's
         before = open_sockets()
         try:
             clone = store.clone()
         except RuntimeError:
             return store, None
-        made = [] if port is None else _connections_to(port, open_sockets() - before)
+        made = [one for one in open_sockets() - before if port is not None and _leads_to(port, one)]
     clone.set_timeout(timeout)
     if store.timeout != timeout_before:
         clone.set_timeout(timeout_before)  # it is the same store after all
     for connection in made:
+        _end_with_the_network(connection)
+    with contextlib.suppress(OSError):
+        if len(made) == 1:
+            return clone, StoreLine(os.dup(made[0]))
+        if (
+            port is not None
+        ):  # the clone's connection is not known; an idle one is closed by the server just so
+            idle = socket.create_connection((innermost.host, port), timeout=_CONNECT_SECONDS)
+            return clone, StoreLine(idle.detach())
+    return clone, None
+
+
+def _leads_to(port: int, file_descriptor: int) -> bool:
+    """Return whether the other end of a socket has this port."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
+        return bool(connection.getpeername()[1:2] == (port,))
+    return False
+
+
+def _end_with_the_network(file_descriptor: int) -> None:
+    """Let the kernel end a connection on which the other side confirms nothing any more."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
-    if len(made) == 1:
-        return clone, StoreLine(made[0])
-    for connection in made:
-        connection.close()
-    # Which connection is the clone's nobody knows here: an idle one tells as well that the server has gone.
-    with contextlib.suppress(OSError):
-        if port is not None:
-            return clone, StoreLine(
-                socket.create_connection((innermost.host, port), timeout=_CONNECT_SECONDS)
-            )
-    return clone, None
-
-
-def _connections_to(port: int, file_descriptors: set[int]) -> list[socket.socket]:
-    """Those of these sockets whose other end has this port."""
-    found = []
-    for file_descriptor in file_descriptors:
-        with contextlib.suppress(OSError):
-            connection = socket.socket(fileno=os.dup(file_descriptor))
-            try:
-                is_one = connection.getpeername()[1:2] == (port,)
-            except OSError:
-                is_one = False
-            if is_one:
-                found.append(connection)
-            else:
-                connection.close()
-    return found
 
 
 def open_sockets() -> set[int]:

@@ -81,7 +81,7 @@ class Engine:
 
 
 class EngineLane:
-    """This rank's side of one lane.
+    """This rank's handle of a lane: operations of the native core that are counted apart from those of other lanes.
 
     Args:
         engine: the group.

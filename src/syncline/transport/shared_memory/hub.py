@@ -282,7 +282,8 @@ def _check_credentials(connection: socket.socket, expected: _Presence, rank: int
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if (pid, uid) != (expected.pid, expected.uid):
         raise SynclineError(
-            f"process {pid} of user {uid} is not rank {rank}, which is process {expected.pid} of user {expected.uid}"
+            f"expected a connection from rank {rank} (process {expected.pid}, user {expected.uid}), got one from "
+            f"process {pid}, user {uid}"
         )
 
 
