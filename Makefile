@@ -12,10 +12,14 @@ EPOCHS ?= 15
 PROGRAMS ?= 20000
 SEED ?= 0
 
-.PHONY: help setup train test fuzz check format bench clean
+# Two test processes, each of which takes whole files: the processes of ranks stay warm in it.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+.PHONY: help setup train test test-all soak fuzz check format bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## make .venv with everything
 
@@ -32,8 +36,21 @@ train: $(STAMP) ## fetch the digits and train on them with 2 processes
 	$(BIN)/python examples/datasets.py
 	$(BIN)/syncline run -n $(RANKS) examples/mnist_cnn.py --epochs $(EPOCHS)
 
-test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP) ## the test suite, without what is marked slow
+	$(PYTEST) -m "not slow"
+
+test-all: $(STAMP) ## the whole test suite
+	$(PYTEST)
+
+soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped bits, stops, programs
+	$(BIN)/python tests/fault/kills.py --kills 200 --seed $(SEED)
+	$(BIN)/python tests/fault/soak.py --seconds 600 --seed $(SEED)
+	for strategy in every-step sharded local-sgd gossip; do \
+		folder=$$(mktemp -d) && $(BIN)/python tests/fault/asked_to_stop.py $$folder $$strategy 30 $(SEED) \
+			&& rm -r $$folder || exit 1; \
+	done
+	folder=$$(mktemp -d) && $(BIN)/python tests/fault/flipped_bits.py $$folder 500 $(SEED) && rm -r $$folder
+	$(MAKE) fuzz
 
 fuzz: $(STAMP) ## run 20,000 drawn training programs under torch's class and ours
 	$(BIN)/python -m tests.fuzz --programs $(PROGRAMS) --seed $(SEED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 import syncline as sl
+from syncline.testing.meeting import held_port, variables_of_rank
 
 SIZE = 3
 STRATEGIES: dict[str, Any] = {
@@ -75,30 +75,23 @@ class Losses:
 
 def start(directory: str, strategy: str, num_steps: int) -> list[int]:
     """Pids of ranks that train."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     told, ready = os.pipe()
     pids = []
-    for rank in range(SIZE):
-        pid = os.fork()
-        if pid == 0:
-            end_as_a_program_does(lambda: train(directory, strategy, ready, num_steps), rank, port)
-        pids.append(pid)
-    os.close(ready)
-    for _ in range(SIZE):
-        assert os.read(told, 1) == b"x"
-    os.close(told)
+    with held_port() as port:
+        for rank in range(SIZE):
+            pid = os.fork()
+            if pid == 0:
+                os.environ |= variables_of_rank(rank, SIZE, port)
+                end_as_a_program_does(lambda: train(directory, strategy, ready, num_steps))
+            pids.append(pid)
+        os.close(ready)
+        for _ in range(SIZE):
+            assert os.read(told, 1) == b"x"
+        os.close(told)
     return pids
 
 
-def end_as_a_program_does(program: Any, rank: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(SIZE),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def end_as_a_program_does(program: Any) -> None:
     code = 1
     try:
         program()

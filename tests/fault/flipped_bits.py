@@ -2,25 +2,34 @@
 
 Three ranks train with `sl.ReplicaCheck(every=8, on_divergence="repair")`; every flip hits one rank, at any moment, one
 bit of a parameter or of AdamW's state. Prints a line of JSON for each flip: what was hit, at which step, and at which
-step it was found, if it was.
+step it was found, if it was; and fails at the end if one was not found as it had to be.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import mmap
 import os
 import random
 import struct
-import subprocess
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import syncline as sl
+from syncline.process import end_with_parent
+from syncline.testing.meeting import held_port, variables_of_rank
+
 EVERY = 8
 NUM_RANKS = 3
+_DEADLINE_SECONDS = 1000.0
 _STEP = struct.Struct("<q")
 
 
@@ -28,12 +37,7 @@ _STEP = struct.Struct("<q")
 
 
 def train(directory: Path) -> None:
-    import torch
-
-    import syncline as sl
-
     world = sl.init(device="cpu")
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     module = torch.nn.Sequential(
         torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
@@ -82,6 +86,25 @@ def tell(path: Path, ddp: Any, optimizer: Any) -> None:
     draft.rename(path)
 
 
+def started(directory: Path, rank: int, port: int) -> int:
+    """The pid of a rank that trains: a fork of this process, so that torch is imported once."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        end_with_parent(parent)
+        faulthandler.dump_traceback_later(_DEADLINE_SECONDS, exit=True)
+        os.environ |= variables_of_rank(rank, NUM_RANKS, port)
+        train(directory)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 # ---------------------------------------------------------------------- what flips
 
 
@@ -94,13 +117,12 @@ class Job:
         (directory / "events").touch()
         with (directory / "progress").open("r+b") as file:
             self._progress = mmap.mmap(file.fileno(), _STEP.size)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "syncline.cli", "run", "-n", str(NUM_RANKS), __file__, str(directory)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        paths = [directory / f"rank-{rank}" for rank in range(NUM_RANKS)]
+        with held_port() as port:
+            self._pids = [started(directory, rank, port) for rank in range(NUM_RANKS)]
+            self._wait_until_they_train()
+
+    def _wait_until_they_train(self) -> None:
+        paths = [self._directory / f"rank-{rank}" for rank in range(NUM_RANKS)]
         self.wait_until(lambda: all(path.exists() for path in paths))
         self.ranks = [json.loads(path.read_text()) for path in paths]
 
@@ -115,8 +137,8 @@ class Job:
     def wait_until(self, is_so: Any) -> None:
         deadline = time.monotonic() + 60
         while not is_so():
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the job has ended: {self._process.communicate()[1][-3000:]}")
+            if any(os.waitpid(pid, os.WNOHANG)[0] for pid in self._pids):
+                raise RuntimeError("a rank has ended; it has printed why")
             if time.monotonic() > deadline:
                 raise TimeoutError("the job does not go on")
             time.sleep(0.001)
@@ -128,12 +150,10 @@ class Job:
             memory.seek(address)
             memory.write(bytes([byte ^ (1 << bit)]))
 
-    def end(self) -> int:
+    def end(self) -> None:
         (self._directory / "stop").touch()
-        told = self._process.communicate(timeout=60)[1]
-        if self._process.returncode:
-            raise RuntimeError(told[-3000:])
-        return self._process.returncode
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self._pids]
+        assert codes == [0] * NUM_RANKS
 
 
 def found_at(events: list[str]) -> int | None:
@@ -142,9 +162,35 @@ def found_at(events: list[str]) -> int | None:
     return min(steps, default=None)
 
 
+def judge(flips: list[dict[str, Any]]) -> None:
+    """All but the state's were found in time, on the right rank."""
+    parameters = [flip for flip in flips if flip["kind"] == "parameter"]
+    # The last places of a number may be rounded away by the optimizer's step, before their turn.
+    parameters = [flip for flip in parameters if flip["found_at"] is not None or flip["bit"] > 1]
+    late = [
+        {key: value for key, value in flip.items() if key != "told"}
+        for flip in parameters
+        if flip["found_at"] is None or flip["found_at"] > flip["flipped_until"] + EVERY
+    ]
+    assert not late, f"each bit of a parameter is found within so many steps: {late}"
+    for flip in parameters:
+        text = flip["told"][0]
+        assert f"rank {flip['rank']}" in text.split("In the minority: ")[1], text
+    named = [flip for flip in parameters if f"\n  {flip['name']}, element" in flip["told"][0]]
+    assert len(named) >= 0.9 * len(parameters) - 1, (
+        "by the name of its tensor, unless more came of it than is shown"
+    )
+    state = [flip for flip in flips if flip["kind"] == "state"]
+    found = [flip for flip in state if flip["found_at"] is not None]
+    assert found, "of those in an optimizer's state some are found"
+
+
 def main() -> None:
     directory, num_flips, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    flips = []
     rng = random.Random(seed)
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # as the first step of an optimizer does
     job = Job(directory)
     for number in range(num_flips):
         kind = ("parameter", "state")[number % 2]
@@ -171,11 +217,10 @@ def main() -> None:
             "told": [text for text in told if ", replica check:" in text],
         }
         print(json.dumps(found), flush=True)
+        flips.append(found)
     job.end()
+    judge(flips)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        train(Path(sys.argv[1]))
-    else:
-        main()
+    main()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import syncline as sl  # noqa: F401  (for the ranks)
 from syncline.process import end_with_parent
+from syncline.testing.meeting import variables_of_rank
 
 __all__ = ["Forks"]
 
@@ -87,15 +88,8 @@ def _be(rank: int, job: dict[str, Any]) -> None:
         os.close(file)
     os.dup2(1, 2)
     faulthandler.dump_traceback_later(_DEADLINE_SECONDS, exit=True)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job["num_ranks"]),
-        "LOCAL_WORLD_SIZE": str(job["num_ranks"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(job["port"]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the test's
-    }
+    os.environ |= variables_of_rank(rank, job["num_ranks"], job["port"])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is the test's
     sys.argv = job["argv"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

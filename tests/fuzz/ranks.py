@@ -94,7 +94,7 @@ class _Peer:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
-        # MASTER_PORT was free when the job was planned, and programs of other pairs have opened many ports since.
+        # At a port of its own: the store of the job is a file.
         meeting_point = distributed_c10d._get_default_store()
         if self.rank == 0:
             self._store = dist.TCPStore("127.0.0.1", 0, 2, True, _MEETING_TIMEOUT, wait_for_workers=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from launcher_server import Server
 
 from syncline.listening import bound_socket, interface_of
+from syncline.testing.meeting import held_port
 
 JOINED = """
 import os, sys, time
@@ -51,12 +51,6 @@ def listening_addresses(pids: list[int]) -> set[str]:
     return found
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize(
     "options", [(), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")]
 )
@@ -80,13 +74,14 @@ def test_a_job_on_one_host_listens_on_the_loopback_only(
 
 def test_host_says_where_several_hosts_listen(server: Server, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WAITS)
-    meeting = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", str(free_port())]
-    launchers = [
-        server.start(tmp_path, *meeting, "--node-rank", rank, "--host", "127.0.0.1", "program.py")
-        for rank in ("0", "1")
-    ]
-    for launcher in launchers:
-        assert launcher.wait_for_lines(1)[0].endswith("lo")
+    with held_port() as port:
+        meeting = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
+        launchers = [
+            server.start(tmp_path, *meeting, "--node-rank", rank, "--host", "127.0.0.1", "program.py")
+            for rank in ("0", "1")
+        ]
+        for launcher in launchers:
+            assert launcher.wait_for_lines(1)[0].endswith("lo")
     assert listening_addresses([launchers[0].pid]) == {"127.0.0.1"}
     assert listening_addresses([launchers[1].pid]) == set()
     (tmp_path / "end").touch()

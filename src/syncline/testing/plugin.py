@@ -10,8 +10,8 @@
 
 Installed with Syncline, found by pytest through its entry point. The processes are warm: started once a session,
 torch imported once, one thread each; every test gets a new process group, so tests are isolated and start within
-milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (a port that
-was free) are set as torchrun sets them.
+milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (a port at
+which nobody listens, and that is held for this test) are set as torchrun sets them.
 
 Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable.
 The test passes when it passes on every rank; the report names the ranks that failed, with their tracebacks. A rank

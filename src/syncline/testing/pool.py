@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from syncline.testing.meeting import held_port
 from syncline.testing.template import WORKER, ForkedProcess, Template
 
 __all__ = ["Outcome", "RankPool", "Task"]
@@ -43,9 +44,10 @@ class Task:
     rank: int
     size: int
     store_path: str
-    master_port: int
     timeout_seconds: float
     warning_filters: tuple[str, ...] = ()
+    master_port: int = 0
+    """Of all ranks, given by the pool when they begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,10 @@ class RankPool:
         A rank that does not end before its deadline, or soon after another rank failed, is "stuck": its stacks
         are part of the outcome. The processes of a test that failed are killed, for nobody knows their state.
         """
+        with held_port() as port:
+            return self._run([replace(task, master_port=port) for task in tasks], killed)
+
+    def _run(self, tasks: list[Task], killed: Collection[int]) -> list[Outcome]:
         workers = [self._take(rank % _NUM_KINDS) for rank in range(len(tasks))]
         outcomes: list[Outcome] = []
         try:
@@ -160,11 +166,10 @@ class RankPool:
         timeout_seconds: float,
         warning_filters: tuple[str, ...],
     ) -> list[Task]:
-        """The same task for each of `size` ranks, which find each other through a new file and a free port."""
+        """The same task for each of `size` ranks, which find each other through a new file."""
         with self._lock:
             self._num_tasks += 1
             store_path = os.path.join(self._folder.name, f"store-{self._num_tasks}")
-        master_port = _free_port()
         return [
             Task(
                 module=module,
@@ -173,7 +178,6 @@ class RankPool:
                 rank=rank,
                 size=size,
                 store_path=store_path,
-                master_port=master_port,
                 timeout_seconds=timeout_seconds,
                 warning_filters=warning_filters,
             )
@@ -279,11 +283,3 @@ def _stacks(worker: _Worker) -> str:
             size = worker.output.stat().st_size
             time.sleep(0.05)
     return f"did not end in time; its stacks and output:\n{worker.new_output()}"
-
-
-def _free_port() -> int:
-    """A TCP port of this host that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

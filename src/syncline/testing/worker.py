@@ -30,6 +30,7 @@ from _pytest.config import Config, get_config, parse_warning_filter
 
 from syncline import environment
 from syncline.process import end_with_parent
+from syncline.testing.meeting import variables_of_rank
 from syncline.testing.pool import Outcome, Task
 from syncline.testing.template import FORKS, Request
 from syncline.world import shutdown
@@ -151,15 +152,8 @@ def _clean_up() -> None:
 @contextlib.contextmanager
 def _environment(task: Task) -> Iterator[None]:
     """torchrun's variables, for the length of one test."""
-    variables = {
-        "RANK": task.rank,
-        "LOCAL_RANK": task.rank,
-        "WORLD_SIZE": task.size,
-        "LOCAL_WORLD_SIZE": task.size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": task.master_port,
-    }
-    before = environment.export({name: str(value) for name, value in variables.items()}, replace=True)
+    variables = variables_of_rank(task.rank, task.size, task.master_port)
+    before = environment.export(variables, replace=True)
     try:
         yield
     finally:
