@@ -72,9 +72,12 @@ OURS = {
 def doctor(tmp_path: Path, server: Server) -> Doctor:
     """Writes a program and examines it on two processes."""
 
-    def examine(code: str, *options: str, run: str = "doctor") -> subprocess.CompletedProcess[str]:
+    def examine(
+        code: str, *options: str, command: str = "doctor", warm_ranks: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "program.py").write_text(code)
-        return server.start(tmp_path, "-n", "2", *options, "program.py", command=run).wait()
+        arguments = ("-n", "2", *options, "program.py")
+        return server.start(tmp_path, *arguments, command=command, warm_ranks=warm_ranks).wait()
 
     return examine
 
@@ -149,8 +152,8 @@ def test_replicas_that_have_drifted_by_a_later_step(doctor: Doctor) -> None:
 
 def test_a_script_goes_on_as_if_nothing_had_been(doctor: Doctor) -> None:
     code = program(**(OURS | {"end": "sys.exit(9)"}))
-    done = doctor(code, "--continue", "--step", "2")
-    plain = doctor(code, run="run")
+    done = doctor(code, "--continue", "--step", "2", warm_ranks=False)
+    plain = doctor(code, command="run")
     assert (done.returncode, plain.returncode) == (9, 9), done.stderr
     losses = sorted(line for line in done.stdout.splitlines() if "] step " in line)
     assert len(losses) == 6

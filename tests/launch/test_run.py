@@ -28,7 +28,9 @@ def run(tmp_path: Path, server: Server) -> Run:
         code: str, *arguments: str, options: tuple[str, ...] = ("-n", "2")
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "program.py").write_text(code)
-        return server.start(tmp_path, *options, "program.py", *arguments).wait()
+        # Programs that do not use torch are as fast in interpreters of their own.
+        warm_ranks = "import syncline" in code
+        return server.start(tmp_path, *options, "program.py", *arguments, warm_ranks=warm_ranks).wait()
 
     return run_program
 

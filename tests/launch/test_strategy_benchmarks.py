@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "strategies.py"
 COMMAND = [sys.executable, "-m", "syncline.cli", "run", "-n", "2", str(PROGRAM), "--quick", "--task", "mnist"]
 OPTIONS = ["--learning-rates", "0.01", "--results", "runs.jsonl", "--only"]
