@@ -22,6 +22,8 @@ from syncline.errors import SynclineError
 from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
 from syncline.world import transport_of
 
+pytestmark = pytest.mark.slow
+
 SHORT_SECONDS = 4.0
 
 

@@ -25,17 +25,17 @@ from .program import (
 )
 from .runner import Runner, Tally, report_of
 
-NUM_PROGRAMS = 200
 FIRST_SEED = 1_000_000
 
 
+@pytest.mark.parametrize("num_programs", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error(
-    capsys: pytest.CaptureFixture[str],
+    num_programs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tally, failures = Tally(), []
     began = time.monotonic()
     with closing(Runner()) as runner:
-        for program, verdict in runner.verdicts(map(draw, range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS))):
+        for program, verdict in runner.verdicts(map(draw, range(FIRST_SEED, FIRST_SEED + num_programs))):
             tally.add(program, verdict)
             if not verdict.faults:
                 continue
@@ -47,8 +47,8 @@ def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error
     with capsys.disabled():
         print(f"\nfuzzer: {time.monotonic() - began:.0f} s: {tally}")
     assert not failures, "\n\n".join([str(tally), *failures])
-    assert tally.torch["right"] > NUM_PROGRAMS / 2
-    assert tally.num_alone > NUM_PROGRAMS / 3
+    assert tally.torch["right"] > num_programs / 2
+    assert tally.num_alone > num_programs / 3
 
 
 def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "src/syncline/transport/shared_memory/native/core.c"
 COMPILERS = ("gcc", "clang")

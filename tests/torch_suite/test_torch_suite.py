@@ -29,6 +29,8 @@ from torch_suite_survey import PASSES, TIMEOUT_SECONDS, num_ranks
 import syncline
 
 TABLE = json.loads(PASSES.read_text())
+pytestmark = pytest.mark.slow
+
 PASSED: dict[str, str] = TABLE["passed"]
 """Test -> "as it is" or "moved to CPU"."""
 

@@ -62,6 +62,7 @@ def lines_about_pure_python(output: str) -> int:
     return sum("pure Python, without its native core" in line for line in output.splitlines())
 
 
+@pytest.mark.slow
 @builds
 def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
     wheel, output = build_wheel(tmp_path, "cc")
@@ -72,6 +73,7 @@ def test_a_wheel_built_with_a_compiler_holds_the_core(tmp_path: Path) -> None:
         ctypes.CDLL(archive.extract(LIBRARY, tmp_path))
 
 
+@pytest.mark.slow
 @builds
 def test_a_wheel_built_with_a_broken_compiler_is_pure_python_and_says_so(tmp_path: Path) -> None:
     wheel, output = build_wheel(tmp_path, "false")
