@@ -7,6 +7,7 @@ without faults, and in processes over Gloo, over shared memory, and over a hiera
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -38,6 +39,11 @@ NUMELS = (0, 1, 7, 100_003)
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """What rank `rank` puts in, the same in every run: around 1, so that products of few stay in range."""
+    return _values(rank, numel, dtype).clone()
+
+
+@functools.cache
+def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + numel)
     if dtype is torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         return torch.randint(0, 3, (numel,), generator=generator).to(dtype)
@@ -45,10 +51,11 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return (real * (1 + 2j)).to(dtype) if dtype.is_complex else real.to(dtype)
 
 
+@functools.cache
 def reference(size: int, numel: int, dtype: torch.dtype, op: ReduceOp) -> Tensor:
     """The reduction of all ranks' values in the widest type there is."""
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-    stack = torch.stack([values(rank, numel, dtype).to(wide) for rank in range(size)])
+    stack = torch.stack([_values(rank, numel, dtype).to(wide) for rank in range(size)])
     results: dict[str, Callable[[], Tensor]] = {
         "sum": lambda: stack.sum(0),
         "mean": lambda: stack.mean(0),
