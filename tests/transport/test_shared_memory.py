@@ -130,6 +130,7 @@ def test_bytes_arrive_at_every_edge(size: int) -> None:
         assert torch.equal(incoming, values(before, numel, torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout=120)
 def test_more_than_two_gibibytes() -> None:
     t = met()
