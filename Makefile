@@ -66,7 +66,7 @@ clean: ## remove .venv and caches (downloaded data stays)
 # A limit on torch in pip's own configuration does not apply.
 TORCH ?= 2.15.0
 TEST_VENV ?= .venv-torch-$(TORCH)
-TEST_TORCH ?= tests/architecture/test_torch_names.py tests/parity tests/transport tests/state
+TEST_TORCH ?= tests/architecture/test_private_names.py tests/parity tests/transport tests/state
 test-torch: ## run the tests of the class, the transports and checkpoints with another torch (TORCH=2.15.0)
 	test -x $(TEST_VENV)/bin/python || $(PYTHON) -m venv $(TEST_VENV)
 	sed '/^torch==/d' constraints.txt > $(TEST_VENV)/constraints.txt
