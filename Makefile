@@ -16,7 +16,7 @@ SEED ?= 0
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help setup train test test-all soak fuzz check format bench clean
+.PHONY: help setup train test test-all test-torch soak fuzz check format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,3 +78,16 @@ bench: $(STAMP) ## print the benchmark tables (keep the machine quiet)
 
 clean: ## remove .venv and caches (downloaded data stays)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Another torch, in a virtual environment of its own: .venv stays as it is. The package is copied into it.
+# A limit on torch in pip's own configuration does not apply.
+TORCH ?= 2.15.0
+TEST_VENV ?= .venv-torch-$(TORCH)
+TEST_TORCH ?= tests/architecture/test_private_names.py tests/parity tests/transport tests/state
+test-torch: ## run the tests of the class, the transports and checkpoints with another torch (TORCH=2.15.0)
+	test -x $(TEST_VENV)/bin/python || $(PYTHON) -m venv $(TEST_VENV)
+	sed '/^torch==/d' constraints.txt > $(TEST_VENV)/constraints.txt
+	PIP_CONSTRAINT=/dev/null $(TEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(TEST_VENV)/constraints.txt --requirement requirements-dev.txt torch==$(TORCH)
+	$(TEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
+	$(TEST_VENV)/bin/python -m pytest -p no:cacheprovider $(TEST_TORCH)

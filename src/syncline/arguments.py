@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from syncline._torch.modules import is_slice, prepare_for_tensor_parallel
 from syncline.compression import Compression
 from syncline.given import checked_choice, checked_kind, checked_number, checked_truth, what_it_is
 from syncline.plan.buckets import MIB, BucketCaps
@@ -317,9 +318,7 @@ def group_of_mesh(
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if device_mesh._get_root_mesh() != device_mesh:  # a slice of one with tensor parallelism
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
+    if is_slice(device_mesh):
+        prepare_for_tensor_parallel(module)
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group

@@ -18,8 +18,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
+from syncline._torch.process_groups import Store, TCPStore
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.listening import bound_socket, is_loopback

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from syncline._torch.compilation import NotTraced
+from syncline._torch.modules import is_in_join, while_in_forward_of_ddp, with_join_disabled
+from syncline._torch.tensors import tree_map_only
 from syncline.arguments import (
     check_compression,
     check_reduce_dtype,
@@ -44,9 +46,8 @@ from syncline.strategy import Strategy
 from syncline.sync.agreement import agree
 from syncline.sync.buffers import BufferPolicy
 from syncline.sync.comm_hook import checked_comm_hook
-from syncline.sync.compilation import NotTraced
 from syncline.sync.items import checked_num_items
-from syncline.sync.join import NOT_WITH_JOIN, JoinBlock, ShadowHook, joined_forward_begins, outside_of_join
+from syncline.sync.join import NOT_WITH_JOIN, JoinBlock, ShadowHook, joined_forward_begins
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions, OnNonFinite
@@ -297,9 +298,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if synchronizes:
             board.step = replica.gradients.step + 1
         if torch.is_grad_enabled():
-            replica.before_forward(synchronizes=synchronizes, inside_join=self._join_config.enable)
+            replica.before_forward(synchronizes=synchronizes, inside_join=is_in_join(self))
         replica.gradients.forward_begins()
-        if self._join_config.enable:
+        if is_in_join(self):
             joined_forward_begins(
                 self,
                 replica.transport,
@@ -322,7 +323,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if self._lowered is None:
             output = self._run_ddp_forward(*inputs, **kwargs)  # torch's, which subclasses replace
         else:
-            with self._inside_ddp_forward():
+            with while_in_forward_of_ddp(self):
                 output = self._lowered(inputs, kwargs)
         if torch.is_grad_enabled() and replica.was_changed:
             replica.follow_in_backward(output)
@@ -603,7 +604,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         Raises:
             SynclineError: ranks cannot wait for each other now (`ParameterServer`, between two meetings).
         """
-        return self._replica.tell_stop(vote, transport, inside_join=self._join_config.enable)
+        return self._replica.tell_stop(vote, transport, inside_join=is_in_join(self))
 
     @property
     def remembers(self) -> bool:
@@ -748,7 +749,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
         self._replica.refuse_drifting(NOT_COPIED)
         self._check_default_group()
-        return {**self.__dict__, "_join_config": outside_of_join()}
+        return with_join_disabled(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Over the default group. Hooks and optimizers have to be registered again."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline._torch.optimizers import optimizers_in_backward, steps_in_backward
 from syncline.compression import Compression, HookState
 from syncline.compression import hook as compression_hook
 from syncline.errors import SynclineError
@@ -26,7 +27,6 @@ from syncline.sync.buffers import BufferPolicy, BufferSync
 from syncline.sync.comm_hook import CommHook
 from syncline.sync.divergence import Divergence
 from syncline.sync.gradients import GradientSync
-from syncline.sync.in_backward import optimizers_in_backward
 from syncline.sync.inventory import Inventory
 from syncline.sync.one_copy import one_copy_of, written_elsewhere
 from syncline.sync.optimizers import parameters_of
@@ -560,7 +560,7 @@ class Replica:
                 f"this {type(optimizer).__name__} has no parameter of {type(self.module).__name__}: attach it to the "
                 "module that it trains"
             )
-        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.gradients.parameters):
+        if any(steps_in_backward(parameter) for parameter in self.gradients.parameters):
             raise RuntimeError(
                 "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
             )

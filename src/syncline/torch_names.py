@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline._torch.optimizers import as_overlapped
 from syncline.errors import SynclineError
 from syncline.replica import Replica
 from syncline.sync.broadcasting import TensorBroadcaster
@@ -347,11 +348,8 @@ class TorchNames:
         self._replica.use_comm_hook(hook)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        from torch.distributed.algorithms import _optimizer_overlap
-
-        make: Any = _optimizer_overlap._as_overlapped_optim  # type: ignore[attr-defined]
         try:
-            make(optim, optim_params, *args, **kwargs).register_ddp(self)
+            as_overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
         except NotImplementedError as error:
             raise RuntimeError(f"{optim} cannot step in a communication hook") from error
 

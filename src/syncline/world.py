@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from syncline import environment, process
+from syncline._torch.process_groups import PrefixStore, Store, living_groups
 from syncline.asked import Asked
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
@@ -435,7 +435,7 @@ def _at_exit() -> None:
     # An exception ends this process, perhaps with collectives under way that its peers will never join. The
     # destructor of their group would wait for them, for as long as the timeout, while the peers wait for this
     # process. So the groups are left to the kernel, which closes the connections at once.
-    groups = dist.distributed_c10d._world.pg_map
+    groups = living_groups()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
 
 

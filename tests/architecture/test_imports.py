@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "syncline"
 
 LEVELS = (
     ("errors", "given", "listening", "words"),
+    ("_torch",),
     ("asked", "events", "environment", "process", "stopping"),
     ("contract", "plan", "store_messages"),
     ("board",),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.grad_scaler import ScalerFinder
 from syncline.compression import Cast, PowerSGD, Quantize, TopK
 from syncline.errors import (
     ContractMismatch,
@@ -25,7 +26,6 @@ from syncline.errors import (
 )
 from syncline.parallel import DistributedDataParallel as DDP
 from syncline.strategy import LocalSGD
-from syncline.sync.grad_scaler import ScalerFinder
 from syncline.sync.nonfinite import NonFiniteWatch, describe, is_finite
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.transport.base import Transport

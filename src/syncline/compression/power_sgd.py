@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_copy_, foreach_zero_
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
 from syncline.compression.orthogonal import orthonormal_rows, sum_of_outer_products
 from syncline.given import checked_count, checked_flag, store
@@ -135,9 +136,9 @@ class _PowerSGDEncoder(Encoder):
         if not targets:
             return
         if flat is None:
-            torch._foreach_zero_(targets)
+            foreach_zero_(targets)
         else:
-            torch._foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
+            foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
 
     def _start_next_from(self, index: int, right: Tensor) -> None:
         """Only directions count, so lengths are kept near 1. A row that says nothing leaves the former one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.compilation import is_compiler_loaded
+from syncline._torch.tensors import set_deterministic
 from syncline.debug.aligning import align_chance, align_inputs, align_tensors
 from syncline.debug.chance import positions
 from syncline.debug.compare import Found, first_difference, first_nan
@@ -75,7 +76,7 @@ def examine(step: Step, subject: Subject) -> Report:
         SynclineError, TypeError, ValueError: it failed on a rank; the same text on every rank.
     """
     report = _Examination(step, subject).report
-    if "torch._dynamo" in sys.modules:
+    if is_compiler_loaded():
         # Called in the middle of what is compiled, nobody may say how to compile.
         report = torch.compiler.disable(report)
     with step.transport.board.called(step.title):
@@ -430,7 +431,7 @@ def _tupled(row: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
     """Run compiled modules as they are written: compiled code does not call the modules inside."""
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -442,23 +443,20 @@ _WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implemen
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Deterministic algorithms where there are, and memory filled with NaN; gives the operations that have none.
-
-    Not by `torch.use_deterministic_algorithms`, which imports the compiler.
-    """
+    """Deterministic algorithms where there are, and memory filled with NaN; gives the operations that have none."""
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch._C._set_deterministic_algorithms(True, warn_only=warned_only or not was_on)
+        set_deterministic(True, warn_only=warned_only or not was_on)
         settings.fill_uninitialized_memory = True
         try:
             yield lambda: _operations(str(one.message) for one in caught)
         finally:
             settings.fill_uninitialized_memory = filled
-            torch._C._set_deterministic_algorithms(was_on, warn_only=warned_only)
+            set_deterministic(was_on, warn_only=warned_only)
 
 
 def _operations(texts: Iterator[str]) -> tuple[str, ...]:

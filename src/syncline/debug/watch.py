@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.parallel
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from syncline._torch.compilation import NotTraced
+from syncline._torch.tensors import tree_map_only
 from syncline.debug.examine import Step, examine
 from syncline.debug.subject import Subject
 from syncline.debug.wrappers import synchronization_of
 from syncline.parallel import DistributedDataParallel
-from syncline.sync.compilation import NotTraced
 from syncline.sync.outputs import tensors_in
 from syncline.transport.base import Transport
 from syncline.transport.user_code import calling

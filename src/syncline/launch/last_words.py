@@ -11,8 +11,11 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from syncline._torch import elastic
 
 __all__ = ["Ended", "time_for_last_words"]
 
@@ -32,29 +35,36 @@ def time_for_last_words(seconds: float, note: Callable[[Ended], None]) -> Iterat
         seconds: how long.
         note: called with the workers that have ended, before the launcher ends the others.
     """
-    close = SubprocessContext._close
-
-    def close_later(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
-        workers = {local_rank: handler.proc for local_rank, handler in self.subprocess_handlers.items()}
-        ended: Ended = {}
-
-        def look() -> None:
-            for local_rank, worker in workers.items():
-                code = worker.poll()
-                if code is not None:
-                    ended.setdefault(local_rank, (worker.pid, code))
-
-        look()
-        if any(code < 0 and code not in _ORDERLY for _, code in ended.values()):
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and len(ended) < len(workers):
-                time.sleep(_POLL_SECONDS)
-                look()
-        note(ended)
-        close(self, death_sig, timeout)
-
-    SubprocessContext._close = close_later  # type: ignore[method-assign]
-    try:
+    if not elastic.CLOSE.is_there:
         yield
-    finally:
-        SubprocessContext._close = close  # type: ignore[method-assign]
+        return
+
+    def make(close: Callable[..., None]) -> Callable[..., None]:
+        def close_later(ranks: SubprocessContext, *args: Any, **kwargs: Any) -> None:
+            note(_wait_for_ends(ranks, seconds))
+            close(ranks, *args, **kwargs)
+
+        return close_later
+
+    with elastic.CLOSE.replaced(make):
+        yield
+
+
+def _wait_for_ends(ranks: SubprocessContext, seconds: float) -> Ended:
+    """Return the workers that have ended; if one was killed, wait until all have, or the time is up."""
+    workers = {local_rank: handler.proc for local_rank, handler in ranks.subprocess_handlers.items()}
+    ended: Ended = {}
+
+    def look() -> None:
+        for local_rank, worker in workers.items():
+            code = worker.poll()
+            if code is not None:
+                ended.setdefault(local_rank, (worker.pid, code))
+
+    look()
+    if any(code < 0 and code not in _ORDERLY for _, code in ended.values()):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(ended) < len(workers):
+            time.sleep(_POLL_SECONDS)
+            look()
+    return ended

@@ -206,7 +206,7 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        return str(self._root_log_dir)
+        return str(self._keep_in or self._scratch)
 
     @property
     def kept(self) -> Path | None:

@@ -13,7 +13,6 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -24,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.listening import bound_socket, interface_of
 
 __all__ = ["LOOPBACK", "config_for_this_host", "listen_at", "socket_variables"]

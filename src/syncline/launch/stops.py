@@ -21,6 +21,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext
 
+from syncline._torch import elastic
 from syncline.stopping import EXIT_STOPPED
 
 __all__ = ["Stops"]
@@ -45,26 +46,33 @@ class Stops:
         self._ranks: SubprocessContext | None = None
         self._ending: signal.Signals | None = None
         self._stopped_at: float | None = None
-        self._torchs_start: Any = SubprocessContext._start
-        self._torchs_poll: Any = SubprocessContext._poll
+        self._replaced = contextlib.ExitStack()
+        self._torchs_poll: Callable[[SubprocessContext], RunProcsResult | None]
 
     def __enter__(self) -> Stops:
+        self._replaced.enter_context(elastic.START.replaced(self._make_start))
+        self._replaced.enter_context(elastic.POLL.replaced(self._make_poll))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._replaced.close()
+        self._ranks = None
+
+    def _make_start(self, torchs_start: Callable[[SubprocessContext], None]) -> Callable[..., None]:
         def start(ranks: SubprocessContext) -> None:
-            self._torchs_start(ranks)
+            torchs_start(ranks)
             self._ranks, self._stopped_at = ranks, None
             self._on_start([rank.pid for rank in _processes(ranks)])
+
+        return start
+
+    def _make_poll(self, torchs_poll: Callable[..., RunProcsResult | None]) -> Callable[..., Any]:
+        self._torchs_poll = torchs_poll
 
         def poll(ranks: SubprocessContext) -> RunProcsResult | None:
             return self._poll_patiently(ranks)
 
-        SubprocessContext._start = start  # type: ignore[method-assign]
-        SubprocessContext._poll = poll  # type: ignore[assignment, method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        SubprocessContext._start = self._torchs_start  # type: ignore[method-assign]
-        SubprocessContext._poll = self._torchs_poll  # type: ignore[method-assign]
-        self._ranks = None
+        return poll
 
     def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
         """Hand a signal to the ranks that run.
@@ -99,19 +107,15 @@ class Stops:
                 return None
         if self._ending is not None and (is_failure or all_ended):
             raise SignalException(f"process {os.getpid()} got {self._ending.name}", self._ending)
-        return self._ask_torch(ranks)
+        return self._torchs_poll(ranks)
 
     def _as_success(self, ranks: SubprocessContext) -> RunProcsResult | None:
         """What torch makes of it, but for the verdict."""
-        result = self._ask_torch(ranks)
+        result = self._torchs_poll(ranks)
         if result is not None:
             result.failures.clear()
             result.return_values = dict.fromkeys(range(ranks.nprocs))
             self.have_stopped = True
-        return result
-
-    def _ask_torch(self, ranks: SubprocessContext) -> RunProcsResult | None:
-        result: RunProcsResult | None = self._torchs_poll(ranks)
         return result
 
 

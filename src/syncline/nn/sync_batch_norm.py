@@ -22,17 +22,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from syncline._torch.modules import COPIED_WITH_A_LAYER, BatchNorm
 from syncline.given import checked_count, checked_kind, checked_number, checked_truth
 from syncline.transport.base import Transport
 from syncline.world import transport_of
 
 __all__ = ["SyncBatchNorm", "pool_moments"]
-
-# A converted layer keeps these very dictionaries, so that the handles of registered hooks can still remove them.
-_COPIED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -105,7 +102,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_input(input)
         transport = transport_of(self.process_group) if self.training else None
         if transport is None or transport.size == 1:
-            return _BatchNorm.forward(self, input)
+            return BatchNorm.forward(self, input)
         lane = transport.common_lane("batch norm")
         y, mean, var, num_values = _sync_batch_norm(input, self.weight, self.bias, self.eps, lane)
         if self.track_running_stats:
@@ -140,21 +137,25 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         checked_kind("module", module, nn.Module, "a torch.nn.Module")
         _checked_group(process_group)
         for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm):
+            if isinstance(layer, BatchNorm):
                 _check_convertible(name, layer)
         converted: dict[int, nn.Module] = {}
         for owner in list(module.modules()):
             for name, child in owner._modules.items():
-                if isinstance(child, _BatchNorm):
+                if isinstance(child, BatchNorm):
                     owner._modules[name] = converted.setdefault(
                         id(child), cls._taking_over(child, process_group)
                     )
-        return cls._taking_over(module, process_group) if isinstance(module, _BatchNorm) else module
+        return cls._taking_over(module, process_group) if isinstance(module, BatchNorm) else module
 
     @classmethod
-    def _taking_over(cls, layer: _BatchNorm, process_group: object) -> SyncBatchNorm:
+    def _taking_over(cls, layer: BatchNorm, process_group: object) -> SyncBatchNorm:
         new = cls.__new__(cls)
-        state = {name: copy.copy(value) if name in _COPIED else value for name, value in vars(layer).items()}
+        # Other dictionaries stay the same objects, so that the handles of registered hooks can still remove them.
+        state = {
+            name: copy.copy(value) if name in COPIED_WITH_A_LAYER else value
+            for name, value in vars(layer).items()
+        }
         new.__dict__.update(state, process_group=process_group)
         return new
 
@@ -199,7 +200,7 @@ def _checked_group(group: Any) -> Any:
     )
 
 
-def _check_convertible(name: str, layer: _BatchNorm) -> None:
+def _check_convertible(name: str, layer: BatchNorm) -> None:
     kind, where = type(layer).__name__, f" at {name}" if name else ""
     if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
         raise TypeError(
@@ -207,7 +208,7 @@ def _check_convertible(name: str, layer: _BatchNorm) -> None:
             "batch first"
         )
     forward = cast("Callable[..., Tensor]", type(layer).forward)
-    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    known = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     if forward not in known or "forward" in vars(layer):
         raise TypeError(
             f"expected torch's BatchNorm layers, got a {kind}{where}, whose own forward would be lost: replace it "

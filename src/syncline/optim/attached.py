@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
 from syncline.errors import SynclineError
 from syncline.optim.state import gather_state, share_state, slice_state
 from syncline.plan.shards import Piece, pieces_of, spans_in
@@ -252,9 +253,8 @@ class AttachedShards:
         with torch.no_grad():
             gathered = gather_state(shards, states, self.shares, self._lane)
         result = self._in_ordinary_form(gathered)
-        optimizer: Any = self.optimizer
-        for hook in optimizer._optimizer_state_dict_post_hooks.values():
-            changed = hook(optimizer, result)
+        for hook in state_dict_post_hooks(self.optimizer):
+            changed = hook(self.optimizer, result)
             result = result if changed is None else changed
         return result
 
@@ -264,8 +264,7 @@ class AttachedShards:
         Joined over all ranks (`join_parts`) it is what `state_dict` gives. Where several teams of ranks have the same,
         the first one's tell. Hooks that are to see the ordinary form do: then it is gathered, as by `state_dict`.
         """
-        optimizer: Any = self.optimizer
-        if optimizer._optimizer_state_dict_post_hooks:
+        if state_dict_post_hooks(self.optimizer):
             return self._state_dict()
         shards, states = self._shards_with_states()
         if shards and self._lane.rank not in self._shares[0].team.members:
@@ -275,7 +274,7 @@ class AttachedShards:
 
     def _shards_with_states(self) -> tuple[list[Shard], list[dict[str, Any]]]:
         optimizer: Any = self.optimizer
-        for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        for hook in state_dict_pre_hooks(self.optimizer):
             hook(optimizer)
         shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
         return shards, [optimizer.state.get(shard.parameter, {}) for shard in shards]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_copy_
+
 __all__ = ["FlatGroup", "flat_groups"]
 
 
@@ -50,7 +52,7 @@ class FlatGroup:
 
     def write(self, flat: Tensor) -> None:
         """Make a flat tensor's values those of the tensors; counts as an in-place change for autograd."""
-        torch._foreach_copy_([_real(tensor) for tensor in self._tensors], self.views(flat))
+        foreach_copy_([_real(tensor) for tensor in self._tensors], self.views(flat))
         torch.autograd.graph.increment_version(self._tensors)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
 from syncline.given import checked_flag, did_you_mean
 from syncline.state.equality import agree_on_loaded
 from syncline.state.objects import load_into, types_in
@@ -35,7 +36,7 @@ Key = str | int | Sequence[str | int]
 """Where something is: a key, or several, one inside of the other."""
 
 _TITLE = "sl.TrainState.load_torch"
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPERS = ("module.", COMPILED_PREFIX)
 """What DistributedDataParallel and torch.compile put before the names of parameters."""
 
 
@@ -235,7 +236,7 @@ def match(
 def _is_of_module(content: Mapping[Any, Any]) -> bool:
     """Whether a file is what `module.state_dict()` gives, and nothing else."""
     return bool(content) and all(
-        isinstance(key, str) and (isinstance(value, Tensor) or key.endswith("_extra_state"))
+        isinstance(key, str) and (isinstance(value, Tensor) or key.endswith(EXTRA_STATE))
         for key, value in content.items()
     )
 
@@ -324,14 +325,15 @@ def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     renamed.update(
         {here + key[len(there) :] if isinstance(key, str) else key: one for key, one in found.items()}
     )
-    metadata = getattr(found, "_metadata", None)  # by which a module knows how old its state is
+    metadata = metadata_of(found)
     if metadata is not None:
         inner = {name: one for name, one in metadata.items() if name and f"{name}.".startswith(there)}
         inner[there.removesuffix(".")] = metadata.get(there.removesuffix("."), {})
-        renamed._metadata = {
+        outer = {
             (here + f"{name}."[len(there) :] if name else here).removesuffix("."): one
             for name, one in inner.items()
         }
+        set_metadata(renamed, outer)
     return cast("dict[str, Any]", renamed)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from syncline._torch.modules import uncompiled
 from syncline.data.sampler import DistributedSampler
 from syncline.given import checked_count, checked_flag, checked_state, what_it_is
 from syncline.state.adoption import Key, adopt
@@ -80,7 +81,7 @@ class TrainState:
             "sampler": sampler,
         }
         given = {name: one for name, one in roles.items() if one is not None} | named
-        self.named: dict[str, Any] = {name: _uncompiled(one) for name, one in given.items()}
+        self.named: dict[str, Any] = {name: uncompiled(one) for name, one in given.items()}
         """What was named, by name; of what torch.compile has made of a module, that module."""
         self.step = 0
         """How many steps were made."""
@@ -286,10 +287,6 @@ def _check_one_place(named: Mapping[str, Any]) -> None:
             )
         if sampler is not None:
             owners[sampler] = name
-
-
-def _uncompiled(one: Any) -> Any:
-    return getattr(one, "_orig_mod", one) if isinstance(one, nn.Module) else one
 
 
 def _check_none_is_hidden(named: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline._torch.optimizers import mark_step_as_made
 from syncline.errors import SynclineError
 from syncline.sync.optimizers import parameters_of
 from syncline.sync.weak_methods import unbound, weakly_bound
@@ -74,7 +75,7 @@ class AttachedOptimizer:
         if self._discards is not None:
             evaluated, args, kwargs = _evaluated(self._discards, args, kwargs)
             if self._discards():
-                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would complain
+                mark_step_as_made(self.optimizer)
                 return None if evaluated is None else evaluated.loss
         result = inner(*args, **kwargs)
         self.num_steps += 1

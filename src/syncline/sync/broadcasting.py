@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_copy_
 from syncline.plan.packing import plan_pieces
 from syncline.sync.tensors import as_bytes, is_plain, mark_written
 from syncline.transport.base import Transport, Work
@@ -145,14 +146,14 @@ class _Piece:
                 for twin, tensor in zip(self._twins, self._strided, strict=True):
                     twin.copy_(tensor)
                 if self._slots:
-                    torch._foreach_copy_(self._slots, self._bytes)
+                    foreach_copy_(self._slots, self._bytes)
         return transport.broadcast(self._wire, src)
 
     @torch.inference_mode()  # see `launch`
     def land(self) -> None:
         """Write what has arrived into the tensors."""
         if self._slots:
-            torch._foreach_copy_(self._bytes, self._slots)
+            foreach_copy_(self._bytes, self._slots)
         # One by one: the batched call cannot write to a tensor with a pending conjugation.
         for twin, tensor in zip(self._twins, self._strided, strict=True):
             tensor.copy_(twin)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_copy_
 from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
 from syncline.sync.comm_hook import CommHook, GradBucket
@@ -199,7 +200,7 @@ class Bucket(Lifecycle):
         if not any_missing:
             try:
                 # One batched call; where a gradient already is its view, copying it onto itself does nothing.
-                torch._foreach_copy_(self._small_views, gradients)  # type: ignore[arg-type]
+                foreach_copy_(self._small_views, gradients)
             except TypeError:  # an undefined gradient: its hook ran, and there is nothing
                 any_missing = True
         if any_missing:
@@ -307,7 +308,7 @@ class Bucket(Lifecycle):
             return
         if not any_missing:
             try:
-                torch._foreach_copy_([parameter.grad for parameter in self.members], self.views)  # type: ignore[misc]
+                foreach_copy_([parameter.grad for parameter in self.members], self.views)
             except TypeError:
                 any_missing = True
         if any_missing:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline._torch.tensors import TorchFuture
+
 __all__ = ["CommHook", "GradBucket", "checked_comm_hook", "qualified_name"]
 
 
@@ -87,7 +89,7 @@ class CommHook:
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = self.hook(self.state, bucket)
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, TorchFuture):
             raise TypeError(
                 f"communication hook {self.name}: expected it to return a torch.futures.Future of the reduced flat "
                 f"tensor, got {type(future).__name__}; `dist.all_reduce(..., async_op=True).get_future()` gives one"

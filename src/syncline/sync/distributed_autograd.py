@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 from torch.autograd import graph
+
+from syncline._torch.autograd import current_context_id, gradients_in_context, is_rpc_in_use
 
 __all__ = ["AutogradContexts"]
 
@@ -38,28 +39,21 @@ class AutogradContexts:
         parameters: Sequence[Tensor], gradient_is_ready: Callable[[int, int], None]
     ) -> AutogradContexts | None:
         """None where this process has not joined torch's RPC."""
-        if not torch.distributed.rpc.is_available():
-            return None
-        from torch._C._distributed_rpc import _is_current_rpc_agent_set
-
-        return AutogradContexts(parameters, gradient_is_ready) if _is_current_rpc_agent_set() else None
+        return AutogradContexts(parameters, gradient_is_ready) if is_rpc_in_use() else None
 
     def forward_begins(self) -> None:
         """Remember the context of this thread: a backward runs in other threads, which cannot tell theirs."""
-        from torch._C._distributed_autograd import _current_context
-
-        self._ids = {context_id for context_id in self._ids if _gradients_in(context_id) is not None}
-        try:
-            self._ids.add(_current_context()._context_id())
-        except RuntimeError:  # an ordinary forward
-            return
+        self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}
+        here = current_context_id()
+        if here is not None:
+            self._ids.add(here)
 
     def _make_hook(self, index: int) -> Callable[..., None]:
         parameter = self._parameters[index]
 
         def gradient_is_ready(*_: object) -> None:
             for context_id in self._ids:
-                if parameter in (_gradients_in(context_id) or ()):
+                if parameter in (gradients_in_context(context_id) or ()):
                     self._gradient_is_ready(index, context_id)
                     return
 
@@ -68,7 +62,7 @@ class AutogradContexts:
     @contextmanager
     def as_grad(self, context_id: int) -> Iterator[None]:
         """Let `.grad` be what the context holds; in the end it holds what became of that, and `.grad` is as before."""
-        in_context = _gradients_in(context_id) or {}
+        in_context = gradients_in_context(context_id) or {}
         before = [parameter.grad for parameter in self._parameters]
         theirs = [in_context.get(parameter) for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, theirs, strict=True):
@@ -80,13 +74,3 @@ class AutogradContexts:
                 reduced, parameter.grad = parameter.grad, former
                 if gradient is not None and reduced is not None and reduced is not gradient:
                     gradient.copy_(reduced)
-
-
-def _gradients_in(context_id: int) -> dict[Tensor, Tensor] | None:
-    """None for a context that has ended."""
-    from torch._C._distributed_autograd import get_gradients
-
-    try:
-        return get_gradients(context_id)
-    except RuntimeError:
-        return None

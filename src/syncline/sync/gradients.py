@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward, queue_callback
+from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.sync.bucket import Bucket, copy_scaled
 from syncline.sync.caretakers import caretakers_of, remember_caretaker
@@ -37,7 +38,6 @@ from syncline.sync.nonfinite import NonFiniteWatch
 from syncline.sync.normalize import ItemNormalizer
 from syncline.sync.options import GradientOptions
 from syncline.sync.ownership import Ownership
-from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.replica_watch import ReplicaWatch
 from syncline.sync.same_data import SameDataWatch
 from syncline.sync.sparse import SparseBucket
@@ -288,7 +288,7 @@ class GradientSync:
         if self._static is not None:
             return self._make_static_hook(index, self._static)
         ready, places, turns = self._ready, self.layout.places, self._turns
-        current_task = torch._C._current_graph_task_id
+        current_task = current_graph_task_id
         as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
         has_unused, rivals = self._usage is not None, self.ownership.rivals
         stand_in = self.layout.stand_in_of(index)
@@ -318,7 +318,7 @@ class GradientSync:
         """As above, where a parameter may get several gradients in one backward."""
         ready, places, turns = self._ready, self.layout.places, self._turns
         counts, expected = static.counts, static.expected
-        current_task = torch._C._current_graph_task_id
+        current_task = current_graph_task_id
 
         def gradient_is_ready(parameter: Tensor) -> None:
             if current_task() != turns.current and not self._begin():
@@ -342,7 +342,7 @@ class GradientSync:
         """A gradient may be one of distributed autograd; that of an ordinary backward has just been here."""
         if self._turns.is_running and self._context_id is None:
             return
-        if torch._C._current_graph_task_id() != self._turns.current:
+        if current_graph_task_id() != self._turns.current:
             self._context_id = context_id
             if not self._begin():
                 return
@@ -365,7 +365,7 @@ class GradientSync:
 
     def outermost_hook(self) -> Callable[[object], None]:
         """A hook for a forward's outputs: the graph task that comes to one is not inside of another one."""
-        turns, current_task = self._turns, torch._C._current_graph_task_id
+        turns, current_task = self._turns, current_graph_task_id
 
         def backward_begins(_: object) -> None:
             if current_task() != turns.outermost and self.handles:  # not one whose hooks were removed
@@ -381,7 +381,7 @@ class GradientSync:
         Returns:
             Whether it is a backward of this wrapper.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if self.ownership.rivals and not self._turns.knows(task) and not self.ownership.owns(task):
             return False
         if self.trouble.text is not None:
@@ -468,7 +468,7 @@ class GradientSync:
 
     def _join_task(self, task: int) -> None:
         self._turns.join(task)
-        Variable._execution_engine.queue_callback(partial(self._end_of_task, task))
+        queue_callback(partial(self._end_of_task, task))
 
     def _abandon(self) -> None:
         """An earlier backward never came to its end: user code in it raised, or it is still going on."""
@@ -552,7 +552,7 @@ class GradientSync:
             if self.ownership.rivals and not is_copied and self._synchronizing and self._context_id is None:
                 # The backward may be another wrapper's, too: each copies its gradients before any changes `.grad`.
                 self._launch_rest()
-                Variable._execution_engine.queue_callback(partial(self._end_of_task, task, is_copied=True))
+                queue_callback(partial(self._end_of_task, task, is_copied=True))
                 return
             if self._context_id is not None and self._synchronizing:
                 self._finish_in_context(self._context_id)
@@ -593,7 +593,7 @@ class GradientSync:
         divisor = 1
         if self._num_items is not None:
             divisor = self.normalizer.total([self._num_items], step=self.step)
-            torch._foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
+            foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self._static is not None:
             self._static.learn()
         if self.nonfinite is not None and self.transport.size == 1:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from syncline._torch.modules import leave_join, set_join_configs
 from syncline.sync.buffers import BufferSync
 from syncline.sync.gradients import GradientSync
 from syncline.transport.base import Transport
@@ -26,7 +27,6 @@ __all__ = [
     "ShadowHook",
     "agree_on_iteration",
     "joined_forward_begins",
-    "outside_of_join",
 ]
 
 NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
@@ -48,12 +48,6 @@ class Iteration:
     """Whether this rank is one of them."""
 
 
-def outside_of_join() -> _JoinConfig:
-    """What a joinable has to have that is in no `join`."""
-    config: _JoinConfig = _JoinConfig.construct_disabled_join_config()
-    return config
-
-
 class JoinBlock(Join):
     """torch's `Join`, after which its joinables are outside of it again; torch's leaves them as they are inside.
 
@@ -66,22 +60,23 @@ class JoinBlock(Join):
     def __init__(self, transport: Transport, joinables: list[Joinable], **options: bool) -> None:
         super().__init__(joinables, **options)
         self._transport: Any = transport
+        self._ours = joinables
 
     def __enter__(self) -> None:
-        self._set_joinable_configs()  # it may be entered again
+        set_join_configs(self)  # it may be entered again
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         try:
             super().__exit__(*raised)
         except RuntimeError as error:
-            named = CallOfTorch(self._transport, self._joinables[0].join_process_group, _COUNT).named(error)
+            named = CallOfTorch(self._transport, self._ours[0].join_process_group, _COUNT).named(error)
             if named is error:
                 raise
             raise named from None
         finally:
-            for joinable in self._joinables:
-                joinable._join_config = outside_of_join()
+            for joinable in self._ours:
+                leave_join(joinable)
 
 
 def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> Iteration:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from syncline._torch.tensors import tree_map_only
 
 __all__ = ["MixedPrecision"]
 

@@ -20,11 +20,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from syncline._torch.grad_scaler import ScalerFinder
+from syncline._torch.tensors import foreach_norm, stored_values
 from syncline.errors import NonFiniteGradient
 from syncline.events import NonFiniteRecord
 from syncline.sync.control import RankControl
 from syncline.sync.discarded import DiscardedGradients
-from syncline.sync.grad_scaler import ScalerFinder
 from syncline.sync.options import OnNonFinite
 from syncline.transport.base import Transport
 from syncline.transport.user_code import warn_user
@@ -140,7 +141,7 @@ class NonFiniteWatch:
         """Measure, without waiting."""
         parts = [(index, values) for index, values in parts if values.numel()]
         if parts:
-            sizes = torch._foreach_norm([_as_real(values) for _, values in parts], math.inf)
+            sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)
             self._sizes += zip((index for index, _ in parts), sizes, strict=True)
 
     def has_found(self) -> bool:
@@ -392,7 +393,7 @@ def describe(parts: _Parts) -> dict[int, str]:
 
 def _present(gradients: Iterable[tuple[int, Tensor | None]]) -> list[tuple[int, Tensor]]:
     """The memory of those that are there; of a sparse one, its rows."""
-    return [(i, g._values() if g.is_sparse else g) for i, g in gradients if g is not None]
+    return [(i, stored_values(g) if g.is_sparse else g) for i, g in gradients if g is not None]
 
 
 def _as_real(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_mul_, stored_values, version_of
 from syncline.sync.items import ItemCount
 
 __all__ = ["ItemNormalizer", "Standing"]
@@ -48,7 +49,7 @@ class ItemNormalizer:
         before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
         if before:
             self._versions = [
-                before.get(id(p), None if p.grad is None else p.grad._version) for p in parameters
+                before.get(id(p), None if p.grad is None else version_of(p.grad)) for p in parameters
             ]
         self._parameters, self._num_ranks = parameters, num_ranks
 
@@ -147,12 +148,12 @@ class ItemNormalizer:
         return not present or (not unchanged and not any(bool(_values(g).any()) for g in present))
 
     def _current_versions(self) -> list[int | None]:
-        return [None if p.grad is None else p.grad._version for p in self._parameters]
+        return [None if p.grad is None else version_of(p.grad) for p in self._parameters]
 
     @torch.no_grad()
     def _scale(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    return stored_values(gradient) if gradient.is_sparse else gradient

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncline._torch.tensors import version_of
 from syncline.errors import SynclineError
 from syncline.plan.difference import describe_ranks
 from syncline.sync.broadcasting import TensorBroadcaster
@@ -79,7 +80,7 @@ class OneCopy:
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
+        return [version_of(tensor) for tensor in self._tensors]
 
     def wait_to_write(self) -> None:
         """Return when no rank reads any more; a collective call.

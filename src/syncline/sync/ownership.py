@@ -11,11 +11,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
+from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward
 from syncline.sync.outputs import when_backward_reaches_any
-from syncline.sync.reentrant import is_inside_another_backward
 from syncline.sync.usage import GraphUsage
 
 __all__ = ["Ownership"]
@@ -69,7 +68,7 @@ class Ownership:
     def _note(self, gradient: object) -> None:
         if self._heir is not None:
             self._heir._note(gradient)
-        self._reached_in = torch._C._current_graph_task_id()
+        self._reached_in = current_graph_task_id()
         self._judged = (_NEVER, False)  # without this output, the backward may have been taken for another's
 
     def owns(self, task: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_copy_, split_like
 from syncline.plan.packing import CAP_BYTES, plan_pieces
 from syncline.sync.tensors import as_flat, is_plain, mark_written, parts_of
 from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
@@ -212,7 +213,7 @@ class _Piece:
         else:
             wire = torch.empty(self._plan.numel, dtype=self._plan.dtype, device=self._plan.device)
             # The part of each member, in its shape; made in one call.
-            self._views = torch._C._nn.unflatten_dense_tensors(wire, self._members)
+            self._views = split_like(wire, self._members)
         with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
             if self._share == 0:
                 wire.zero_()
@@ -243,7 +244,7 @@ class _Piece:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
         else:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
 
     @property
     def has_arrived(self) -> bool:

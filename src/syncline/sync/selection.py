@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import UninitializedParameter
 
+from syncline._torch.modules import IGNORED_BY_DDP
 from syncline.given import checked_kind
 
 __all__ = ["Selection", "select"]
-
-_TORCHS_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +98,7 @@ def _ignored(
     is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
     if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"expected ignore to be a list of names or patterns, got {patterns!r}")
-    ignored = set(getattr(module, _TORCHS_IGNORED, ()))  # set by torch's private function of that name
+    ignored = set(getattr(module, IGNORED_BY_DDP, ()))  # set by torch's private function of that name
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern)}
         if not matching and must_match:

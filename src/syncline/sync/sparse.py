@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import num_entries, stored_indices, stored_values
 from syncline.errors import SynclineError
 from syncline.plan.buckets import BucketPlan
 from syncline.sync.bucket import BucketState, Lifecycle
@@ -85,7 +86,7 @@ class SparseBucket(Lifecycle):
             )
             self._future = self._comm_hook(bucket)
             return
-        num_rows = 0 if self._mine is None else self._mine._nnz()
+        num_rows = 0 if self._mine is None else num_entries(self._mine)
         self._work = self._transport.all_gather(
             self._num_rows, torch.tensor([num_rows], device=self._num_rows.device)
         )
@@ -125,8 +126,8 @@ class SparseBucket(Lifecycle):
         indices = torch.zeros(widest, dtype=torch.int64, device=parameter.device)
         values = torch.zeros((widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
         if self._mine is not None:
-            indices[: self._mine._nnz()] = self._mine._indices()[0]
-            torch.mul(self._mine._values(), self._scale, out=values[: self._mine._nnz()])
+            indices[: num_entries(self._mine)] = stored_indices(self._mine)[0]
+            torch.mul(stored_values(self._mine), self._scale, out=values[: num_entries(self._mine)])
         all_indices = torch.zeros(size * widest, dtype=torch.int64, device=parameter.device)
         all_values = torch.zeros((size * widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
         if widest:
@@ -142,7 +143,7 @@ class SparseBucket(Lifecycle):
 
     def own(self) -> Tensor:
         """As of a dense bucket: the rows that this rank contributes."""
-        return self._parameter.new_zeros(0) if self._mine is None else self._mine._values()
+        return self._parameter.new_zeros(0) if self._mine is None else stored_values(self._mine)
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
         """The same, with the parameter's index."""
@@ -153,13 +154,13 @@ class SparseBucket(Lifecycle):
         gradient = self._parameter.grad
         if gradient is None:
             return self._parameter.new_zeros(0), []
-        values = gradient._values() if gradient.is_sparse else gradient
+        values = stored_values(gradient) if gradient.is_sparse else gradient
         return values, [(self.plan.parameters[0], values)]
 
     def divide(self, divisor: float) -> None:
         """Divide the summed rows."""
         assert self._sum is not None
-        self._sum._values().div_(divisor)
+        stored_values(self._sum).div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
         """Make `.grad` the sum, unless no rank used the parameter. The sum has no graph."""

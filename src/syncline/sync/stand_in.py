@@ -14,6 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline._torch.tensors import (
+    FOREACH_NORM,
+    FOREACH_ZERO,
+    UNSCALE,
+    check_that_infinities_are_seen,
+    make_without_memory,
+    no_torch_function,
+    plain_torch_functions,
+)
 from syncline.errors import SynclineError
 
 __all__ = ["ShardGradient", "StandIn"]
@@ -38,7 +47,7 @@ class StandIn(Tensor):
         True
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
     _name: str
     _owner: weakref.ref[Tensor]
     is_stepped: bool
@@ -47,9 +56,7 @@ class StandIn(Tensor):
     @staticmethod
     def of(parameter: Tensor, name: str) -> StandIn:
         """For one parameter."""
-        made = Tensor._make_wrapper_subclass(
-            StandIn, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        made = make_without_memory(StandIn, parameter)
         stand_in: StandIn = made
         stand_in._name = name
         stand_in._owner = weakref.ref(parameter)
@@ -61,7 +68,7 @@ class StandIn(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         mine = next(item for item in _flat(args) if isinstance(item, StandIn))
-        if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+        if func in (torch.ops.aten.zero_.default, FOREACH_ZERO):
             for stand_in in [item for item in _flat(args) if isinstance(item, StandIn)]:
                 parameter = stand_in._owner()
                 if parameter is not None and parameter.grad is stand_in:
@@ -127,6 +134,7 @@ class ShardGradient(Tensor):
             plain: its gradient.
             find_together: makes a number the largest over all ranks; a collective call.
         """
+        check_that_infinities_are_seen()
         made = plain.as_subclass(ShardGradient)
         made.plain = plain
         made._find_together = find_together
@@ -141,16 +149,16 @@ class ShardGradient(Tensor):
                 "the norm of a shard is not the norm of the gradients: with sharded=True call "
                 "ddp.clip_grad_norm_(max_norm), which adds up the shards of all ranks"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_torch_functions():
             result = func(*args, **(kwargs or {}))
-            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            if func is UNSCALE:
                 gradients, found, *_ = args
                 gradients[0]._find_together(found)
         return result
 
 
 _NORMS = {
-    torch._foreach_norm,
+    FOREACH_NORM,
     torch.linalg.vector_norm,
     torch.linalg.norm,
     torch.norm,

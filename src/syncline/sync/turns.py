@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from syncline.sync.reentrant import is_inside_another_backward
+from syncline._torch.autograd import is_inside_another_backward
 
 __all__ = ["Entry", "Turns"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable, graph
+from torch.autograd import graph
 
+from syncline._torch.autograd import reaches_all_leaves, will_execute_node
+from syncline.errors import SynclineError
 from syncline.sync.control_message import ControlMessage
 from syncline.transport.base import Transport
 
@@ -19,10 +20,12 @@ def is_accumulating(parameters: Sequence[Tensor]) -> bool:
 
     Also one in which checkpoints with `use_reentrant=True` run tasks of their own, which give the gradients.
     """
-    if Variable._execution_engine.is_checkpoint_valid():  # a backward without `inputs=`
+    if reaches_all_leaves():  # a backward without `inputs=`
         return True
     try:
         return GraphUsage(parameters).num_reached() > 0
+    except SynclineError:
+        raise
     except RuntimeError:  # raised where a parameter is what torch.autograd.grad was asked for
         return False
 
@@ -42,8 +45,7 @@ class GraphUsage:
 
     def absent(self) -> frozenset[int]:
         """Indices of the parameters that get no gradient in the graph task that runs now."""
-        will_execute = torch._C._will_engine_execute_node
-        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute(node))
+        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
     def num_reached(self) -> int:
         """How many parameters get one."""

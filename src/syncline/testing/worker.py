@@ -29,6 +29,7 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config, parse_warning_filter
 
 from syncline import environment
+from syncline._torch.compilation import import_compiler
 from syncline.process import end_with_parent
 from syncline.testing.meeting import variables_of_rank
 from syncline.testing.pool import Outcome, Task
@@ -36,9 +37,6 @@ from syncline.testing.template import FORKS, Request
 from syncline.world import shutdown
 
 __all__ = ["main"]
-
-_SLOW_TO_IMPORT = "torch._dynamo"
-"""torch does so at the first step of an optimizer, and for checkpoints of activations."""
 
 
 def main(file_descriptor: int, *, forks: bool) -> None:
@@ -48,7 +46,7 @@ def main(file_descriptor: int, *, forks: bool) -> None:
     if not forks:
         _work(Connection(file_descriptor))
         return
-    importlib.import_module(_SLOW_TO_IMPORT)
+    import_compiler()
     template_pid = os.getpid()
     child = _fork_on_request(file_descriptor)
     if child is not None:

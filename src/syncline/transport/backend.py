@@ -35,7 +35,7 @@ def register_backend() -> None:
         >>> dist.is_backend_available("syncline")
         True
     """
-    if BACKEND.upper() not in dist.Backend._plugins:
+    if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Backend as C10dBackend
 from torch.distributed.distributed_c10d import GroupName
 
+from syncline._torch.process_groups import C10dBackend, set_timeout_of
 from syncline.transport.backend_work import ENDED, BackendWork, Finisher, Several
 from syncline.transport.base import Transport, Work
 
@@ -73,7 +73,7 @@ class Group:
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._transport.timeout_seconds = timeout.total_seconds()
-        self._options._timeout = timeout
+        set_timeout_of(self._options, timeout)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._transport.statistics().total_calls

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
+from syncline._torch.process_groups import AllgatherOptions, all_gather_flat
 from syncline.transport.backend_base import back, copies_back, flat, to_fill, waiting
 from syncline.transport.backend_reductions import Reductions
 from syncline.transport.backend_work import ENDED, Several
@@ -48,7 +48,7 @@ class Collectives(Reductions):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         if not output.is_cpu:
             opts = opts or AllgatherOptions()
-            return cast(dist.Work, self.elsewhere(output.device)._allgather_base(output, input, opts))
+            return all_gather_flat(self.elsewhere(output.device), output, input, opts)
         whole, finish = to_fill(output)
         work = self._transport.all_gather(whole, flat(input))
         return self._ended_or_under_way(opts, work, [output, input], finish)

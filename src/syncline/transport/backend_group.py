@@ -16,18 +16,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as C10dBackend
-from torch._C._distributed_c10d import _unregister_process_group
-from torch.distributed import distributed_c10d
 
+from syncline._torch.lookup import is_there
+from syncline._torch.process_groups import (
+    C10dBackend,
+    PrefixStore,
+    backend_on,
+    forget_group,
+    has_record_of,
+    new_group_of,
+    serve_cpu_by,
+    timeout_of,
+)
 from syncline.transport.backend_base import BACKEND
 from syncline.transport.backend_collectives import Collectives
 from syncline.transport.base import Transport
 
 __all__ = ["SynclineProcessGroup"]
 
-_CPU = torch.device("cpu")
-_CAN_SUBCLASS_BACKEND = hasattr(C10dBackend, "split")  # torch 2.15
+_CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split")  # torch 2.15
 
 
 class _Backend(Collectives, C10dBackend):
@@ -62,8 +69,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         if _CAN_SUBCLASS_BACKEND:
             self._backend = _Backend(transport, name, global_ranks)
             self._backend._finisher = self._finisher
-            self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-            self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, self._backend)
+            serve_cpu_by(self, self._backend)
 
     # ------------------------------------------------------------------ names
 
@@ -109,7 +115,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return [torch.device(device) for device in self._backends()]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._backend if device.type == "cpu" else self.elsewhere(device)._get_backend(device)
+        return self._backend if device.type == "cpu" else backend_on(self.elsewhere(device), device)
 
     def elsewhere(self, device: torch.device) -> Any:
         """The group for tensors on `device`, as torch would make it without us."""
@@ -130,27 +136,21 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return dict(pair.split(":") for pair in config.split(",")) if config else {"cpu": BACKEND}
 
     def _is_on_record(self) -> bool:
-        return self in distributed_c10d._world.pg_backend_config
+        return has_record_of(self)
 
     def _plain_group(self, device: torch.device, backend: str) -> dist.ProcessGroup:
         """Made by torch, among the same ranks; unknown to it, and so closed by us."""
         name = f"{self._name}/{device.type}"
-        world = distributed_c10d._world
-        group: dist.ProcessGroup
-        group, _ = distributed_c10d._new_process_group_helper(
-            self._transport.size,
-            self._transport.rank,
+        group = new_group_of(
             self._global_ranks,
+            self._transport.rank,
             f"{device.type}:{backend}",
             self._store,
-            distributed_c10d.GroupName(name),
-            timeout=self._options._timeout,
+            name,
+            timeout_of(self._options),
+            size=self._transport.size,
         )
-        for record in (world.pg_map, world.pg_names, world.pg_backend_config):
-            record.pop(group)
-        _unregister_process_group(distributed_c10d.GroupName(name))
-        world.tags_to_pg[""].remove(group)
-        world.tags_to_pg.pop(world.pg_to_tag.pop(group), None)
+        forget_group(group, name)
         return group
 
     # ------------------------------------------------------------------ life
@@ -172,7 +172,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         backends = self._backends()
         kept = [device.type for device in device_types] if device_types else list(backends)
         config = ",".join(f"{device}:{backend}" for device, backend in backends.items() if device in kept)
-        store = distributed_c10d.PrefixStore(f"{name}/", self._store)
+        store = PrefixStore(f"{name}/", self._store)
         child = SynclineProcessGroup(transport, store, name, self._global_ranks_of(new_ranks), config)
         child.setGroupDesc(f"{self._description}:split" if group_desc is None else group_desc)
         return child

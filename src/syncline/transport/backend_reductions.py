@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline._torch.process_groups import reduce_scatter_flat
 from syncline.transport.backend_base import Group, back, copies_back, flat, to_fill, with_option
 from syncline.transport.backend_work import ENDED, Several
 from syncline.transport.base import ReduceOp, Work
@@ -108,7 +109,7 @@ class Reductions(Group):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
         if not output.is_cpu:
-            return cast(dist.Work, self.elsewhere(output.device)._reduce_scatter_base(output, input, opts))
+            return reduce_scatter_flat(self.elsewhere(output.device), output, input, opts)
         part, finish = to_fill(output)
         work = self._transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
         return self._ended_or_under_way(opts, work, [output, input], finish)
@@ -158,7 +159,7 @@ class Reductions(Group):
             raise ValueError(f"sparse tensors are reduced by SUM or AVG, got {opts.reduceOp.op.name}")
         transport, mine = self._transport, tensor.detach().coalesce()
         counts = torch.zeros(transport.size, dtype=torch.int64)
-        transport.all_gather(counts, torch.tensor([mine._nnz()])).wait()
+        transport.all_gather(counts, torch.tensor([mine.indices().shape[1]])).wait()
         works, indices, values = [], [], []
         for src, count in enumerate(counts.tolist()):
             is_mine = src == transport.rank

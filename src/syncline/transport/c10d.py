@@ -25,10 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
+from syncline._torch.process_groups import (
+    AllgatherOptions,
+    PrefixStore,
+    all_gather_flat,
+    is_living,
+    new_group_of,
+    record_ranks,
+    reduce_scatter_flat,
+    timeout_seconds_of,
+)
 from syncline.board import MAIN_LANE, Board
-from syncline.errors import PeerFailed, PeerLost
+from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.calls import Failure, lane_name, named_ranks
@@ -133,9 +142,9 @@ class C10dTransport(Transport):
             all_reduce.timeout = reduce_scatter.timeout = timeout
             self._all_reduce_options[op] = all_reduce
             self._reduce_scatter_options[op] = reduce_scatter
-        self._all_gather_options = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        self._all_gather_options = AllgatherOptions()
         self._all_gather_options.timeout = timeout
-        self._barrier_options = distributed_c10d.BarrierOptions()
+        self._barrier_options = dist.BarrierOptions()
         self._barrier_options.timeout = timeout
         self._barrier_options.device = self.control_device
         if self.control_device.type != "cpu":
@@ -205,7 +214,7 @@ class C10dTransport(Transport):
             finish = _then_divide(output, self.size)
         group, options = self._group, self._reduce_scatter_options[op]
         return self._start(
-            "reduce_scatter", op, input, lambda: group._reduce_scatter_base(part, wire, options), finish
+            "reduce_scatter", op, input, lambda: reduce_scatter_flat(group, part, wire, options), finish
         )
 
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
@@ -214,7 +223,7 @@ class C10dTransport(Transport):
             return self._done_alone()
         whole, part = movable(output), movable(input)
         group, options = self._group, self._all_gather_options
-        return self._start("all_gather", "", input, lambda: group._allgather_base(whole, part, options))
+        return self._start("all_gather", "", input, lambda: all_gather_flat(group, whole, part, options))
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if self.size == 1:
@@ -353,23 +362,21 @@ class C10dTransport(Transport):
             backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
         if set(self._backends.values()) == {"gloo"}:
             backend = "gloo"  # one for all devices: a group without a default is warned about at its end
-        group: dist.ProcessGroup
         try:
-            group, _ = distributed_c10d._new_process_group_helper(
-                len(ranks),
-                ranks.index(self.rank),
+            group = new_group_of(
                 global_ranks,
+                ranks.index(self.rank),
                 backend,
-                distributed_c10d.PrefixStore(name, self._group.get_group_store()),
-                distributed_c10d.GroupName(name),
-                timeout=timedelta(seconds=self.timeout_seconds),
+                PrefixStore(name, self._group.get_group_store()),
+                name,
+                timedelta(seconds=self.timeout_seconds),
             )
+        except SynclineError:
+            raise
         except RuntimeError as error:
             text = f"rank {self.rank} could not connect to {named_ranks(ranks)} again, for a lane or a part: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
-        distributed_c10d._world.pg_group_ranks[group] = {
-            global_rank: rank for rank, global_rank in enumerate(global_ranks)
-        }
+        record_ranks(group, global_ranks)
         return group
 
     def forget_addresses(self) -> None:
@@ -412,7 +419,7 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
     """
 
     def destroy() -> None:
-        if groups[0] in distributed_c10d._world.pg_map:
+        if is_living(groups[0]):
             dist.destroy_process_group(groups[0])
         groups.clear()
 
@@ -431,14 +438,7 @@ def _group_name(token: bytes) -> str:
 
 
 def _group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """The shortest timeout of the group's backends."""
-    found = []
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta) and timeout > timedelta(0):
-            found.append(timeout.total_seconds())
-    return min(found, default=_FALLBACK_TIMEOUT_SECONDS)
+    return timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

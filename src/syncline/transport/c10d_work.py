@@ -12,9 +12,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch import _C
 from torch import distributed as dist
 
+from syncline._torch.autograd import call_without_context
 from syncline.board import Wait
 from syncline.errors import SynclineError
 from syncline.transport.health import is_of_backend
@@ -23,9 +23,6 @@ from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
 
 __all__ = ["C10dWork", "CallOfTorch", "MessageWork"]
 
-_CONTEXT = "context"
-"""Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
-_CAN_REMOVE_CONTEXT = hasattr(_C, "_remove_obj_from_tls")
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
@@ -44,15 +41,7 @@ class C10dWork(WatchedWork):
         """
         self._finish = finish
         self._work: Any = None
-        if not _thread_holds_context():
-            self._work = start()
-            return
-        context = _C._get_obj_in_tls(_CONTEXT)
-        _C._remove_obj_from_tls(_CONTEXT)
-        try:
-            self._work = start()
-        finally:
-            _C._stash_obj_in_tls(_CONTEXT, context)
+        self._work = call_without_context(start)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         if self._work is None:
@@ -133,10 +122,6 @@ class CallOfTorch(C10dWork):
         if isinstance(error, SynclineError) or not is_of_backend(error):
             return error
         return self._health.broken_by(error, self)
-
-
-def _thread_holds_context() -> bool:
-    return _CAN_REMOVE_CONTEXT and _C._is_key_in_tls(_CONTEXT)
 
 
 def _at_least_a_millisecond(seconds: float) -> timedelta:

@@ -6,8 +6,7 @@ import os
 import weakref
 from typing import Protocol
 
-from torch.distributed import distributed_c10d
-
+from syncline._torch.process_groups import living_groups
 from syncline.errors import SynclineError
 from syncline.transport.calls import Failure
 
@@ -41,7 +40,7 @@ def is_inherited(group: object) -> bool:
 
 
 def _in_the_fork() -> None:
-    _inherited.update(distributed_c10d._world.pg_map)
+    _inherited.update(living_groups())
     for what in list(_live):
         what.refuse_a_fork()
 

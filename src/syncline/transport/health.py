@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch.distributed import distributed_c10d
-
+from syncline._torch.process_groups import is_living
 from syncline.board import Board, Place, Wait, who_is_where
 from syncline.errors import (
     CollectiveMismatch,
@@ -141,7 +140,7 @@ class Health:
 
     def has_lost_its_group(self) -> bool:
         """Whether the process group was destroyed, by torch.distributed.destroy_process_group."""
-        return self._group is not None and self._group not in _groups
+        return self._group is not None and not is_living(self._group)
 
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls, and that nothing is wrong with that."""
@@ -399,8 +398,6 @@ class Health:
         return self.failed(Failure(kind, "\n".join(lines)))
 
 
-_groups = distributed_c10d._world.pg_map
-"""All that are alive; the same dict for good."""
 CLOSED = Failure(
     SynclineError,
     "this transport was closed, by shutdown(), by its own close(), or because its process group was destroyed: "

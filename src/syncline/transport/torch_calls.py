@@ -22,6 +22,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
+from syncline._torch.process_groups import PrefixStore, default_group, living_groups, num_calls_started
 from syncline.board import Wait
 from syncline.errors import SynclineError
 from syncline.transport.store_line import open_sockets
@@ -62,7 +63,7 @@ class TorchCall:
     @classmethod
     def latest(cls, group: dist.ProcessGroup, name: str) -> TorchCall | None:
         """The call that was started last on `group`; None if its backend does not count."""
-        number = _number(group)
+        number = num_calls_started(group)
         return None if number is None else cls(group, name, number)
 
     def as_wait(self, *, blocks_rank: bool) -> Wait:
@@ -105,9 +106,9 @@ def num_started(lanes: set[str]) -> dict[str, int]:
     ):
         return {}
     found = {}
-    for group in list(distributed_c10d._world.pg_map):
+    for group in list(living_groups()):
         lane = _LANE + group.group_name
-        if lane in lanes and (number := _number(group)) is not None:
+        if lane in lanes and (number := num_calls_started(group)) is not None:
             found[lane] = number
     return found
 
@@ -116,20 +117,12 @@ def _call_of_frame(frame: FrameType | None) -> TorchCall | None:
     if frame is None or frame.f_code.co_filename != _FILE:
         return None
     group = frame.f_locals.get("group")
-    group = distributed_c10d._get_default_group() if group is None else group
+    group = default_group() if group is None else group
     name = frame.f_code.co_name
-    if not isinstance(group, dist.ProcessGroup) or (number := _number(group)) is None:
+    if not isinstance(group, dist.ProcessGroup) or (number := num_calls_started(group)) is None:
         return None
     calls = _NEEDS_THE_OTHER if group.size() == 2 else _NEEDS_ALL
     return TorchCall(group, name, number) if name in calls else None
-
-
-def _number(group: dist.ProcessGroup) -> int | None:
-    try:
-        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    except RuntimeError:  # this backend does not count
-        return None
-    return number
 
 
 def _may_call(frame: FrameType | None) -> bool:
@@ -162,7 +155,7 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 def _announced(group: dist.ProcessGroup) -> list[bytes]:
     found: list[bytes] = []
     with contextlib.suppress(RuntimeError):
-        store = distributed_c10d.PrefixStore("cpu/", group.get_group_store())
+        store = PrefixStore("cpu/", group.get_group_store())
         nth_context = 0
         while store.check([f"{nth_context}/0"]):
             keys = [f"{nth_context}/{rank}" for rank in range(group.size())]

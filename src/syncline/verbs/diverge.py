@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
+from syncline._torch.modules import uncompiled
 from syncline.given import checked_kind
 from syncline.sync.divergence import Divergence, divergences_around
 from syncline.verbs.common import refuse_one_copy
@@ -42,7 +43,7 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
         ...     loss = ddp(torch.ones(1, 2)).square().mean()
         >>> best = sl.keep_best_(ddp, loss, mode="min")
     """
-    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    module = uncompiled(module)
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
     found = divergences_around(inner)

@@ -1,4 +1,7 @@
-"""Is a GradScaler at work? It means infinite gradients to happen, and has to see them to lower its scale."""
+"""GradScalers in use: one expects infinite gradients now and then, and has to see them to lower its scale.
+
+torch keeps no list of them. So methods of torch's class are replaced, once in a process, when the first finder is made.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
+from syncline._torch.lookup import attribute
+
 __all__ = ["ScalerFinder"]
 
 _lock = threading.Lock()  # ranks may be threads
 _seen: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 """Those that have scaled a loss since the first finder was made."""
 _SCALING = ("scale", "_lazy_init_scale_growth_tracker")
-"""What every loss goes through; and what a subclass with a `scale` of its own calls at its first."""
+"""Every loss goes through the first. A subclass with a `scale` of its own calls the second at its first loss. Where
+torch has no such method, that scaler is found only among all objects."""
+_scale_of = attribute("_scale", "see whether a GradScaler is in use")
+"""Return the scale of a GradScaler: None until it has scaled a loss."""
 
 
 class ScalerFinder:
@@ -55,7 +63,7 @@ class ScalerFinder:
 
 
 def _is_in_use(scaler: GradScaler) -> bool:
-    return scaler.is_enabled() and scaler._scale is not None  # made when the first loss is scaled
+    return scaler.is_enabled() and _scale_of(scaler) is not None
 
 
 def _living() -> Iterator[GradScaler]:

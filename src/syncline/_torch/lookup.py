@@ -1,0 +1,94 @@
+"""Find torch's private names, and raise a clear error where one is missing and needed."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+
+from syncline.errors import SynclineError
+
+__all__ = ["TESTED", "attribute", "is_there", "lookup"]
+
+TESTED = ("2.11", "2.15")
+"""The first and the last torch that the tests run with."""
+
+
+def lookup(path: str, used_for: str) -> Any:
+    """Return what torch has at `path`, or a stand-in that raises an error when it is used.
+
+    Args:
+        path: a module, a colon, and names inside of it: "torch._C:_current_graph_task_id".
+        used_for: what does not work without it; completes "Syncline needs it to ...".
+
+    Example:
+        >>> lookup("torch:add", "add")(torch.ones(1), 1)
+        tensor([2.])
+        >>> lookup("torch:_no_such_name", "show this")()  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        syncline.errors.SynclineError: torch ... has no torch._no_such_name. Syncline needs it to show this. ...
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ModuleNotFoundError, AttributeError):
+        return _Missing(path.replace(":", "."), (), {"_used_for": used_for})
+
+
+def is_there(found: object) -> bool:
+    """Return whether `lookup` found it.
+
+    Example:
+        >>> is_there(lookup("torch:_no_such_name", "show this"))
+        False
+    """
+    return not isinstance(found, _Missing)
+
+
+def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
+    """Return a function that reads a private attribute of an object: what only instances have cannot be looked up.
+
+    Args:
+        path: names after the object, with dots between them.
+        used_for: as for `lookup`.
+
+    Example:
+        >>> attribute("_version", "see changes")(torch.zeros(1).add_(1))
+        1
+    """
+    get = attrgetter(path)
+
+    def read(owner: Any) -> Any:
+        try:
+            return get(owner)
+        except AttributeError:
+            _raise_missing(f"{type(owner).__qualname__}.{path}", used_for)
+
+    return read
+
+
+class _Missing(type):
+    """A class in the place of a name that is missing: it can be a base or the second argument of `isinstance`.
+
+    A call of it, and any attribute, is an error.
+    """
+
+    _used_for: str
+
+    def __call__(cls, *_: object, **__: object) -> NoReturn:
+        _raise_missing(cls.__name__, cls._used_for)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python and its tools ask for those, and can do without them
+            raise AttributeError(name)
+        _raise_missing(cls.__name__, cls._used_for)
+
+
+def _raise_missing(name: str, used_for: str) -> NoReturn:
+    raise SynclineError(
+        f"torch {torch.__version__} has no {name}. Syncline needs it to {used_for}. It is tested with torch "
+        f"{TESTED[0]} to {TESTED[1]}: install one of these, or do without this feature"
+    )

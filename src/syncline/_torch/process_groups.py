@@ -1,0 +1,207 @@
+"""Process groups of torch.distributed: make, list and forget them, and call what has no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from syncline._torch.lookup import is_there, lookup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
+    from torch._C._distributed_c10d import Backend as C10dBackend
+else:
+    C10dBackend = lookup("torch._C._distributed_c10d:Backend", "serve torch.distributed as a backend")
+    AllgatherOptions = lookup(
+        "torch._C._distributed_c10d:AllgatherOptions", "gather tensors on an accelerator"
+    )
+    # Public names, but none of them is there where torch was built without torch.distributed.
+    Store = lookup("torch.distributed:Store", "meet other ranks")
+    TCPStore = lookup("torch.distributed:TCPStore", "meet other ranks")
+    PrefixStore = lookup("torch.distributed:PrefixStore", "meet other ranks")
+
+__all__ = [
+    "AllgatherOptions",
+    "C10dBackend",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "all_gather_flat",
+    "backend_on",
+    "default_group",
+    "forget_group",
+    "has_record_of",
+    "is_living",
+    "living_groups",
+    "new_group_of",
+    "num_calls_started",
+    "record_ranks",
+    "reduce_scatter_flat",
+    "serve_cpu_by",
+    "set_timeout_of",
+    "timeout_of",
+    "timeout_seconds_of",
+]
+
+# ---------------------------------------------------------------------- torch's record of groups
+
+_C10D = "torch.distributed.distributed_c10d"
+_world: Any = lookup(f"{_C10D}:_world", "see which process groups there are")
+_living: Any = lookup(f"{_C10D}:_world.pg_map", "see which process groups there are")
+"""The same dictionary for as long as the process lives."""
+_new_group = lookup(f"{_C10D}:_new_process_group_helper", "make a process group among its members")
+_unregister = lookup(
+    "torch._C._distributed_c10d:_unregister_process_group", "serve other devices than the CPU"
+)
+_group_name = lookup(f"{_C10D}:GroupName", "name a process group")
+_get_default_group = lookup(f"{_C10D}:_get_default_group", "see in which call a rank waits")
+
+
+is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
+"""Return whether a process group is there and not destroyed. Each collective calls it."""
+
+
+def living_groups() -> dict[dist.ProcessGroup, Any]:
+    """Return torch's own dictionary whose keys are all process groups that are not destroyed."""
+    groups: dict[dist.ProcessGroup, Any] = _living if is_there(_living) else _living()
+    return groups
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return torch's default group."""
+    group: dist.ProcessGroup = _get_default_group()
+    return group
+
+
+def has_record_of(group: dist.ProcessGroup) -> bool:
+    """Return whether torch has recorded which backends a group has."""
+    return group in _world.pg_backend_config
+
+
+def new_group_of(
+    global_ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    store: Any,
+    name: str,
+    timeout: timedelta | None,
+    *,
+    size: int | None = None,
+) -> dist.ProcessGroup:
+    """Make a process group; only its members call this.
+
+    Args:
+        global_ranks: of the members, in the default group; empty for all of them.
+        rank: of this process among the members.
+        backend: as in `torch.distributed.init_process_group`.
+        store: that all members have, and that no other group uses.
+        name: of the group.
+        timeout: of its operations; None for the backend's own.
+        size: number of members, where `global_ranks` is empty.
+    """
+    group: dist.ProcessGroup
+    group, _ = _new_group(
+        size or len(global_ranks),
+        rank,
+        list(global_ranks),
+        backend,
+        store,
+        _group_name(name),
+        timeout=timeout,
+    )
+    return group
+
+
+def record_ranks(group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
+    """Let torch.distributed find the ranks of a new group."""
+    _world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(global_ranks)}
+
+
+def forget_group(group: dist.ProcessGroup, name: str) -> None:
+    """Remove a new group from torch's record. Its maker keeps it, and closes it."""
+    for record in (_world.pg_map, _world.pg_names, _world.pg_backend_config):
+        record.pop(group)
+    _unregister(_group_name(name))
+    _world.tags_to_pg[""].remove(group)
+    _world.tags_to_pg.pop(_world.pg_to_tag.pop(group), None)
+
+
+# ---------------------------------------------------------------------- calls without a public name
+
+# torch renames them: `_allgather_base` is `all_gather_single` in later versions, which have both so far.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    ("_allgather_base", "_reduce_scatter_base")
+    if is_there(lookup("torch.distributed:ProcessGroup._allgather_base", "gather tensors"))
+    else ("all_gather_single", "reduce_scatter_single")
+)
+
+
+def all_gather_flat(
+    group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
+) -> dist.Work:
+    """Start to gather one flat tensor of each rank into one."""
+    work: dist.Work = getattr(group, _ALL_GATHER)(output, input, options)
+    return work
+
+
+def reduce_scatter_flat(
+    group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
+) -> dist.Work:
+    """Start to reduce a flat tensor, of which each rank gets its part."""
+    work: dist.Work = getattr(group, _REDUCE_SCATTER)(output, input, options)
+    return work
+
+
+def num_calls_started(group: dist.ProcessGroup) -> int | None:
+    """Return how many calls this rank has started on a group; None where the backend does not count.
+
+    Without it, a rank that waits in a call of torch.distributed is not named.
+    """
+    try:
+        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return None
+    return number
+
+
+# ---------------------------------------------------------------------- backends of a group
+
+
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend of a group for tensors on a device."""
+    return group._get_backend(device)
+
+
+def timeout_seconds_of(group: dist.ProcessGroup) -> float | None:
+    """Return the shortest timeout of a group's backends; None where none is known."""
+    found = []
+    for device in getattr(group, "_device_types", ()):
+        timeout = timeout_of(getattr(backend_on(group, device), "options", None))
+        if timeout is not None and timeout > timedelta(0):
+            found.append(timeout.total_seconds())
+    return min(found, default=None)
+
+
+_TIMEOUT = "_timeout"
+
+
+def timeout_of(options: Any) -> timedelta | None:
+    """Return the timeout in a backend's options; None where there is none."""
+    timeout = getattr(options, _TIMEOUT, None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def set_timeout_of(options: Any, timeout: timedelta) -> None:
+    """Set the timeout in a backend's options."""
+    setattr(options, _TIMEOUT, timeout)
+
+
+def serve_cpu_by(group: dist.ProcessGroup, backend: Any) -> None:
+    """Register the backend of a group for tensors on the CPU."""
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)

@@ -1,0 +1,127 @@
+"""Tensors, their subclasses, and operations on lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline._torch.lookup import attribute, is_there, lookup
+
+__all__ = [
+    "FOREACH_NORM",
+    "FOREACH_ZERO",
+    "UNSCALE",
+    "TorchFuture",
+    "check_that_infinities_are_seen",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_zero_",
+    "make_without_memory",
+    "no_torch_function",
+    "num_entries",
+    "plain_torch_functions",
+    "set_deterministic",
+    "split_like",
+    "stored_indices",
+    "stored_values",
+    "tree_map_only",
+    "version_of",
+]
+
+_Tensors = Sequence[Tensor]
+
+# ---------------------------------------------------------------------- lists of tensors, in one call
+
+_TOGETHER = "compute with many tensors in one call"
+
+
+def _foreach(name: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:
+    """Look up an operation on lists; without it, the tensors are handled one by one: slower, and the same result."""
+    found = lookup(f"torch:{name}", _TOGETHER)
+    return found if is_there(found) else one_by_one
+
+
+def _copy_each(targets: _Tensors, sources: _Tensors) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+foreach_copy_ = _foreach("_foreach_copy_", _copy_each)
+foreach_div_ = _foreach("_foreach_div_", lambda tensors, number: [one.div_(number) for one in tensors])
+foreach_mul_ = _foreach("_foreach_mul_", lambda tensors, number: [one.mul_(number) for one in tensors])
+foreach_zero_ = _foreach("_foreach_zero_", lambda tensors: [one.zero_() for one in tensors])
+foreach_norm = _foreach(
+    "_foreach_norm", lambda tensors, order: [torch.linalg.vector_norm(one, order) for one in tensors]
+)
+
+split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
+    "torch._C:_nn.unflatten_dense_tensors", "view a flat tensor as tensors of given shapes"
+)
+"""Return views of a flat tensor in the shapes of others, made in one call."""
+
+# ---------------------------------------------------------------------- one tensor
+
+version_of: Callable[[Tensor], int] = attribute("_version", "see whether a tensor was written to")
+"""Return how often a tensor was written to."""
+
+# The public methods refuse a sparse tensor that is not coalesced, and gradients of embeddings are not.
+num_entries: Callable[[Tensor], int] = lookup("torch:Tensor._nnz", "reduce sparse gradients")
+"""Return how many rows a sparse tensor stores."""
+stored_indices: Callable[[Tensor], Tensor] = lookup("torch:Tensor._indices", "reduce sparse gradients")
+"""Return where they belong."""
+stored_values: Callable[[Tensor], Tensor] = lookup("torch:Tensor._values", "reduce sparse gradients")
+"""Return the rows; writing to them changes the sparse tensor."""
+
+TorchFuture: Any = lookup("torch._C:Future", "check what a communication hook returns")
+"""The base of torch.futures.Future; torch returns objects of it as well."""
+
+tree_map_only: Callable[..., Any] = lookup("torch.utils._pytree:tree_map_only", "move or cast inputs")
+"""Replace the objects of one type in nested lists, tuples and dicts."""
+
+# ---------------------------------------------------------------------- subclasses of Tensor
+
+_make_wrapper_subclass = lookup("torch:Tensor._make_wrapper_subclass", "shard gradients")
+no_torch_function: Any = lookup("torch._C:_disabled_torch_function_impl", "shard gradients")
+"""The `__torch_function__` of a subclass that is only asked by `__torch_dispatch__`."""
+plain_torch_functions: Any = lookup("torch._C:DisableTorchFunctionSubclass", "shard gradients")
+"""A context in which subclasses are treated as plain tensors."""
+UNSCALE = lookup(
+    "torch:_amp_foreach_non_finite_check_and_unscale_", "use a GradScaler with sharded gradients"
+)
+"""By which a GradScaler looks for infinities; to compare with, in `__torch_function__`."""
+FOREACH_NORM = lookup("torch:_foreach_norm", _TOGETHER)
+"""What clip_grad_norm_ calls; to compare with, in `__torch_function__`. Where it is missing nothing calls it."""
+FOREACH_ZERO = lookup("torch:ops.aten._foreach_zero_.default", _TOGETHER)
+"""What zero_grad calls; to compare with, in `__torch_dispatch__`. Where it is missing nothing calls it."""
+
+
+def make_without_memory(kind: type[Tensor], like: Tensor) -> Any:
+    """Make a tensor of a subclass, in the shape and type of another, that has no memory."""
+    return _make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
+
+
+def check_that_infinities_are_seen() -> None:
+    """Raise an error if a GradScaler could look for infinities in a way that a subclass does not see."""
+    if not is_there(UNSCALE):
+        UNSCALE()
+
+
+# ---------------------------------------------------------------------- deterministic algorithms
+
+_set_deterministic = lookup("torch._C:_set_deterministic_algorithms", "ask for deterministic algorithms")
+
+
+def set_deterministic(is_on: bool, *, warn_only: bool) -> None:
+    """Switch deterministic algorithms on or off.
+
+    The public function also imports the compiler, which takes seconds. It is the fallback.
+    """
+    if is_there(_set_deterministic):
+        _set_deterministic(is_on, warn_only=warn_only)
+    else:
+        torch.use_deterministic_algorithms(is_on, warn_only=warn_only)
