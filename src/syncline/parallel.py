@@ -535,22 +535,29 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
-    def equalize_buffers_(self) -> None:
+    def sync_buffers_(self) -> None:
         """Make the buffers of all ranks equal now, by their policy ("none": rank 0's); a collective call.
 
         After the last step each rank has the running statistics of its own last batch: call it before a checkpoint
         or an evaluation.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+            >>> ddp(torch.ones(3, 2)).sum().backward()
+            >>> ddp.sync_buffers_()
         """
         replica = self._replica
-        replica.transport.board.phase = "equalize_buffers_"
-        agree(replica.transport, "equalize_buffers_", [f"module: {type(self.module).__name__}"])
+        replica.transport.board.phase = "sync_buffers_"
+        agree(replica.transport, "sync_buffers_", [f"module: {type(self.module).__name__}"])
         replica.buffers.equalize()
 
-    def meet(self) -> None:
-        """Let the replicas meet now, out of turn; afterwards all ranks are equal (buffers by their policy). Collective.
+    def sync_parameters_(self) -> None:
+        """Make the replicas of all ranks equal now, out of turn; a collective call.
 
-        Under a strategy that lets replicas drift: before an evaluation, before a checkpoint, at the end. What a meeting
-        is, the strategy says (an average, an outer step). Under `EveryStep` only buffers are made equal.
+        Under a strategy that lets replicas drift, run a round of it (an average, an outer step): before an evaluation,
+        before a checkpoint, at the end. Buffers are synchronized by their policy. Under `EveryStep` parameters are
+        equal already, and only buffers are synchronized.
 
         Raises:
             ContractMismatch: the ranks have done different numbers of steps, or attached optimizers differ.
@@ -558,12 +565,12 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         Example:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.LocalSGD(8))
-            >>> ddp.meet()
+            >>> ddp.sync_parameters_()
         """
         if self._replica.rounds is None:
-            self.equalize_buffers_()
+            self.sync_buffers_()
             return
-        self._replica.rounds.meet()
+        self._replica.rounds.sync_parameters()
         self._replica.divergence.met(by_writing=False)
 
     def replicated(self) -> list[tuple[str, Tensor]]:

@@ -207,8 +207,8 @@ TABLE: dict[str, Row] = {
     f"{WRAPPER}.normalize_by": Row(
         {"num_items": 1}, on=wrapper, nonsense={"num_items": [*COUNT[:-1], torch.zeros(2), torch.tensor(1.0)]}
     ),
-    f"{WRAPPER}.equalize_buffers_": Row(on=wrapper),
-    f"{WRAPPER}.meet": Row(on=wrapper),
+    f"{WRAPPER}.sync_buffers_": Row(on=wrapper),
+    f"{WRAPPER}.sync_parameters_": Row(on=wrapper),
     f"{WRAPPER}.sync_state_dict": Row(on=wrapper),
     f"{WRAPPER}.load_sync_state_dict": Row(
         {"state": lambda: drifting().sync_state_dict()}, on=lambda: drifting()

@@ -30,7 +30,8 @@ class Gossip(Strategy[_State]):
 
     No collective: nobody waits for more than its neighbours. Push-sum weights travel with the values (stochastic
     gradient push, Assran et al. 2019, arXiv 1811.10792), so that the ranks tend to the mean over ranks weighted by
-    `weight`, whatever the topology. `ddp.meet()` averages over all of them, exactly. The optimizer has to be attached.
+    `weight`, whatever the topology. `ddp.sync_parameters_()` averages over all of them, exactly. The optimizer has to
+    be attached.
 
     Args:
         topology: "ring", "exponential" or "pairs"; see `neighbours`.
