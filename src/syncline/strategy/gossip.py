@@ -50,8 +50,8 @@ class Gossip(Strategy[_State]):
         ((Push(to=(1,), sources=(3,)),), (Push(to=(2,), sources=(2,)),))
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
-    of_situation: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
 
     topology: Topology
     every: int = 1

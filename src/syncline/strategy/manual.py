@@ -29,7 +29,7 @@ class Manual(Strategy[_State]):
         ()
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
     needs_attach: ClassVar[bool] = False
 
     def init(self, spec: Spec) -> _State:

@@ -61,8 +61,8 @@ class ParameterServer(Strategy[_State]):
         (Adopt(shard=1, clock=1),)
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
-    of_situation: ClassVar[frozenset[str]] = frozenset({"rank"})
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"rank"})
 
     staleness: int
 
