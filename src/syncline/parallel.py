@@ -46,14 +46,21 @@ from syncline.sync.buffers import BufferPolicy
 from syncline.sync.comm_hook import checked_comm_hook
 from syncline.sync.compilation import NotTraced
 from syncline.sync.items import checked_num_items
-from syncline.sync.join import NOT_WITH_JOIN, JoinBlock, ShadowHook, joined_forward_begins, outside_of_join
+from syncline.sync.join import (
+    NOT_WITH_JOIN,
+    JoinBlock,
+    ShadowHook,
+    is_inside_join,
+    joined_forward_begins,
+    outside_of_join,
+)
 from syncline.sync.mixed_precision import MixedPrecision
 from syncline.sync.one_copy import OneCopy, remember_one_copy
 from syncline.sync.options import GradientOptions, OnNonFinite
 from syncline.sync.outputs import when_backward_reaches_any
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import select
-from syncline.sync.stop_vote import StopVote, Told
+from syncline.sync.wrapper_protocol import SynchronizedModule
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
@@ -64,7 +71,7 @@ __all__ = ["DistributedDataParallel"]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
+class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
     """Keeps the replicas of a module equal: gradients are averaged over all ranks during backward.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`, of which it is a subclass so that `isinstance` and
@@ -297,9 +304,9 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         if synchronizes:
             board.step = replica.gradients.step + 1
         if torch.is_grad_enabled():
-            replica.before_forward(synchronizes=synchronizes, inside_join=self._join_config.enable)
+            replica.before_forward(synchronizes=synchronizes, inside_join=is_inside_join(self))
         replica.gradients.forward_begins()
-        if self._join_config.enable:
+        if is_inside_join(self):
             joined_forward_begins(
                 self,
                 replica.transport,
@@ -573,19 +580,6 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         self._replica.rounds.sync_parameters()
         self._replica.divergence.met(by_writing=False)
 
-    def replicated(self) -> list[tuple[str, Tensor]]:
-        """What is equal on all ranks at this moment by the contract, by name; `sl.check_replicas(state)` compares it.
-
-        Parameters (under a strategy that lets replicas drift: right after a meeting that makes them equal), and buffers
-        that were made equal since the last forward.
-        """
-        return self._replica.replicated()
-
-    @property
-    def steps_alike(self) -> bool:
-        """Whether all ranks step their replicas alike: not where these drift apart by a strategy or in `sl.diverge`."""
-        return self._replica.steps_alike
-
     @property
     def last_round(self) -> RoundRecord | None:
         """The most recent meeting of parameters as it was recorded on this rank; None before the first."""
@@ -597,28 +591,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         rounds = self._replica.rounds
         return None if rounds is None else rounds.outer_optimizer
 
-    def tell_stop(self, vote: StopVote, transport: Transport) -> Told:
-        """For `Checkpointer.stop_if_asked`: backwards that are reduced tell whether this process was asked to stop.
-
-        Args:
-            vote: what each rank tells, and has been told.
-            transport: between the ranks that have to agree.
-
-        Returns:
-            How it is told; the same on all ranks.
-
-        Raises:
-            SynclineError: ranks cannot wait for each other now (`ParameterServer`, between two meetings).
-        """
-        return self._replica.tell_stop(vote, transport, inside_join=self._join_config.enable)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether `sync_state_dict` has anything: of a strategy under which replicas drift, or of a compression."""
-        return self._replica.remembers
-
     def sync_state_dict(self) -> dict[str, Any]:
-        """What synchronization remembers beside the module and its optimizer: save it with them, on each rank.
+        """Return the state of synchronization beside the module and its optimizer: save it with them, on each rank.
 
         The strategy's progress and, under `DiLoCo`, what the ranks agreed on last and the outer optimizer; residuals of
         compression, which are this rank's own. Call it on all ranks, between two steps.
@@ -631,7 +605,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         return self._replica.sync_state_dict()
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `sync_state_dict`, on the same rank of as many; local.
+        """Load what `sync_state_dict` returned, on the same rank of as many; local.
 
         Raises:
             ValueError: it was saved under another strategy or compression, or of another module.
@@ -688,7 +662,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         replica.refuse_sharded(NOT_WITH_JOIN)
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        replica.join_begins()
+        replica.agree_before_join()
         return ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
 
     @property

@@ -273,11 +273,11 @@ def test_ranks_have_to_ask_each_other_equally_often() -> None:
 
 def test_a_rank_without_inputs_cannot_stop_so_it_is_told_again() -> None:
     vote = StopVote(StopRequest())
-    vote.hear([])
-    vote.hear([RankControl(stop=True), RankControl(joined=True)])
-    assert (vote.asked_ranks, vote.num_heard) == ((), 2)
-    vote.hear([RankControl(stop=True), RankControl()])
-    vote.hear([RankControl(), RankControl(stop=True)])
+    vote.receive([])
+    vote.receive([RankControl(stop=True), RankControl(joined=True)])
+    assert (vote.asked_ranks, vote.num_received) == ((), 2)
+    vote.receive([RankControl(stop=True), RankControl()])
+    vote.receive([RankControl(), RankControl(stop=True)])
     assert vote.asked_ranks == (0,)
 
 

@@ -368,11 +368,9 @@ NOT_FOR_USERS: dict[str, set[str]] = {
         "state_from",
     },
     "compression": {"encoder", "encode", "decode", "encode_rows", "num_bytes", "in_words"},
-    WRAPPER: {"replicated", "tell_stop", "join_hook", "will_sync_module_buffers", "finalize_backward"},
+    WRAPPER: {"join_hook", "will_sync_module_buffers", "finalize_backward"},
     "sl.compression.HookState": {"use", "average", "finish"},
     "sl.compression.MeanExchange": {"advance", "wait", "memory", "remember"},
-    "sl.DistributedSampler": {"common_place"},
-    "sl.TrainState": {"share_state_dict", "goes_on_after", "replicas_agree"},
 }
 """Methods that the library calls, not its users."""
 

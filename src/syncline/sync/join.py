@@ -25,6 +25,7 @@ __all__ = [
     "JoinBlock",
     "ShadowHook",
     "agree_on_iteration",
+    "is_inside_join",
     "joined_forward_begins",
     "outside_of_join",
 ]
@@ -52,6 +53,11 @@ def outside_of_join() -> _JoinConfig:
     """What a joinable has to have that is in no `join`."""
     config: _JoinConfig = _JoinConfig.construct_disabled_join_config()
     return config
+
+
+def is_inside_join(joinable: Joinable) -> bool:
+    """Return whether a joinable is inside of `join` now."""
+    return bool(joinable._join_config.enable)
 
 
 class JoinBlock(Join):
