@@ -91,7 +91,7 @@ class Competitor:
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.module(*batch).backward()
         if self.number is not None:
-            sl.all_reduce_(self.number)
+            sl.all_reduce_(self.number, "mean")
         self.optimizer.step()
         self.optimizer.zero_grad()
 

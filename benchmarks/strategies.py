@@ -121,7 +121,7 @@ def make_equal(ddp: sl.DistributedDataParallel) -> None:
     try:
         sl.check_replicas(ddp.module)
     except sl.ReplicaDivergence:
-        ddp.meet()
+        ddp.sync_parameters_()
 
 
 def sent_by(statistics: Statistics) -> float:

@@ -6,11 +6,11 @@ sent; `print(contract)` shows it as a table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Contract", "Row", "Rule", "Rules", "table"]
+__all__ = ["Contract", "Row", "Rule", "Rules", "add_evidence", "compared_lines", "table"]
 
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
@@ -89,15 +89,16 @@ class Contract:
                 return row
         raise KeyError(f"expected one of {', '.join(row.what for row in self.rows)}; got {what!r}")
 
-    def lines(self) -> list[str]:
-        """One line a row, for comparing what ranks agreed on: the rules, neither sizes nor what was recorded."""
-        return [f"{r.what}: {r.when}; {r.how}; drift allowed: {r.drift_allowed}" for r in self.rows]
 
-    def with_evidence(self, last_done: dict[str, str]) -> Contract:
-        """The same contract, with what was last done about each row."""
-        return replace(
-            self, rows=tuple(replace(row, last_done=last_done.get(row.what, "-")) for row in self.rows)
-        )
+def compared_lines(contract: Contract) -> list[str]:
+    """Return a line per row for ranks to compare: the rules, neither sizes nor what was recorded."""
+    return [f"{r.what}: {r.when}; {r.how}; drift allowed: {r.drift_allowed}" for r in contract.rows]
+
+
+def add_evidence(contract: Contract, last_done: Mapping[str, str]) -> Contract:
+    """Return the same contract, with what was last done about each row."""
+    rows = tuple(replace(row, last_done=last_done.get(row.what, "-")) for row in contract.rows)
+    return replace(contract, rows=rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ __all__ = [
     "EvolutionRecord",
     "NonFiniteRecord",
     "RoundRecord",
+    "describe_nonfinite",
 ]
 
 _MAX_BUCKETS = 6
@@ -61,19 +62,25 @@ class NonFiniteRecord:
 
     def __str__(self) -> str:
         if self.found or self.in_mean:
-            return self.what_was_found(_MAX_RANKS)
+            return describe_nonfinite(self, _MAX_RANKS)
         return f"not finite: nothing in this step ({format_count(self.num_steps, 'step')} before)"
 
-    def what_was_found(self, num_shown: int | None = None) -> str:
-        """In a line: where, and what became of it; where there is more, of so many ranks (None: of all)."""
-        where = [f"on rank {rank}: {format_names(names)}" for rank, names in self.found.items()]
-        if num_shown is not None and len(where) > num_shown + 1:
-            where[num_shown:] = [f"and on {len(where) - num_shown} more ranks"]
-        if self.in_mean:
-            where.append(f"in the mean of finite gradients: {format_names(self.in_mean)}")
-        return (
-            f"not finite {'; '.join(where)} -> {self.outcome} ({format_count(self.num_steps, 'step')} so far)"
-        )
+
+def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) -> str:
+    """Return a line that names the gradients that are not finite, and the outcome.
+
+    Args:
+        record: with at least one such gradient.
+        num_shown: how many ranks are named; None names all.
+    """
+    where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
+    if num_shown is not None and len(where) > num_shown + 1:
+        where[num_shown:] = [f"and on {len(where) - num_shown} more ranks"]
+    if record.in_mean:
+        where.append(f"in the mean of finite gradients: {format_names(record.in_mean)}")
+    return (
+        f"not finite {'; '.join(where)} -> {record.outcome} ({format_count(record.num_steps, 'step')} so far)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

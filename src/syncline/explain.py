@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from syncline.contract import Contract, Row, Rules, table
-from syncline.events import BackwardRecord, BufferRecord, NonFiniteRecord, RoundRecord
+from syncline.contract import Contract, Row, Rules, add_evidence, table
+from syncline.events import BackwardRecord, BufferRecord, NonFiniteRecord, RoundRecord, describe_nonfinite
 from syncline.plan.buckets import BucketPlan
 from syncline.words import format_bytes, format_count, format_names
 
@@ -128,7 +128,7 @@ def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
     )
     if evidence is None or evidence.backward is None:
         return contract
-    return contract.with_evidence(_last_done(plan, evidence, evidence.backward))
+    return add_evidence(contract, _last_done(plan, evidence, evidence.backward))
 
 
 def _gradients_row(plan: Plan) -> Row:
@@ -508,7 +508,7 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[tuple[str, 
 
 def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, str]]:
     if record.found or record.in_mean:
-        return [("backward", record.what_was_found())]
+        return [("backward", describe_nonfinite(record))]
     if not record.num_steps:
         return []
     steps = format_count(record.num_steps, "step")

@@ -54,7 +54,7 @@ from syncline.sync.options import GradientOptions, OnNonFinite
 from syncline.sync.outputs import when_backward_reaches_any
 from syncline.sync.replica_watch import ReplicaCheck
 from syncline.sync.selection import select
-from syncline.sync.stop_vote import StopVote, Told
+from syncline.sync.wrapper_protocol import SynchronizedModule
 from syncline.torch_names import TorchNames
 from syncline.transport.base import Statistics, Transport
 from syncline.world import transport_of
@@ -65,7 +65,7 @@ __all__ = ["DistributedDataParallel"]
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
+class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
     """Keeps the replicas of a module equal: gradients are averaged over all ranks during backward.
 
     A drop-in for `torch.nn.parallel.DistributedDataParallel`, of which it is a subclass so that `isinstance` and
@@ -536,22 +536,29 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield
 
-    def equalize_buffers_(self) -> None:
+    def sync_buffers_(self) -> None:
         """Make the buffers of all ranks equal now, by their policy ("none": rank 0's); a collective call.
 
         After the last step each rank has the running statistics of its own last batch: call it before a checkpoint
         or an evaluation.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+            >>> ddp(torch.ones(3, 2)).sum().backward()
+            >>> ddp.sync_buffers_()
         """
         replica = self._replica
-        replica.transport.board.phase = "equalize_buffers_"
-        agree(replica.transport, "equalize_buffers_", [f"module: {type(self.module).__name__}"])
+        replica.transport.board.phase = "sync_buffers_"
+        agree(replica.transport, "sync_buffers_", [f"module: {type(self.module).__name__}"])
         replica.buffers.equalize()
 
-    def meet(self) -> None:
-        """Let the replicas meet now, out of turn; afterwards all ranks are equal (buffers by their policy). Collective.
+    def sync_parameters_(self) -> None:
+        """Make the replicas of all ranks equal now, out of turn; a collective call.
 
-        Under a strategy that lets replicas drift: before an evaluation, before a checkpoint, at the end. What a meeting
-        is, the strategy says (an average, an outer step). Under `EveryStep` only buffers are made equal.
+        Under a strategy that lets replicas drift, run a round of it (an average, an outer step): before an evaluation,
+        before a checkpoint, at the end. Buffers are synchronized by their policy. Under `EveryStep` parameters are
+        equal already, and only buffers are synchronized.
 
         Raises:
             ContractMismatch: the ranks have done different numbers of steps, or attached optimizers differ.
@@ -559,26 +566,13 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         Example:
             >>> import torch, syncline as sl
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.LocalSGD(8))
-            >>> ddp.meet()
+            >>> ddp.sync_parameters_()
         """
         if self._replica.rounds is None:
-            self.equalize_buffers_()
+            self.sync_buffers_()
             return
-        self._replica.rounds.meet()
+        self._replica.rounds.sync_parameters()
         self._replica.divergence.met(by_writing=False)
-
-    def replicated(self) -> list[tuple[str, Tensor]]:
-        """What is equal on all ranks at this moment by the contract, by name; `sl.check_replicas(state)` compares it.
-
-        Parameters (under a strategy that lets replicas drift: right after a meeting that makes them equal), and buffers
-        that were made equal since the last forward.
-        """
-        return self._replica.replicated()
-
-    @property
-    def steps_alike(self) -> bool:
-        """Whether all ranks step their replicas alike: not where these drift apart by a strategy or in `sl.diverge`."""
-        return self._replica.steps_alike
 
     @property
     def last_round(self) -> RoundRecord | None:
@@ -591,28 +585,8 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         rounds = self._replica.rounds
         return None if rounds is None else rounds.outer_optimizer
 
-    def tell_stop(self, vote: StopVote, transport: Transport) -> Told:
-        """For `Checkpointer.stop_if_asked`: backwards that are reduced tell whether this process was asked to stop.
-
-        Args:
-            vote: what each rank tells, and has been told.
-            transport: between the ranks that have to agree.
-
-        Returns:
-            How it is told; the same on all ranks.
-
-        Raises:
-            SynclineError: ranks cannot wait for each other now (`ParameterServer`, between two meetings).
-        """
-        return self._replica.tell_stop(vote, transport, inside_join=is_in_join(self))
-
-    @property
-    def remembers(self) -> bool:
-        """Whether `sync_state_dict` has anything: of a strategy under which replicas drift, or of a compression."""
-        return self._replica.remembers
-
     def sync_state_dict(self) -> dict[str, Any]:
-        """What synchronization remembers beside the module and its optimizer: save it with them, on each rank.
+        """Return the state of synchronization beside the module and its optimizer: save it with them, on each rank.
 
         The strategy's progress and, under `DiLoCo`, what the ranks agreed on last and the outer optimizer; residuals of
         compression, which are this rank's own. Call it on all ranks, between two steps.
@@ -625,7 +599,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         return self._replica.sync_state_dict()
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `sync_state_dict`, on the same rank of as many; local.
+        """Load what `sync_state_dict` returned, on the same rank of as many; local.
 
         Raises:
             ValueError: it was saved under another strategy or compression, or of another module.
@@ -682,7 +656,7 @@ class DistributedDataParallel(TorchNames, nn.parallel.DistributedDataParallel): 
         replica.refuse_sharded(NOT_WITH_JOIN)
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        replica.join_begins()
+        replica.agree_before_join()
         return ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
 
     @property

@@ -34,7 +34,7 @@ from syncline.sync.options import GradientOptions
 from syncline.sync.outputs import when_backward_reaches_any
 from syncline.sync.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.sync.selection import Selection, select
-from syncline.sync.stop_vote import StopVote, Told
+from syncline.sync.stop_vote import StopVote, VoteRoute
 from syncline.sync.weak_methods import weakly as _weakly
 from syncline.transport.base import Transport
 from syncline.world import transport_of
@@ -300,12 +300,21 @@ class Replica:
         return rounds.are_equal and self._equal_after_backward == self.gradients.num_backwards
 
     @property
-    def steps_alike(self) -> bool:
-        """See `DistributedDataParallel.steps_alike`."""
-        return self.rounds is None and not self.divergence.is_open and not self.divergence.has_diverged
+    def is_drifting(self) -> bool:
+        """See `ReplicaProtocol.is_drifting`."""
+        return self.rounds is not None or self.divergence.is_open or self.divergence.has_diverged
 
-    def replicated(self) -> list[tuple[str, Tensor]]:
-        """What the contract says is equal on all ranks now, by name."""
+    @property
+    def drift_reason(self) -> str:
+        """See `ReplicaProtocol.drift_reason`."""
+        if self.divergence.has_diverged:
+            return "replicas drift apart on purpose (sl.diverge)"
+        if self.rounds is not None:
+            return f"between two meetings replicas may differ (strategy={self.strategy})"
+        return ""
+
+    def equal_tensors(self) -> list[tuple[str, Tensor]]:
+        """See `ReplicaProtocol.equal_tensors`."""
         named: list[tuple[str, Tensor]] = []
         drifts = self.rounds is not None and not self._are_equal(self.rounds)
         if not drifts and not self.divergence.is_open and not self.divergence.has_diverged:
@@ -425,8 +434,8 @@ class Replica:
             self._buffer_lane = self._open_lane("buffers")
         self._wire_again(chosen)
 
-    def join_begins(self) -> None:
-        """Compare now what a backward would compare, for a rank without any input has none. A collective call."""
+    def agree_before_join(self) -> None:
+        """Compare now what a backward would compare: a rank without any input runs none. A collective call."""
         self._follow_changes()
         if not self.is_agreed:
             self.agree_before_the_first_step()
@@ -624,15 +633,15 @@ class Replica:
         )
         attached.told_settings = attached.settings()
 
-    def tell_stop(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> Told:
-        """See `DistributedDataParallel.tell_stop`."""
+    def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
+        """See `ReplicaProtocol.send_stop_vote`."""
         if self.rounds is not None:
             self.rounds.check_may_wait("stop_if_asked")
-            return Told.BY_ITSELF
+            return VoteRoute.COLLECTIVE
         if self.transport is not transport:
-            return Told.BY_ITSELF
+            return VoteRoute.COLLECTIVE
         self.gradients.stop_vote = vote
-        return Told.NOT_NOW if inside_join else Told.WITH_GRADIENTS
+        return VoteRoute.GRADIENTS_ONLY if inside_join else VoteRoute.GRADIENTS
 
     # ------------------------------------------------------------------ what does not go together
 
@@ -645,10 +654,10 @@ class Replica:
                 "outside of no_sync, or clear the gradients first"
             )
 
-    def refuse_sharded(self, what: str) -> None:
-        """Raise if each rank steps its share: `what` says why that does not go."""
+    def refuse_sharded(self, why: str) -> None:
+        """Raise if each rank steps its shard only: `why` says what that rules out."""
         if self.sharding is not None:
-            raise ValueError(f"with sharded=True {what}: wrap the module without sharded=True")
+            raise ValueError(f"with sharded=True {why}: wrap the module without sharded=True")
 
     def refuse_drifting(self, what: str) -> None:
         """Raise if replicas may differ between two meetings: `what` says why that does not go."""
@@ -672,28 +681,28 @@ class Replica:
             num_repairs=self.checks.num_repairs,
         )
 
-    def _remembering(self) -> dict[str, Any]:
-        """What has a state of its own, by name."""
+    def _stateful_parts(self) -> dict[str, Any]:
+        """Return the parts that have a state of their own, by name."""
         parts = {"rounds": self.rounds, "compression": self.compression}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
-    def remembers(self) -> bool:
-        """See `DistributedDataParallel.remembers`."""
-        return self._rests() or bool(self._remembering())
+    def has_sync_state(self) -> bool:
+        """See `ReplicaProtocol.has_sync_state`."""
+        return self._is_compression_idle() or bool(self._stateful_parts())
 
     def sync_state_dict(self) -> dict[str, Any]:
         """See `DistributedDataParallel.sync_state_dict`."""
         if self.rounds is not None:
             self.rounds.are_equal = self._are_equal(self.rounds)
-        states = {name: part.state_dict() for name, part in self._remembering().items()}
-        return states | {"compression": dict(self._owed)} if self._rests() else states
+        states = {name: part.state_dict() for name, part in self._stateful_parts().items()}
+        return states | {"compression": dict(self._owed)} if self._is_compression_idle() else states
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `sync_state_dict` returned, as `DistributedDataParallel.load_sync_state_dict` does."""
-        parts = self._remembering()
+        parts = self._stateful_parts()
         checked_kind("state", state, Mapping, "a dict, as sync_state_dict() gives it")
-        if parts.keys() != state.keys() - ({"compression"} if self._rests() else set()):
+        if parts.keys() != state.keys() - ({"compression"} if self._is_compression_idle() else set()):
             raise ValueError(
                 f"expected what sync_state_dict() gave under strategy={self.strategy} and compression="
                 f"{self.plan.compression}: the state of {', '.join(parts) or 'nothing'}; got that of "
@@ -704,11 +713,11 @@ class Replica:
         self._equal_after_backward = self.gradients.num_backwards
         if self.checks.after_meetings is not None:
             self.checks.after_meetings.agreed_at(None)
-        if self._rests():
+        if self._is_compression_idle():
             self._owed = state.get("compression", {})
 
-    def _rests(self) -> bool:
-        """Whether there is a compression that nothing travels by, for there is one rank."""
+    def _is_compression_idle(self) -> bool:
+        """Return whether there is a compression that encodes nothing, because there is one rank."""
         return self.plan.compression is not None and self.compression is None
 
     def __getstate__(self) -> dict[str, Any]:

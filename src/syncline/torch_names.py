@@ -32,7 +32,7 @@ __all__ = ["REFUSED", "TorchNames"]
 
 _FORWARD = "call the wrapper itself, whose forward does all of it"
 _JOIN = "use `with ddp.join():`, or torch's Join with the wrapper in it"
-_BUFFERS = "call ddp.equalize_buffers_()"
+_BUFFERS = "call ddp.sync_buffers_()"
 _DELAYED = "give delay_all_reduce_named_params when the module is wrapped"
 _CASTS = "mixed_precision= casts in forward, by autograd"
 _IN_BACKWARD = "optimizers that step inside backward are found before the first step"

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from syncline.contract import Contract, Rules
+from syncline.contract import Contract, Rules, compared_lines
 from syncline.explain import Plan, ReplicaRule, Sizes
 from syncline.plan.buckets import HostLoad
 from syncline.strategy import Spec
@@ -154,7 +154,7 @@ def agree_on_module(
     """
     lines = [
         f"contract: {contract.title}",
-        *contract.lines(),
+        *compared_lines(contract),
         f"buckets: up to {options.caps.cap_bytes} bytes, the first up to {options.caps.of(0)}",
         f"caps of the first buckets: {list(options.caps.listed_bytes)}",
         f"static graph: {options.static_graph}, sparse: {sorted(options.sparse)}, delayed: {sorted(options.delayed)}",

@@ -101,7 +101,7 @@ def main() -> None:
             if state.step == num_steps:
                 break
     checkpointer.wait()
-    ddp.meet()
+    ddp.sync_parameters_()
     if world.rank == 0:
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         tell(report, f"weights {weights.numpy().tobytes().hex()}")

@@ -110,7 +110,7 @@ def drift_between_hosts() -> None:
             pass
         else:
             raise AssertionError(f"{strategy}: after 8 steps the hosts have drifted apart")
-        ddp.meet()
+        ddp.sync_parameters_()
         sl.check_replicas(ddp.module)
     print(ddp.contract)
     sl.shutdown()

@@ -117,7 +117,7 @@ def test_strategies_let_replicas_on_the_device_meet(strategy: Any) -> None:
             generator = torch.Generator("cuda").manual_seed(10 * step + t.rank)
             ddp(torch.randn(8, 256, device="cuda", generator=generator)).square().mean().backward()
             optimizer.step()
-        ddp.meet()
+        ddp.sync_parameters_()
         sl.check_replicas(ddp.module, group=t)
 
     run_ranks(2, rank)

@@ -24,7 +24,7 @@ def reduces_trees(t: Transport) -> None:
         "small": [torch.tensor([t.rank + 1.0], dtype=torch.float64), torch.full((3, 2), float(t.rank)).t()],
         "empty": torch.zeros(0),
     }
-    same = sl.all_reduce_(tree, group=t)
+    same = sl.all_reduce_(tree, "mean", group=t)
     assert same is tree
     assert tree["large"].unique().tolist() == [sum(ranks) / t.size]
     assert tree["small"][0].item() == sum(rank + 1 for rank in ranks) / t.size
@@ -45,9 +45,11 @@ def reduces_trees(t: Transport) -> None:
     assert pending.item() == complex(t.size, 2 * (t.size - 2 * num_odd))
     module = nn.Linear(3, 2)
     nn.init.constant_(module.weight, float(t.rank))
-    sl.all_reduce_(module, group=t)
+    sl.all_reduce_(module, "mean", group=t)
     assert module.weight.requires_grad
     assert module.weight.unique().tolist() == [sum(ranks) / t.size]
+    sl.all_reduce_(module, group=t)  # torch's default: the sum
+    assert module.weight.unique().tolist() == [sum(ranks)]
 
 
 def writing_is_seen_by_autograd(t: Transport) -> None:
@@ -63,7 +65,7 @@ def writing_is_seen_by_autograd(t: Transport) -> None:
 
 def refuses_on_every_rank(t: Transport) -> None:
     with pytest.raises(ValueError, match=r"op='mean' is not defined for b, torch\.int64"):
-        sl.all_reduce_({"a": torch.ones(1), "b": torch.ones(1).long()}, group=t)
+        sl.all_reduce_({"a": torch.ones(1), "b": torch.ones(1).long()}, "mean", group=t)
     with pytest.raises(ValueError, match="one of sum, mean, max, min, product; got 'avg'"):
         sl.all_reduce_(torch.ones(1), "avg", group=t)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="expected the target to be a Module"):

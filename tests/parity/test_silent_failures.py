@@ -643,7 +643,7 @@ def test_buffers_can_be_made_equal_after_the_last_step() -> None:
         for step in range(3):
             loss_of(ddp, batch(t, step)).backward()
         before = ddp.module[1].running_mean.clone()
-        ddp.equalize_buffers_()
+        ddp.sync_buffers_()
         if t.rank == 1:
             assert not torch.equal(before, ddp.module[1].running_mean), "they had drifted in the last step"
         return ddp.module[1].running_mean

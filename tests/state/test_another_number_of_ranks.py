@@ -95,9 +95,9 @@ def test_replicas_meet_whoever_has_saved_them(kind: str, tmp_path: Path) -> None
             step(state, t.rank)
         before = weights(state)
         if kind == "ParameterServer":
-            state.named["model"].meet()
+            state.named["model"].sync_parameters_()
         checkpointer.save(state)
-        state.named["model"].meet()
+        state.named["model"].sync_parameters_()
         return before, weights(state)
 
     for size in LIVES:

@@ -221,9 +221,9 @@ def test_under_a_parameter_server_only_where_all_ranks_have_met() -> None:
         run = Run(t, files, strategy=sl.ParameterServer(1))
         run.checkpointer.stop_if_asked(run.state)  # nothing is under way yet
         run.step()
-        with pytest.raises(SynclineError, match=r"call ddp.meet\(\) right before it"):
+        with pytest.raises(SynclineError, match=r"call ddp.sync_parameters_\(\) right before it"):
             run.checkpointer.stop_if_asked(run.state)
-        run.ddp.meet()
+        run.ddp.sync_parameters_()
         if t.rank == 1:
             run.checkpointer.ask_to_stop()
         with pytest.raises(SystemExit):
@@ -273,11 +273,11 @@ def test_ranks_have_to_ask_each_other_equally_often() -> None:
 
 def test_a_rank_without_inputs_cannot_stop_so_it_is_told_again() -> None:
     vote = StopVote(StopRequest())
-    vote.hear([])
-    vote.hear([RankControl(stop=True), RankControl(joined=True)])
-    assert (vote.asked_ranks, vote.num_heard) == ((), 2)
-    vote.hear([RankControl(stop=True), RankControl()])
-    vote.hear([RankControl(), RankControl(stop=True)])
+    vote.receive([])
+    vote.receive([RankControl(stop=True), RankControl(joined=True)])
+    assert (vote.asked_ranks, vote.num_received) == ((), 2)
+    vote.receive([RankControl(stop=True), RankControl()])
+    vote.receive([RankControl(), RankControl(stop=True)])
     assert vote.asked_ranks == (0,)
 
 

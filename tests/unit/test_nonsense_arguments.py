@@ -207,8 +207,8 @@ TABLE: dict[str, Row] = {
     f"{WRAPPER}.normalize_by": Row(
         {"num_items": 1}, on=wrapper, nonsense={"num_items": [*COUNT[:-1], torch.zeros(2), torch.tensor(1.0)]}
     ),
-    f"{WRAPPER}.equalize_buffers_": Row(on=wrapper),
-    f"{WRAPPER}.meet": Row(on=wrapper),
+    f"{WRAPPER}.sync_buffers_": Row(on=wrapper),
+    f"{WRAPPER}.sync_parameters_": Row(on=wrapper),
     f"{WRAPPER}.sync_state_dict": Row(on=wrapper),
     f"{WRAPPER}.load_sync_state_dict": Row(
         {"state": lambda: drifting().sync_state_dict()}, on=lambda: drifting()
@@ -368,11 +368,9 @@ NOT_FOR_USERS: dict[str, set[str]] = {
         "state_from",
     },
     "compression": {"encoder", "encode", "decode", "encode_rows", "num_bytes", "in_words"},
-    WRAPPER: {"replicated", "tell_stop", "join_hook", "will_sync_module_buffers", "finalize_backward"},
+    WRAPPER: {"join_hook", "will_sync_module_buffers", "finalize_backward"},
     "sl.compression.HookState": {"use", "average", "finish"},
     "sl.compression.MeanExchange": {"advance", "wait", "memory", "remember"},
-    "sl.DistributedSampler": {"common_place"},
-    "sl.TrainState": {"share_state_dict", "goes_on_after", "replicas_agree"},
 }
 """Methods that the library calls, not its users."""
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import syncline as sl
+from syncline import torch_names
 from syncline.errors import ContractMismatch
 from syncline.parallel import DistributedDataParallel as DDP
+from syncline.sync.wrapper_protocol import ReplicaProtocol, replica_of
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks
 
@@ -310,3 +313,61 @@ def test_the_wrapper_is_freed_when_dropped() -> None:
     ddp(torch.ones(1, 2)).sum().backward()
     del ddp
     assert not model.weight._post_accumulate_grad_hooks
+
+
+# ---------------------------------------------------------------------- found by code below the wrapper
+
+
+class LooksWrapped(nn.Linear):
+    """A user's module that has everything that a replica and its wrapper have."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        vars(self)["_replica"] = self
+        for name in (*vars(ReplicaProtocol), "sync_state_dict", "load_sync_state_dict"):
+            if not name.startswith("_") and name not in dir(nn.Module):
+                setattr(self, name, lambda *args, **kwargs: pytest.fail("taken for a wrapper"))
+
+
+class Framework(DDP):
+    """A subclass, as frameworks have it."""
+
+
+def test_only_syncline_wrappers_are_found() -> None:
+    looks, wrapper = LooksWrapped(), Framework(nn.Linear(2, 1))
+    assert replica_of(looks) is replica_of(nn.Linear(2, 1)) is replica_of("text") is None
+    assert replica_of(wrapper) is vars(wrapper)["_replica"]
+    assert replica_of(wrapper.module) is None
+    assert replica_of(Framework.__new__(Framework)) is None  # its constructor has failed
+
+
+def test_a_module_that_looks_wrapped_is_saved_and_compared_as_it_is() -> None:
+    looks = LooksWrapped()
+    state = sl.TrainState(model=looks)
+    assert sl.check_replicas(state).num_compared == 3  # weight, bias, step
+    state.load_state_dict(state.state_dict())
+
+
+def test_methods_that_only_the_library_calls_are_not_public() -> None:
+    documented = {
+        *(
+            "attach",
+            "clip_grad_norm_",
+            "normalize_by",
+            "sync_buffers_",
+            "sync_parameters_",
+            "contract",
+            "explain",
+        ),
+        *(
+            "last_step",
+            "last_round",
+            "outer_optimizer",
+            "statistics",
+            "sync_state_dict",
+            "load_sync_state_dict",
+        ),
+    }
+    public = {name for name in dir(DDP) if not name.startswith("_")}
+    torchs_attributes = {*dir(nn.parallel.DistributedDataParallel), *vars(torch_names.TorchNames)}
+    assert public - torchs_attributes == documented

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import ContractMismatch, ReplicaDivergence
 from syncline.sync.fingerprint import SliceHash
+from syncline.sync.wrapper_protocol import ReplicaProtocol, replica_of
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
+
+
+def replica(ddp: sl.DistributedDataParallel) -> ReplicaProtocol:
+    found = replica_of(ddp)
+    assert found is not None
+    return found
 
 
 class Net(nn.Module):
@@ -914,15 +921,15 @@ def test_a_train_state_is_compared_only_where_it_has_to_be_equal(strategy: Any) 
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         if strategy.needs_attach:
             optimizer = ddp.attach(optimizer)
-        counts = [len(ddp.replicated())]
+        counts = [len(replica(ddp).equal_tensors())]
         train(t, ddp, optimizer, num_steps=2)
-        counts.append(len(ddp.replicated()))
+        counts.append(len(replica(ddp).equal_tensors()))
         sl.check_replicas(sl.TrainState(model=ddp), group=t)
         if strategy.needs_attach:
             train(t, ddp, optimizer, num_steps=1)  # they meet
         else:
             sl.average_(ddp, group=t)
-        counts.append(len([name for name, _ in ddp.replicated() if not name.startswith("norm.")]))
+        counts.append(len([name for name, _ in replica(ddp).equal_tensors() if not name.startswith("norm.")]))
         sl.check_replicas(sl.TrainState(model=ddp), group=t)
         return counts
 
@@ -936,7 +943,7 @@ def test_inside_of_a_divergence_nothing_has_to_be_equal() -> None:
             train(t, ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), num_steps=1)
             sl.check_replicas(sl.TrainState(model=ddp), group=t)
         sl.check_replicas(sl.TrainState(model=ddp), group=t)
-        assert ddp.replicated() == []
+        assert replica(ddp).equal_tensors() == []
 
     run_ranks(2, program)
 

@@ -181,7 +181,7 @@ def test_a_server_is_not_asked_to_meet_after_different_numbers_of_steps() -> Non
         run.step(1)
         if transport.rank:
             run.step(2)
-        run.ddp.meet()
+        run.ddp.sync_parameters_()
 
     first, second = texts_of(program, sl.ContractMismatch)
     assert first == second
@@ -202,7 +202,7 @@ def test_ranks_that_have_made_different_numbers_of_steps_do_not_meet(strategy: A
             run.optimizer.step()
         elif transport.rank:
             run.ddp._replica.rounds.step += 1
-        run.ddp.meet()
+        run.ddp.sync_parameters_()
 
     first, second = texts_of(program, sl.ContractMismatch)
     assert first == second
@@ -259,12 +259,12 @@ def test_nothing_of_a_server_is_saved_while_updates_are_under_way() -> None:
     def program(transport: Transport) -> None:
         run = Run(transport, sl.ParameterServer(2))
         run.step(1)
-        with pytest.raises(sl.SynclineError, match=r"call ddp\.meet\(\) on all ranks first"):
+        with pytest.raises(sl.SynclineError, match=r"call ddp\.sync_parameters_\(\) on all ranks first"):
             run.ddp.sync_state_dict()
-        run.ddp.meet()
+        run.ddp.sync_parameters_()
         run.ddp.load_sync_state_dict(run.ddp.sync_state_dict())
         run.step(2)
-        run.ddp.meet()
+        run.ddp.sync_parameters_()
 
     run_ranks(3, program)
 
@@ -428,7 +428,7 @@ def test_a_stale_server_ends_where_all_updates_lead(staleness: int) -> None:
             optimizer.zero_grad()
             ddp(torch.full((1, 5), transport.rank + step, dtype=torch.float64)).sum().backward()
             optimizer.step()
-        ddp.meet()
+        ddp.sync_parameters_()
         sl.check_replicas(module, group=transport)
         return module.weight.detach()
 
@@ -534,7 +534,7 @@ def test_the_same_script_runs_alone() -> None:
     run = Run(None, sl.LocalSGD(2, every_step_within=2))
     run.step(1)
     run.step(2)
-    run.ddp.meet()
+    run.ddp.sync_parameters_()
 
 
 def test_buffers_meet_in_every_step_of_the_warmup() -> None:
@@ -649,7 +649,7 @@ def test_after_a_meeting_all_ranks_are_equal(strategy: Any) -> None:
         run = Run(transport, strategy, normalized=True)
         for step in range(1, 8):
             run.step(step)
-        run.ddp.meet()
+        run.ddp.sync_parameters_()
         sl.check_replicas(run.ddp.module, group=transport)
 
     run_ranks(4, program)

@@ -11,7 +11,7 @@ import torch.utils.data as torch_data
 from syncline.given import checked_count, checked_flag, checked_state, checked_truth, what_it_is
 from syncline.world import world
 
-__all__ = ["DistributedSampler"]
+__all__ = ["DistributedSampler", "place_to_resume"]
 
 
 class DistributedSampler(torch_data.DistributedSampler[int]):
@@ -180,33 +180,6 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     def _place(self, epoch: int, used: int) -> dict[str, Any]:
         return {"epoch": epoch, "used": used, **self._order()}
 
-    @staticmethod
-    def common_place(
-        own: Mapping[str, Any], first: Mapping[str, Any], *, rank: int, num_ranks: int
-    ) -> Mapping[str, Any]:
-        """A rank's place, or rank 0's, where the rank waits at the end of its epoch for one that is over by now.
-
-        With `pad=False` a rank with the smaller share cannot see whether others have one sample left. Rank 0 can, for
-        no share is larger than its.
-
-        Args:
-            own: what the rank has saved.
-            first: what rank 0 has.
-            rank: which it was.
-            num_ranks: of as many.
-
-        Example:
-            >>> ranks = [DistributedSampler(range(5), 2, rank, pad=False) for rank in (0, 1)]
-            >>> for sampler in ranks:
-            ...     sampler.advance(len(list(sampler)))
-            >>> first, own = (sampler.state_dict() for sampler in ranks)
-            >>> place = DistributedSampler.common_place(own, first, rank=1, num_ranks=2)
-            >>> [(one["epoch"], one["used"]) for one in (first, own, place)]
-            [(1, 0), (0, 4), (1, 0)]
-        """
-        is_over = not range(own["used"] + rank, own["num_samples"], num_ranks)
-        return first if is_over and own["epoch"] < first["epoch"] else own
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a place that was saved, by this number of ranks or another.
 
@@ -284,3 +257,30 @@ def _check_dataset(dataset: Sized) -> None:
             f"expected dataset to have a length, got {what_it_is(dataset)}: samples that only come as a stream have no "
             "indices to deal out; split the stream by rank inside the dataset"
         )
+
+
+def place_to_resume(
+    own: Mapping[str, Any], first: Mapping[str, Any], *, rank: int, num_ranks: int
+) -> Mapping[str, Any]:
+    """Return a rank's saved place, or rank 0's where the rank was at the end of an epoch that rank 0 had left.
+
+    With `pad=False` a rank with the smaller shard cannot see whether others have one sample left. Rank 0 can: no rank
+    has more samples.
+
+    Args:
+        own: what the rank has saved.
+        first: what rank 0 has saved.
+        rank: the rank that saved `own`.
+        num_ranks: how many ranks saved.
+
+    Example:
+        >>> ranks = [DistributedSampler(range(5), 2, rank, pad=False) for rank in (0, 1)]
+        >>> for sampler in ranks:
+        ...     sampler.advance(len(list(sampler)))
+        >>> first, own = (sampler.state_dict() for sampler in ranks)
+        >>> place = place_to_resume(own, first, rank=1, num_ranks=2)
+        >>> [(one["epoch"], one["used"]) for one in (first, own, place)]
+        [(1, 0), (0, 4), (1, 0)]
+    """
+    is_over = not range(own["used"] + rank, own["num_samples"], num_ranks)
+    return first if is_over and own["epoch"] < first["epoch"] else own

@@ -29,6 +29,7 @@ from syncline.debug.subject import Subject
 from syncline.debug.wrappers import synchronization_of
 from syncline.parallel import DistributedDataParallel
 from syncline.sync.outputs import tensors_in
+from syncline.sync.wrapper_protocol import replica_of
 from syncline.transport.base import Transport
 from syncline.transport.user_code import calling
 from syncline.world import transport_of
@@ -116,9 +117,8 @@ def _others(ddp: nn.Module) -> str:
 
 
 def _transport_of(ddp: Any) -> Transport:
-    if isinstance(ddp, DistributedDataParallel):
-        return ddp._replica.transport
-    return transport_of(ddp.process_group)
+    replica = replica_of(ddp)
+    return transport_of(ddp.process_group) if replica is None else replica.transport
 
 
 def _examined(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncline.parallel import DistributedDataParallel as SynclineDDP
+from syncline.sync.wrapper_protocol import replica_of
 
 __all__ = ["Synchronization", "synchronization_of", "unwrapped"]
 
@@ -56,14 +56,11 @@ def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool =
                 for name, parameter in module.module.named_parameters()
                 if parameter.requires_grad and name not in own
             )
-            if isinstance(module, SynclineDDP):
-                replica = module._replica
+            replica = replica_of(module)
+            if replica is not None:
                 if with_gradients:
                     replica.refuse_sharded("no rank has all gradients, so they cannot be compared")
-                if replica.divergence.has_diverged:
-                    why_apart = "replicas drift apart on purpose (sl.diverge)"
-                elif replica.rounds is not None:
-                    why_apart = f"between two meetings replicas may differ (strategy={replica.strategy})"
+                why_apart = replica.drift_reason or why_apart
     return Synchronization(
         reduced=frozenset(reduced if with_gradients and not why_apart else ()),
         exempt=frozenset(exempt),

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,33 +17,27 @@ from syncline.errors import SynclineError
 from syncline.optim.state import gather_state, share_state, slice_state
 from syncline.plan.shards import Piece, pieces_of, spans_in
 from syncline.sync.optimizers import keep_saved_types
-from syncline.sync.part import whole_of
+from syncline.sync.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
 from syncline.sync.share import Shard, Share
 from syncline.sync.weak_methods import unbound, weakly_bound
 from syncline.transport.base import Transport
 
 __all__ = ["AttachedShards", "is_sharded"]
 
-_METHODS = (
-    *("step", "zero_grad", "add_param_group"),
-    *("state_dict", "share_state_dict", "load_state_dict", "load_share_state_dict"),
-)
-"""What becomes another of an attached optimizer."""
-
-_sharded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+"""The methods of an attached optimizer that are replaced."""
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Whether an optimizer's state differs from rank to rank, because each steps its share."""
-    return isinstance(optimizer, Optimizer) and optimizer in _sharded
+    """Return whether an optimizer's state differs from rank to rank, because each steps its shard."""
+    return isinstance(optimizer, Optimizer) and has_sharded_state(optimizer)
 
 
-class AttachedShards:
+class AttachedShards(ShardedState):
     """Gives an optimizer this rank's shards instead of the module's parameters.
 
     The optimizer stays the same object with the same parameter groups, so that schedulers and scalers go on. Its
-    `state_dict` and `load_state_dict` speak torch's ordinary form; `share_state_dict`, which it gets besides, gives
-    what this rank has of that.
+    `state_dict` and `load_state_dict` speak torch's ordinary form; checkpoints take this rank's shard of it.
 
     Args:
         optimizer: of trained parameters of one module (frozen ones may be among them).
@@ -98,7 +92,7 @@ class AttachedShards:
         self.members = [p for share in self.shares for p in share.members]
         self._native_load = unbound(optimizer, optimizer.load_state_dict)
         self._put_methods(around_step)
-        _sharded.add(optimizer)
+        attach_sharded_state(optimizer, self)
         given = {index: optimizer.state.get(self._parameter(index), {}) for index in self.group_of}
         flat = [p for group in self.groups for p in group]
         trained = set(self._positions.values())
@@ -188,17 +182,9 @@ class AttachedShards:
         def state_dict(self_: Optimizer) -> dict[str, Any]:
             return self._state_dict()
 
-        def share_state_dict(self_: Optimizer) -> dict[str, Any]:
-            return self._share_state_dict()
-
         @functools.wraps(optimizer.load_state_dict)
         def load_state_dict(self_: Optimizer, state_dict: dict[str, Any]) -> None:
-            self._load_state_dict(state_dict, {})
-
-        def load_share_state_dict(
-            self_: Optimizer, state_dict: Mapping[str, Any], types: Mapping[int, torch.dtype]
-        ) -> None:
-            self._load_state_dict(state_dict, types)
+            self._load_shards(state_dict, {})
 
         def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
             raise ValueError(
@@ -206,8 +192,13 @@ class AttachedShards:
                 "before ddp.attach(optimizer)"
             )
 
-        methods = (step, zero_grad, add_param_group)
-        methods += (state_dict, share_state_dict, load_state_dict, load_share_state_dict)  # type: ignore[assignment]
+        methods: tuple[Callable[..., Any], ...] = (
+            step,
+            zero_grad,
+            add_param_group,
+            state_dict,
+            load_state_dict,
+        )
         for method in methods:
             method.__dict__.pop("__wrapped__", None)
             setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
@@ -221,7 +212,7 @@ class AttachedShards:
         optimizer: Any = self.optimizer
         kind = type(optimizer).__name__
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise SynclineError(
                 f"this {kind} was replaced, and its state is gone with its shards: an optimizer of its parameters, of "
                 f"class {successor}, was attached after it. Use that one"
@@ -229,6 +220,7 @@ class AttachedShards:
 
         for name in _METHODS:
             setattr(optimizer, name, refuse)
+        attach_sharded_state(optimizer, _Released(refuse))
         for share in self._shares:
             share.shards = [shard for shard in share.shards if shard not in self.shards]
         for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
@@ -258,11 +250,12 @@ class AttachedShards:
             result = result if changed is None else changed
         return result
 
-    def _share_state_dict(self) -> dict[str, Any]:
-        """What this rank has of torch's ordinary form, its share of a tensor as a `TensorPart`; local.
+    def _shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of torch's ordinary form, with its span of a tensor as a `TensorPart`; local.
 
         Joined over all ranks (`join_parts`) it is what `state_dict` gives. Where several teams of ranks have the same,
-        the first one's tell. Hooks that are to see the ordinary form do: then it is gathered, as by `state_dict`.
+        only the first team saves it. Hooks that are to see the ordinary form do: then it is gathered, as by
+        `state_dict`.
         """
         if state_dict_post_hooks(self.optimizer):
             return self._state_dict()
@@ -294,15 +287,15 @@ class AttachedShards:
         state.update(self._idle_state)
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _load_state_dict(self, state_dict: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-        """Take this rank's part of torch's ordinary form, where tensors may be in parts.
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        """Load this rank's shard of torch's ordinary form, where tensors may be in parts.
 
         Args:
-            state_dict: that form.
+            state: that form.
             types: in which parameters were saved, by `id`. Where that is the type that one has now, its state keeps the
                 types in which it was saved; elsewhere it gets the parameter's, as torch does it.
         """
-        saved = state_dict["param_groups"]
+        saved = state["param_groups"]
         lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
         if lengths != expected:
             raise ValueError(
@@ -311,12 +304,12 @@ class AttachedShards:
             )
         ids = [parameter_id for group in saved for parameter_id in group["params"]]
         state_of = {
-            index: state_dict["state"].get(ids[position], {}) for index, position in self._positions.items()
+            index: state["state"].get(ids[position], {}) for index, position in self._positions.items()
         }
         at = {id(shard.parameter): number for number, shard in enumerate(self.shards)}
         with torch.no_grad():
             sliced = self._sliced(state_of)
-        packed = {at[id(shard.parameter)]: state for shard, state in sliced}
+        packed = {at[id(shard.parameter)]: entries for shard, entries in sliced}
         groups = [
             {
                 **{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -326,19 +319,19 @@ class AttachedShards:
         ]
         trained = set(self._positions.values())
         idle_state = {
-            position: copy.deepcopy(whole_of(state_dict["state"][its_id]))
+            position: copy.deepcopy(whole_of(state["state"][its_id]))
             for position, its_id in enumerate(ids)
-            if position not in trained and its_id in state_dict["state"]
+            if position not in trained and its_id in state["state"]
         }
         self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
         self._idle_state = idle_state
         share_of = {share.plan.index: share for share in self._shares}
-        for shard, state in sliced:
+        for shard, entries in sliced:
             share, piece = share_of[shard.piece.bucket], shard.piece
             spans = spans_in(share.plan, piece.start, piece.stop)
             if any(types.get(id(share.members[at])) == share.dtype for at, _, _ in spans):
                 with torch.no_grad():
-                    keep_saved_types(self.optimizer.state[shard.parameter], state)
+                    keep_saved_types(self.optimizer.state[shard.parameter], entries)
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
         share_of = {share.plan.index: share for share in self._shares}
@@ -361,3 +354,20 @@ class AttachedShards:
     def own_numel(self) -> int:
         """Elements that this rank steps."""
         return sum(shard.piece.stop - shard.piece.start for shard in self.shards)
+
+
+class _Released(ShardedState):
+    """Stands for the state of an optimizer that was replaced: it can be neither saved nor loaded.
+
+    Args:
+        refuse: raises the error that says so.
+    """
+
+    def __init__(self, refuse: Callable[..., NoReturn]) -> None:
+        self._refuse = refuse
+
+    def _shard_state_dict(self) -> dict[str, Any]:
+        self._refuse()
+
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        self._refuse()

@@ -206,14 +206,14 @@ class Rounds:
             exchange(self.transport, title, self._lines(actions), remedy=_REMEDY)
         self._carry_out(state, actions)
 
-    def meet(self) -> None:
-        """A meeting out of turn, after which all ranks are equal. A collective call."""
+    def sync_parameters(self) -> None:
+        """Run a round now, out of turn, after which all ranks are equal. A collective call."""
         state, actions = self.strategy.at_meeting(self._state, Progress(step=self.step))
         # Ranks that want different things done would mix them up.
         wanted = [] if self._server is not None else [str(action) for action in actions]
         exchange(
             self.transport,
-            f"ddp.meet() of {self._title}",
+            f"ddp.sync_parameters_() of {self._title}",
             [f"steps done: {self.step}", *wanted, *self._lines(actions)],
             remedy="Call it after as many steps on every rank, with the same settings.",
         )
@@ -228,7 +228,8 @@ class Rounds:
         if self._server is not None and self._met_out_of_turn_at != self.step:
             raise SynclineError(
                 f"{what} after step {self.step}: under strategy={self.strategy} updates are under way after each step, "
-                "and a rank that waits serves none: call ddp.meet() right before it, on all ranks, every so many steps"
+                "and a rank that waits serves none: call ddp.sync_parameters_() right before it, on all ranks, every "
+                "so many steps"
             )
 
     def next_step(self, limit: int = 10_000) -> int | None:
@@ -462,8 +463,8 @@ class Rounds:
     def _check_settled(self) -> None:
         if self._server is not None and not self._server.is_settled:
             raise SynclineError(
-                "updates of a ParameterServer are under way, so that nothing can be saved or loaded: call ddp.meet() "
-                "on all ranks first"
+                "updates of a ParameterServer are under way, so that nothing can be saved or loaded: call "
+                "ddp.sync_parameters_() on all ranks first"
             )
 
     def _parts(self) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from syncline.state.tensor_file import checksum_of_file
 from syncline.state.torch_file import read_torch_file
 from syncline.state.undo import Before
 from syncline.sync.agreement import exchange
-from syncline.sync.part import gives_share
+from syncline.sync.part import has_sharded_state
 from syncline.transport.base import Transport
 from syncline.transport.user_code import calling
 
@@ -78,7 +78,7 @@ def adopt(
         agree_on_loaded(transport, _TITLE, loaded, fault=fault)
     except BaseException:
         before.restore(together=True)
-        state.goes_on_after(before.step)
+        state._resume_from_step(before.step)
         raise
     if transport.rank == 0 and (matched.missing or matched.unused):
         warnings.warn(f"{_TITLE} of {path}: {'; '.join(matched.left())}", RuntimeWarning, stacklevel=3)
@@ -270,14 +270,14 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
         try:
             # Who keeps what it gets must not keep the file; who takes a share of it does not.
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
-                load_into(one, found if gives_share(one) else deepcopy(found), types)
+                load_into(one, found if has_sharded_state(one) else deepcopy(found), types)
         except (KeyError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
             ) from error
-        if isinstance(one, Optimizer) and not gives_share(one):
+        if isinstance(one, Optimizer) and not has_sharded_state(one):
             loaded[name] = one.state_dict()
-    state.goes_on_after(matched.found.get("step", state.step))
+    state._resume_from_step(matched.found.get("step", state.step))
     return loaded
 
 

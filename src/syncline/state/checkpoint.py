@@ -252,7 +252,7 @@ class Checkpointer:
 
     def _say_what_resumes_otherwise(self, state: TrainState) -> None:
         """Once each; loaders are looked at when the first save is made."""
-        standing = [name for name in state.places.standing if name not in self._standing]
+        standing = [name for name in state._places.standing if name not in self._standing]
         self._standing |= {*standing}
         for remark in remarks_on_places(state.named, standing):
             warn_user(remark)
@@ -528,10 +528,10 @@ class Checkpointer:
             agree_on_loaded(self._transport, title, same, fault=fault)
         except BaseException:
             sound.before.restore(together=True)
-            state.goes_on_after(sound.before.step)
+            state._resume_from_step(sound.before.step)
             raise
         if strict:
-            state.replicas_agree()
+            state._mark_replicas_equal()
 
     # ------------------------------------------------------------------ together
 

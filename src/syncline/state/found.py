@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.compression.averager import with_mean_residuals
-from syncline.data.sampler import DistributedSampler
+from syncline.data.sampler import DistributedSampler, place_to_resume
 from syncline.state.chance import check_rng_state
 from syncline.state.encoding import decode, tensors_in
 from syncline.state.files import Files
@@ -19,7 +19,7 @@ from syncline.state.snapshot import MANIFEST, SHARED_FILE, Manifest, own_file
 from syncline.state.tensor_file import read_tensors
 from syncline.state.train_state import TrainState
 from syncline.state.wellformed import check, malformed_is_corrupt
-from syncline.sync.part import gives_share, join_parts
+from syncline.sync.part import has_sharded_state, join_parts
 from syncline.words import format_count
 
 __all__ = ["Found"]
@@ -116,7 +116,7 @@ class Found:
         """The state of something named, for `one` to load; of what was sharded, all shares joined."""
         if name not in self.manifest.sharded:
             tree, tensors = self._trees[self._place][name], self._tensors[self._place]
-            place = self._common_place(name, self._place) if isinstance(one, DistributedSampler) else None
+            place = self._place_to_resume(name, self._place) if isinstance(one, DistributedSampler) else None
             if place is not None:
                 return place
             if not is_wrapped(tree):
@@ -138,18 +138,18 @@ class Found:
 
     def _have_one_place(self, name: str) -> bool:
         """Whether it is of samplers that all go on where rank 0's does."""
-        places = [self._common_place(name, rank) for rank in range(self.manifest.num_ranks)]
+        places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
         return places[0] is not None and all(place == places[0] for place in places)
 
-    def _common_place(self, name: str, rank: int) -> Any:
-        """Where a sampler goes on, see `DistributedSampler.common_place`; None if it was saved by something else."""
+    def _place_to_resume(self, name: str, rank: int) -> Any:
+        """Return where a sampler resumes, see `place_to_resume`; None if something else was saved."""
         places = []
         for tree in (self._trees[rank][name], self._trees[0][name]):
             place = None if any(tensors_in(tree)) else decode(tree, {})
             if not isinstance(place, dict) or not place.keys() >= {"epoch", "used", "num_samples"}:
                 return None
             places.append(place)
-        return DistributedSampler.common_place(*places, rank=rank, num_ranks=self.manifest.num_ranks)
+        return place_to_resume(*places, rank=rank, num_ranks=self.manifest.num_ranks)
 
     def _for_another_number(self, name: str, own: Any) -> Any:
         """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""
@@ -174,7 +174,7 @@ class Found:
                 own = self._own_entries(name)
                 if own is not None:
                     found[name] = {key: value for key, value in module.state_dict().items() if key not in own}
-            elif isinstance(one, Optimizer) and not gives_share(one):
+            elif isinstance(one, Optimizer) and not has_sharded_state(one):
                 was_sharded = name in self.manifest.sharded  # then it was joined to what is one for all
                 if was_sharded or self._own_entries(name) == set():
                     found[name] = one.state_dict()

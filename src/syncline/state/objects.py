@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.state.layout import keep_types, lay_out_like_parameters
-from syncline.sync.part import gives_share, whole_of
+from syncline.sync.part import has_sharded_state, sharded_state_of, whole_of
+from syncline.sync.wrapper_protocol import SynchronizedModule
 
 __all__ = ["copies", "is_wrapped", "load_into", "state_of", "types_in"]
 
@@ -21,7 +22,7 @@ def copies(one: Any) -> bool:
 
     Of a wrapped module that holds for the module's own; what synchronization remembers may be kept.
     """
-    return gives_share(one) or isinstance(one, nn.Module)
+    return has_sharded_state(one) or isinstance(one, nn.Module)
 
 
 def is_wrapped(state: Any) -> bool:
@@ -33,8 +34,8 @@ def state_of(one: Any) -> Any:
     """The state of something named: of a wrapped module, the module's and what synchronization remembers."""
     if not isinstance(one, DistributedDataParallel):
         return one.state_dict()
-    save: Any = getattr(one, "sync_state_dict", None)
-    return {"module": one.module.state_dict(), "synchronization": save() if save else None}
+    beside = one.sync_state_dict() if isinstance(one, SynchronizedModule) else None
+    return {"module": one.module.state_dict(), "synchronization": beside}
 
 
 def types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
@@ -62,22 +63,26 @@ def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
     if isinstance(one, Optimizer):
         _load_optimizer(one, state, types)
         return
-    state = state if gives_share(one) else whole_of(state)
+    sharded = sharded_state_of(one)
+    if sharded is not None:
+        sharded._load_shards(state, types)
+        return
+    state = whole_of(state)
     was_wrapped = is_wrapped(state)
     module_state = state["module"] if was_wrapped else state
     if not isinstance(one, DistributedDataParallel):
         one.load_state_dict(module_state)
         return
     one.module.load_state_dict(module_state)
-    load: Any = getattr(one, "load_sync_state_dict", None)
-    if load and was_wrapped and state["synchronization"] is not None:
-        load(state["synchronization"])
+    if isinstance(one, SynchronizedModule) and was_wrapped and state["synchronization"] is not None:
+        one.load_sync_state_dict(state["synchronization"])
 
 
 def _load_optimizer(optimizer: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
     settings = _settings_of(optimizer)
-    if gives_share(optimizer):
-        optimizer.load_share_state_dict(state, types)
+    sharded = sharded_state_of(optimizer)
+    if sharded is not None:
+        sharded._load_shards(state, types)
         _check_settings(optimizer, settings)
         return
     state = whole_of(state)

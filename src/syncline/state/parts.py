@@ -15,6 +15,7 @@ from syncline.state.objects import is_wrapped
 from syncline.state.tensor_file import checksum, memory_of
 from syncline.state.train_state import TrainState
 from syncline.sync.agreement import describe_tensors
+from syncline.sync.part import has_sharded_state
 
 __all__ = ["Parts", "entry_of"]
 
@@ -45,11 +46,11 @@ class Parts:
         """The names of the classes of all but modules, which may be wrapped another time."""
         self.forms_of_modules: list[str] = []
         """What has to be the same on all ranks: of each tensor of a module its type and shape, a line each."""
-        self.sharded = state.sharded
+        self.sharded = [name for name, one in state.named.items() if has_sharded_state(one)]
         """The names of what is sharded."""
         self.tensors: dict[str, Tensor] = {}
         """Those of all, on the CPU."""
-        for name, one in state.share_state_dict().items():
+        for name, one in state._shard_state_dict().items():
             self.trees[name], tensors = encode(one, name)
             taken = self.tensors.keys() & tensors.keys()
             if taken:

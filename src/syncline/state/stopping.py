@@ -13,14 +13,16 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.join import Joinable
 
+from syncline._torch.modules import is_in_join
 from syncline.errors import SynclineError
 from syncline.given import checked_count
 from syncline.plan.difference import describe_ranks, ranks_with
 from syncline.state.train_state import TrainState
 from syncline.stopping import EXIT_STOPPED, Stopped, StopRequest, checked_signals, forget, listen, rearm
-from syncline.sync.stop_vote import StopVote, Told
+from syncline.sync.stop_vote import StopVote, VoteRoute
+from syncline.sync.wrapper_protocol import replica_of
 from syncline.transport.base import Transport
 
 __all__ = ["JointStop"]
@@ -45,9 +47,9 @@ class JointStop:
         self._transport = transport
         self._every = every
         self._vote = StopVote(self.request)
-        self._num_heard = 0
-        self._num_unheard = 0
-        """Calls of `is_agreed` without a backward that told anything since the one before."""
+        self._num_received = 0
+        self._num_without_backward = 0
+        """Calls of `is_agreed` without a backward that carried votes since the one before."""
         self._lane: Transport | None = None
         self._is_listening = False
 
@@ -59,33 +61,36 @@ class JointStop:
         ]
 
     def is_agreed(self, state: TrainState) -> bool:
-        """Whether all ranks stop now; a collective call, which sends nothing where a backward has told it."""
+        """Whether all ranks stop now; a collective call, which sends nothing where a backward has carried the votes."""
         if not self._is_listening:
             self._listen()
         if self._transport.size == 1:
             if self.request.is_asked:
                 self._vote.asked_ranks = (0,)
             return self.request.is_asked
-        told = self._told(state)
-        has_heard, self._num_heard = self._vote.num_heard != self._num_heard, self._vote.num_heard
-        if not has_heard and told is not Told.NOT_NOW:
+        route = self._route(state)
+        has_received = self._vote.num_received != self._num_received
+        self._num_received = self._vote.num_received
+        if not has_received and route is not VoteRoute.GRADIENTS_ONLY:
             if self._lane is None:
                 self._lane = self._transport.lane("stopping")
-            if self._num_unheard % self._every == 0:
-                self._vote.ask_all(self._lane)
-            self._num_unheard += 1
+            if self._num_without_backward % self._every == 0:
+                self._vote.gather(self._lane)
+            self._num_without_backward += 1
         return bool(self._vote.asked_ranks)
 
-    def _told(self, state: TrainState) -> Told:
-        told: set[Told] = set()
+    def _route(self, state: TrainState) -> VoteRoute:
+        """Let the wrapped modules carry the vote; return how it travels."""
+        routes: set[VoteRoute] = set()
         for one in state.named.values():
-            tell: Any = getattr(one, "tell_stop", None) if isinstance(one, DistributedDataParallel) else None
-            if tell is not None:
-                told.add(tell(self._vote, self._transport))
-        for way in (Told.NOT_NOW, Told.WITH_GRADIENTS):
-            if way in told:
-                return way
-        return Told.BY_ITSELF
+            replica = replica_of(one)
+            if replica is not None:
+                inside_join = isinstance(one, Joinable) and is_in_join(one)
+                routes.add(replica.send_stop_vote(self._vote, self._transport, inside_join=inside_join))
+        for route in (VoteRoute.GRADIENTS_ONLY, VoteRoute.GRADIENTS):
+            if route in routes:
+                return route
+        return VoteRoute.COLLECTIVE
 
     def _listen(self) -> None:
         self._is_listening = True

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from syncline._torch.modules import uncompiled
@@ -21,7 +20,8 @@ from syncline.state.objects import load_into, state_of, types_in
 from syncline.state.undo import Before
 from syncline.sync.caretakers import caretakers_of
 from syncline.sync.gradients import GradientSync
-from syncline.sync.part import gives_share
+from syncline.sync.part import ShardedState, sharded_state_of
+from syncline.sync.wrapper_protocol import replica_of
 from syncline.transport.user_code import calling
 from syncline.world import transport_of
 
@@ -30,7 +30,7 @@ __all__ = ["TrainState", "load_all"]
 _RESERVED = ("step", "rng")
 
 
-class TrainState:
+class TrainState(ShardedState):
     """What belongs to a training run: saved, loaded and compared as one.
 
     Beside what is named here it has `step`, and the state of the random number generators of this rank: Python's,
@@ -85,7 +85,7 @@ class TrainState:
         """What was named, by name; of what torch.compile has made of a module, that module."""
         self.step = 0
         """How many steps were made."""
-        self.places = Places(self.named)
+        self._places = Places(self.named)
         """Whether the places of streams move."""
         _check_one_place(self.named)
         _check_none_is_hidden(self.named)
@@ -131,15 +131,18 @@ class TrainState:
             )
         self.step += 1
         with calling("state_dict() of a stream"):
-            self.places.step_ended()
+            self._places.step_ended()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, on this rank; tensors are not copied. What is sharded is gathered: a collective call then."""
+        """Return all of it, on this rank; tensors are not copied. A collective call where something is sharded."""
         return self._states(state_of)
 
-    def share_state_dict(self) -> dict[str, Any]:
-        """What this rank has of it: the same, but for what is sharded, of which there is this rank's share alone."""
-        return self._states(lambda one: one.share_state_dict() if gives_share(one) else state_of(one))
+    def _shard_state_dict(self) -> dict[str, Any]:
+        """Return the same, but of what is sharded this rank's shard alone; local."""
+        return self._states(_shard_state_of)
+
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        self.load_state_dict(state)
 
     def _states(self, taken: Callable[[Any], Any]) -> dict[str, Any]:
         states = {}
@@ -148,13 +151,8 @@ class TrainState:
                 states[name] = taken(one)
         return {"step": self.step, **states, "rng": rng_state()}
 
-    @property
-    def sharded(self) -> list[str]:
-        """The names of what is sharded: of which each rank has its share."""
-        return [name for name, one in self.named.items() if gives_share(one)]
-
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load what `state_dict` returned, or what `share_state_dict` returned on all ranks, joined by `join_parts`.
+        """Load what `state_dict` returned.
 
         Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
 
@@ -176,21 +174,21 @@ class TrainState:
             load_all(self, state, strict=strict)
         except BaseException:
             before.restore(together=False)
-            self.goes_on_after(before.step)
+            self._resume_from_step(before.step)
             raise
 
-    def goes_on_after(self, step: int) -> None:
-        """So many steps were made of what has been loaded: `step`, and what messages of wrapped modules count from."""
+    def _resume_from_step(self, step: int) -> None:
+        """Set `step` after a load, also the one that messages and records of wrapped modules count from."""
         self.step = step
-        for one in self._caretakers():
-            one.goes_on_after(step)
+        for one in self._gradient_syncs():
+            one.resume_from_step(step)
 
-    def replicas_agree(self) -> None:
-        """All ranks have compared what was loaded: a later divergence has come about since."""
-        for one in self._caretakers():
-            one.replicas_agree()
+    def _mark_replicas_equal(self) -> None:
+        """Record that all ranks have compared what was loaded: a later divergence has come about since."""
+        for one in self._gradient_syncs():
+            one.mark_replicas_equal()
 
-    def _caretakers(self) -> list[GradientSync]:
+    def _gradient_syncs(self) -> list[GradientSync]:
         modules = [one for one in self.named.values() if isinstance(one, nn.Module)]
         return caretakers_of(parameter for module in modules for parameter in module.parameters())
 
@@ -265,7 +263,7 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
     for name, one in both.items():
         with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
             load_into(one, state[name], types)
-    into.goes_on_after(state["step"])
+    into._resume_from_step(state["step"])
     if "rng" in state:
         rng = state["rng"]
         set_rng_state(rng)
@@ -289,11 +287,17 @@ def _check_one_place(named: Mapping[str, Any]) -> None:
             owners[sampler] = name
 
 
+def _shard_state_of(one: Any) -> Any:
+    sharded = sharded_state_of(one)
+    return state_of(one) if sharded is None else sharded._shard_state_dict()
+
+
 def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
     modules = {name: one for name, one in named.items() if isinstance(one, nn.Module)}
     for name, module in modules.items():
         for path, part in module.named_modules():
-            if getattr(part, "remembers", False) is not True or not isinstance(part, DistributedDataParallel):
+            replica = replica_of(part)
+            if replica is None or not replica.has_sync_state:
                 continue
             if not any(part is one for one in modules.values()):
                 raise ValueError(

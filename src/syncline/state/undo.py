@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from syncline.data.sampler import DistributedSampler
 from syncline.state.chance import rng_state, set_rng_state
 from syncline.sync.one_copy import OneCopy, one_copy_of
+from syncline.sync.wrapper_protocol import SynchronizedModule
 
 __all__ = ["Before"]
 
@@ -90,10 +91,9 @@ def _undo_of(one: Any) -> Callable[[], None]:
 
 def _undo_of_module(module: nn.Module) -> Callable[[], None]:
     remembered: Any = None
-    if isinstance(module, DistributedDataParallel):
-        save: Any = getattr(module, "sync_state_dict", None)
+    if isinstance(module, SynchronizedModule):
         with suppress(Exception):  # as long as something is under way, there is none
-            remembered = deepcopy(save()) if save else None
+            remembered = deepcopy(module.sync_state_dict())
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     parts = list(inner.modules())
     # A load may put others in their places.
@@ -114,9 +114,9 @@ def _undo_of_module(module: nn.Module) -> Callable[[], None]:
                 undo_tensor()
         for part, extra in extras:
             _try(lambda part=part, extra=extra: part.set_extra_state(extra))  # type: ignore[misc]
-        if remembered is not None:
-            load: Any = module.load_sync_state_dict
-            _try(lambda: load(remembered))
+        if remembered is not None and isinstance(module, SynchronizedModule):
+            wrapper = module
+            _try(lambda: wrapper.load_sync_state_dict(remembered))
 
     return undo
 

@@ -50,10 +50,10 @@ class Strategy(ABC, Generic[State]):
     Subclasses are frozen dataclasses; `init`, `at_backward`, `at_step` and `at_meeting` are pure.
     """
 
-    remembers: ClassVar[type[tuple[Any, ...]]]
-    """What is remembered: a named tuple of integers and tuples of them."""
-    of_situation: ClassVar[frozenset[str]] = frozenset()
-    """What of it follows from how many ranks there are, and which this is."""
+    state_type: ClassVar[type[tuple[Any, ...]]]
+    """The type of its state: a named tuple of integers and tuples of them."""
+    situation_fields: ClassVar[frozenset[str]] = frozenset()
+    """The fields of the state that follow from the number of ranks and from this rank."""
     needs_attach: ClassVar[bool] = True
     """Whether it acts at the step, so that the optimizer has to be attached."""
     drifts: ClassVar[bool] = True
@@ -101,8 +101,8 @@ class Strategy(ABC, Generic[State]):
 
     def state_from(self, saved: Mapping[str, Any], spec: Spec) -> State:
         """The state that `state._asdict()` was saved of, also by way of JSON, and by another number of ranks."""
-        own = {key: _as_tuples(value) for key, value in saved.items() if key not in self.of_situation}
-        return self.remembers(**self.init(spec)._asdict() | own)  # type: ignore[return-value]
+        own = {key: _as_tuples(value) for key, value in saved.items() if key not in self.situation_fields}
+        return self.state_type(**self.init(spec)._asdict() | own)  # type: ignore[return-value]
 
     def __str__(self) -> str:
         return in_words(self)

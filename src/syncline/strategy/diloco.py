@@ -94,8 +94,8 @@ class DiLoCo(Strategy[_State]):
         5 ['ReceiveOuter']
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
-    of_situation: ClassVar[frozenset[str]] = frozenset({"num_ranks", "has_workers"})
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"num_ranks", "has_workers"})
 
     every: int
     outer: OuterFactory = _NESTEROV

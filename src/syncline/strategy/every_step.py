@@ -27,7 +27,7 @@ class EveryStep(Strategy[_State]):
         (ReduceGradients(among='all'),)
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
     needs_attach: ClassVar[bool] = False
     drifts: ClassVar[bool] = False
 

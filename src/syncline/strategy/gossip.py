@@ -30,7 +30,8 @@ class Gossip(Strategy[_State]):
 
     No collective: nobody waits for more than its neighbours. Push-sum weights travel with the values (stochastic
     gradient push, Assran et al. 2019, arXiv 1811.10792), so that the ranks tend to the mean over ranks weighted by
-    `weight`, whatever the topology. `ddp.meet()` averages over all of them, exactly. The optimizer has to be attached.
+    `weight`, whatever the topology. `ddp.sync_parameters_()` averages over all of them, exactly. The optimizer has to
+    be attached.
 
     Args:
         topology: "ring", "exponential" or "pairs"; see `neighbours`.
@@ -49,8 +50,8 @@ class Gossip(Strategy[_State]):
         ((Push(to=(1,), sources=(3,)),), (Push(to=(2,), sources=(2,)),))
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
-    of_situation: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
 
     topology: Topology
     every: int = 1

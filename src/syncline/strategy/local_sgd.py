@@ -60,8 +60,8 @@ class LocalSGD(Strategy[_State]):
         [(), (Average(optimizer_state=False, by_weight=False),)]
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
-    of_situation: ClassVar[frozenset[str]] = frozenset({"is_one_worker", "has_workers"})
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"is_one_worker", "has_workers"})
 
     every: int
     warmup: int = 0

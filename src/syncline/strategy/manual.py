@@ -22,14 +22,14 @@ class Manual(Strategy[_State]):
     """Neither gradients nor parameters nor buffers meet unless you say so.
 
     Replicas start equal. After that `sl.sync_gradients_`, `sl.average_`, `sl.broadcast_` and `sl.keep_best_` are what
-    brings them together; `ddp.meet()` averages parameters and buffers. Nothing has to be attached.
+    brings them together; `ddp.sync_parameters_()` averages parameters and buffers. Nothing has to be attached.
 
     Example:
         >>> Manual().at_backward(_State(), Progress(step=0))
         ()
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
     needs_attach: ClassVar[bool] = False
 
     def init(self, spec: Spec) -> _State:
@@ -53,10 +53,10 @@ class Manual(Strategy[_State]):
             reduces=False,
             gradients=Rule(f"{when}sl.sync_gradients_(ddp)", "mean, all_reduce", "local values differ"),
             parameters=Rule(f"{when}sl.average_(ddp), ...", "as asked", "unbounded"),
-            buffers_when=f"{when}ddp.meet(), sl.average_(ddp), ...",
+            buffers_when=f"{when}ddp.sync_parameters_(), sl.average_(ddp), ...",
             buffers_drift="unbounded",
             optimizer=Rule(
                 f"{when}sl.average_(optimizer), ...", "each rank applies its own update", "unbounded"
             ),
-            at_step="nothing sent: Manual() leaves it to you (ddp.meet(), sl.average_, sl.keep_best_, ...)",
+            at_step="nothing sent: Manual() leaves it to you (ddp.sync_parameters_(), sl.average_, sl.keep_best_, ...)",
         )

@@ -39,7 +39,8 @@ class ParameterServer(Strategy[_State]):
     of those on top. A rank waits only where values are more than `staleness` steps old: stale-synchronous parallel (Ho
     et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server"). With staleness 0
     all ranks are equal after every step. With more, which values a rank computes with depends on who is when where, so
-    two runs differ. `ddp.meet()` waits for all updates; after it all ranks are equal. The optimizer has to be attached.
+    two runs differ. `ddp.sync_parameters_()` waits for all updates; after it all ranks are equal. The optimizer
+    has to be attached.
 
     Args:
         staleness: how many steps a rank may be ahead of what it knows.
@@ -60,8 +61,8 @@ class ParameterServer(Strategy[_State]):
         (Adopt(shard=1, clock=1),)
     """
 
-    remembers: ClassVar[type[tuple[object, ...]]] = _State
-    of_situation: ClassVar[frozenset[str]] = frozenset({"rank"})
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"rank"})
 
     staleness: int
 
@@ -135,7 +136,7 @@ class ParameterServer(Strategy[_State]):
             strategy=str(self),
             gradients=gradients_rule(None, 0),
             parameters=Rule("every step", how, late),
-            buffers_when="only when asked: ddp.meet()",
+            buffers_when="only when asked: ddp.sync_parameters_()",
             buffers_drift="unbounded",
             optimizer=OWN_OPTIMIZER,
             at_step=(

@@ -14,6 +14,7 @@ reentrant.py        is this backward inside of another one?
 outputs.py          the tensors in whatever a forward returns
 control.py          what travels with the last bucket besides gradients
 control_message.py  the same by itself, where no bucket can carry it
+wrapper_protocol.py how code below the wrapper finds it, and what it may ask of it
 stop_vote.py        which ranks were asked to stop, known to all after the same step
 items.py            how many items stand behind the gradients
 normalize.py        dividing by them

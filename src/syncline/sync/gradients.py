@@ -266,19 +266,19 @@ class GradientSync:
         """Synchronized ones so far, by this object and those whose place it took."""
         return self.step - self._steps_before
 
-    def goes_on_after(self, step: int) -> None:
-        """What the ranks train has been loaded, and was saved after this step.
+    def resume_from_step(self, step: int) -> None:
+        """Count steps from here on: the parameters have been loaded, and were saved after this step.
 
-        What this rank alone loads may be given to the others by a broadcast, so that nothing but words may follow from
-        it.
+        Only messages and records may depend on it: one rank may load alone, and broadcast to the others what it has
+        loaded.
         """
         self.step, self._steps_before = step, step - self.num_backwards
         if self.watch is not None:
             self.watch.steps_before = self._steps_before
             self.watch.agreed_at(None)
 
-    def replicas_agree(self) -> None:
-        """All ranks have compared all that has to be equal, just now."""
+    def mark_replicas_equal(self) -> None:
+        """Record that all ranks have just compared their replicas, which were equal."""
         if self.watch is not None:
             self.watch.agreed_at(self.num_backwards)
 
@@ -765,7 +765,7 @@ class GradientSync:
     def _check(self, ranks: Sequence[RankControl]) -> None:
         """Raise, on every rank alike, what any rank reported."""
         if self.stop_vote is not None:
-            self.stop_vote.hear(ranks)
+            self.stop_vote.receive(ranks)
         if self.same_data.is_open:
             self.same_data.compare(ranks, step=self.step)
         if not ranks:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["PartedTensor", "TensorPart", "gives_share", "join_parts", "whole_of"]
+__all__ = [
+    "PartedTensor",
+    "ShardedState",
+    "TensorPart",
+    "attach_sharded_state",
+    "has_sharded_state",
+    "join_parts",
+    "sharded_state_of",
+    "whole_of",
+]
+
+_ATTRIBUTE = "_syncline_sharded_state"
+"""The attribute of an optimizer by which its `ShardedState` is found."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,14 +102,42 @@ class PartedTensor:
         return turned.permute([order.index(dim) for dim in range(len(order))])
 
 
-def gives_share(one: Any) -> bool:
-    """Whether each rank has a share of an object's state, and can tell it without the others.
+class ShardedState(ABC):
+    """A state of which each rank has a shard, which it saves and loads without the other ranks."""
 
-    Such objects have `share_state_dict()`, what of the state this rank has, with `TensorPart`s; and
-    their `load_state_dict` takes a state with tensors in parts, `PartedTensor`s, of which it keeps nothing. An
-    optimizer has `load_share_state_dict(state, types)` for that, see `keep_types`.
+    @abstractmethod
+    def _shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of the state; tensors that are split are `TensorPart`s. Local."""
+
+    @abstractmethod
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        """Load this rank's shard from the joined state of all ranks, and keep none of its tensors. Local.
+
+        Args:
+            state: the shards of all ranks, joined by `join_parts`: split tensors are `PartedTensor`s.
+            types: by `id` of a parameter, the type in which it was saved (see `keep_types`).
+        """
+
+
+def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
+    """Let `sharded_state_of` find the state of an optimizer."""
+    setattr(optimizer, _ATTRIBUTE, state)
+
+
+def sharded_state_of(one: object) -> ShardedState | None:
+    """Return the sharded state of an object, or None if every rank has all of its state.
+
+    Example:
+        >>> sharded_state_of(torch.optim.SGD([torch.zeros(1)])) is None
+        True
     """
-    return callable(getattr(one, "share_state_dict", None))
+    found = one if isinstance(one, ShardedState) else getattr(one, _ATTRIBUTE, None)
+    return found if isinstance(found, ShardedState) else None
+
+
+def has_sharded_state(one: object) -> bool:
+    """Return whether each rank has only a shard of the object's state."""
+    return sharded_state_of(one) is not None
 
 
 def join_parts(states: Sequence[Any]) -> Any:

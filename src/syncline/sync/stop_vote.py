@@ -1,7 +1,7 @@
 """Which ranks were asked to stop, as all ranks know it after the same step.
 
-One rank gets the signal, and no rank may act on what it alone knows. So each tells all others, with the control data of
-a backward that is reduced (`control.py`), which costs nothing, or where there is none, by a row of its own.
+One rank gets the signal, and no rank may act on what it alone knows. So each votes, with the control data of a
+backward that is reduced (`control.py`), which costs nothing, or where there is none, in a collective of its own.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from syncline.sync.agreement import gather_rows
 from syncline.sync.control import RankControl
 from syncline.transport.base import Transport
 
-__all__ = ["StopVote", "Told"]
+__all__ = ["StopVote", "VoteRoute"]
 
 
-class Told(Enum):
-    """How ranks tell each other; the same on all ranks."""
+class VoteRoute(Enum):
+    """How the votes travel; the same on all ranks."""
 
-    WITH_GRADIENTS = "with gradients"
-    """Each backward that is reduced tells it."""
-    BY_ITSELF = "by itself"
-    """It takes a collective of its own."""
-    NOT_NOW = "not now"
-    """Ranks are not all there to be asked (inside of `join`), but backwards that are reduced tell it."""
+    GRADIENTS = "with gradients"
+    """Each synchronized backward carries them."""
+    COLLECTIVE = "in a collective of their own"
+    GRADIENTS_ONLY = "with gradients only"
+    """Synchronized backwards carry them; a collective would miss ranks without inputs (inside of `join`)."""
 
 
 class StopVote:
-    """What this rank tells, and what all have told.
+    """This rank's vote on stopping, and the outcome of all votes.
 
     Args:
         request: whether this process was asked.
 
     Example:
         >>> vote = StopVote(StopRequest())
-        >>> vote.hear([RankControl(), RankControl(stop=True)])
+        >>> vote.receive([RankControl(), RankControl(stop=True)])
         >>> vote.asked_ranks
         (1,)
     """
@@ -47,25 +46,25 @@ class StopVote:
         self.request = request
         self.asked_ranks: tuple[int, ...] = ()
         """The ranks that were asked when it was agreed to stop; empty before."""
-        self.num_heard = 0
-        """Backwards that told it."""
+        self.num_received = 0
+        """How many backwards carried the votes."""
 
-    def hear(self, ranks: Sequence[RankControl]) -> None:
-        """A backward was reduced.
+    def receive(self, ranks: Sequence[RankControl]) -> None:
+        """Count the votes that a synchronized backward carried.
 
         Args:
-            ranks: what each rank told; empty where none had anything to tell.
+            ranks: the control data of each rank; empty where no rank sent any.
         """
-        self.num_heard += 1
+        self.num_received += 1
         if not ranks or self.asked_ranks:
             return
         asked = tuple(rank for rank, control in enumerate(ranks) if control.stop)
-        # A rank without inputs left is where it cannot stop; the others will tell again once it is back.
+        # A rank without inputs left cannot stop there; the others vote again once it is back.
         if asked and not any(control.joined for control in ranks):
             self.asked_ranks = asked
 
-    def ask_all(self, transport: Transport) -> None:
-        """The same without a backward; a collective call that blocks."""
+    def gather(self, transport: Transport) -> None:
+        """Gather and count the votes without a backward; a collective call that blocks."""
         mine = torch.tensor([int(self.request.is_asked)], dtype=torch.int32)
         rows = gather_rows(transport, mine)
         if not self.asked_ranks:

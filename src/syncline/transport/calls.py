@@ -37,7 +37,7 @@ SAME_CALLS = (
 
 ONE_RANK_EVALUATES = (
     "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "
-    "evaluate on one rank, call ddp.module(x) there; or call ddp.equalize_buffers_() on all ranks, and then the "
+    "evaluate on one rank, call ddp.module(x) there; or call ddp.sync_buffers_() on all ranks, and then the "
     "wrapper under torch.no_grad() on one"
 )
 """What to do about a forward that not all ranks run."""

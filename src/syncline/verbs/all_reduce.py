@@ -1,4 +1,4 @@
-"""all_reduce_: every rank ends with the sum, the mean, ... of what all have."""
+"""all_reduce_: every rank ends with the sum, the mean, ... over all ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _SAME_TREE = "Call it with the same tree of tensors and the same op on every ran
 
 @overload
 def all_reduce_(
-    target: T, op: ReduceOp = "mean", *, group: Group = None, async_op: Literal[False] = False
+    target: T, op: ReduceOp = "sum", *, group: Group = None, async_op: Literal[False] = False
 ) -> T: ...
 @overload
 def all_reduce_(
-    target: Any, op: ReduceOp = "mean", *, group: Group = None, async_op: Literal[True]
+    target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: Literal[True]
 ) -> Work: ...
 @overload
-def all_reduce_(target: T, op: ReduceOp = "mean", *, group: Group = None, async_op: bool) -> T | Work: ...
-def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, async_op: bool = False) -> Any:
+def all_reduce_(target: T, op: ReduceOp = "sum", *, group: Group = None, async_op: bool) -> T | Work: ...
+def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: bool = False) -> Any:
     """Reduce `target` over all ranks, in place; every rank ends with the same bits.
 
     Tensors of one dtype and device travel together in few collectives, and no gradient flows through. Names, shapes and
@@ -44,8 +44,8 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
     (shared memory) is sent at once, and its shape is compared on the way.
 
     Args:
-        target: see `broadcast_`. Of a module parameters and buffers: integer buffers have no mean.
-        op: "sum", "mean", "max", "min" or "product".
+        target: see `broadcast_`. Of a module, its parameters and buffers.
+        op: "sum", as in torch, "mean", "max", "min" or "product". Integers have no mean.
         group: see `broadcast_`.
         async_op: return at once; `target` is not to be touched before the handle was waited for.
 
@@ -60,7 +60,7 @@ def all_reduce_(target: Any, op: ReduceOp = "mean", *, group: Group = None, asyn
 
     Example:
         >>> import torch, syncline as sl
-        >>> sl.all_reduce_({"a": torch.ones(2), "b": torch.zeros(1)}, "sum")
+        >>> sl.all_reduce_({"a": torch.ones(2), "b": torch.zeros(1)})
         {'a': tensor([1., 1.]), 'b': tensor([0.])}
     """
     transport = transport_of(group)

@@ -27,6 +27,7 @@ from syncline.sync.replicas import (
     values_fingerprints,
 )
 from syncline.sync.tensors import distinct_tensors, named_tensors
+from syncline.sync.wrapper_protocol import replica_of
 from syncline.transport.user_code import calling
 from syncline.verbs.common import Group
 from syncline.words import format_names
@@ -211,7 +212,7 @@ class _Read:
         self.names.append("step")
         self.values.append(state.step)
         wrappers = _wrappers(state)
-        apart = {id(p) for one in wrappers if not getattr(one, "steps_alike", True) for p in one.parameters()}
+        apart = {id(p) for one in wrappers if _is_drifting(one) for p in one.parameters()}
         ignored = {
             id(p)
             for one in wrappers
@@ -244,13 +245,18 @@ def _wrapped_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
     return (part for part in module.modules() if isinstance(part, DistributedDataParallel))
 
 
+def _is_drifting(wrapper: nn.Module) -> bool:
+    """Whether ranks step the replicas of a wrapped module differently; torch's wrapper never lets them."""
+    replica = replica_of(wrapper)
+    return replica is not None and replica.is_drifting
+
+
 def _in_common(module: nn.Module) -> list[tuple[str, Tensor]]:
     """What all ranks have the same of, by name: all, but what contracts of wrappers inside let differ."""
     if isinstance(module, DistributedDataParallel):
-        common: Any = getattr(module, "replicated", None)
-        if common:
-            found: list[tuple[str, Tensor]] = common()
-            return found
+        replica = replica_of(module)
+        if replica is not None:
+            return replica.equal_tensors()
         ignored = module.parameters_to_ignore
         # torch's: buffers differ after a forward.
         return [(name, p) for name, p in module.module.named_parameters() if name not in ignored]
