@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from syncline.transport.backend import register_backend
 from syncline.transport.base import ReduceOp, Transport
+from syncline.verbs import all_reduce_
 
 __all__ = ["COPY", "GLOO", "IN_PLACE", "OURS", "OURS_SUM", "backend_group", "checked", "engines"]
 
@@ -66,9 +65,7 @@ def engines(
         found[IN_PLACE] = (ours(allocated), allocated)
     if with_sum:
         found[OURS_SUM] = (ours(plain, "sum"), plain)
-    verb: Any = getattr(importlib.import_module("syncline.verbs"), "all_reduce_", None)
-    if verb is not None:
-        found[VERB] = (lambda: verb(plain, op="mean"), plain)
+    found[VERB] = (lambda: all_reduce_(plain, op="mean"), plain)
     if backend is not None:
         found[BACKEND] = (by_torch(backend, divide=False), plain)
     found[GLOO] = (by_torch(None, divide=True), plain)
