@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import syncline as sl
-from syncline.bench.arguments import RoundsParser
-from syncline.bench.rounds import ratio
-from syncline.bench.tables import judged, table
+from syncline.tools.bench.ranks import RoundsParser
+from syncline.tools.bench.tables import judged, table
+from syncline.tools.bench.timing import ratio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import Package, fetch

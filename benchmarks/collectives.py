@@ -30,13 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import syncline as sl
-from syncline.bench.arguments import RoundsParser
-from syncline.bench.mpi import find_mpi
-from syncline.bench.ranks import Plan, measure
-from syncline.bench.reductions import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
-from syncline.bench.rounds import median_interval, ratio
-from syncline.bench.summary import summarize
-from syncline.bench.tables import judged, parse_size, report, size_text, table
+from syncline.tools.bench.mpi import find_mpi
+from syncline.tools.bench.ranks import Plan, RoundsParser, measure
+from syncline.tools.bench.tables import judged, parse_size, report, size_text, table
+from syncline.tools.bench.timing import median_interval, ratio, summarize
+from syncline.tools.bench.workloads import COPY, GLOO, IN_PLACE, OURS, OURS_SUM
 
 SIZES = ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "25M", "100M"]
 K, M = 1 << 10, 1 << 20

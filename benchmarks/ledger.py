@@ -29,8 +29,8 @@ import torch
 
 import syncline as sl
 from models import Chain
-from syncline.bench.rounds import median_interval, take_turns
-from syncline.sync.ledger import Ledger
+from syncline.gradients.ledger import Ledger
+from syncline.tools.bench.timing import median_interval, take_turns
 
 STEP_MS = 15.0
 GOAL = 0.01

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.bench.machine import total_memory_bytes
-from syncline.bench.tables import size_text, table
-from syncline.bench.training import can_shard
+from syncline.tools.bench.mpi import total_memory_bytes
+from syncline.tools.bench.tables import size_text, table
+from syncline.tools.bench.workloads import can_shard
 
 LAYER_WIDTH = 1024
 NUM_STEPS = 2
@@ -127,7 +127,7 @@ def run_job(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
-        launcher = [sys.executable, "-m", "syncline.cli", "run", "-n", str(arguments.ranks), __file__]
+        launcher = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", str(arguments.ranks), __file__]
         options = ["--variant", variant, "--parameters", str(arguments.parameters), "--output", str(output)]
         ended = subprocess.run([*launcher, *options], timeout=arguments.timeout, check=False)
         if ended.returncode:

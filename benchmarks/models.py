@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.bench.models import GPT, SIZES, Block, GPTConfig, random_batch
+from syncline.tools.bench.workloads import GPT, SIZES, Block, GPTConfig, random_batch
 
 __all__ = [
     "CNN",

@@ -27,9 +27,9 @@ from torch import nn
 
 import syncline as sl
 from models import CNN, GPT, SIZES, Chain, random_batch, random_images
-from syncline.bench.arguments import RoundsParser
-from syncline.bench.rounds import ratio, take_turns
-from syncline.bench.tables import table
+from syncline.tools.bench.ranks import RoundsParser
+from syncline.tools.bench.tables import table
+from syncline.tools.bench.timing import ratio, take_turns
 
 WITHOUT, WITH = "without", "with"
 GOAL_SHARE = 0.01

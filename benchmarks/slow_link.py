@@ -11,7 +11,7 @@ way's steps are a multiple of the steps between two of its evaluations.
 
 Bytes are those of the cable's counters, headers and acknowledgements included, the larger of both directions.
 "compute" is what a step takes over a cable without a limit. "pays below" is the bandwidth below which a way is faster
-than torch's class: there steps * (compute + bytes * 8 / bandwidth) is as large as torch's (syncline.bench.frontier).
+than torch's class: there steps * (compute + bytes * 8 / bandwidth) is as large as torch's (syncline.tools.bench.plot).
 This takes nothing to overlap; torch's class hides a part of a backward, so it is a little too high, and "by formula",
 what the formula says for this cable, shows by how much it errs.
 
@@ -41,13 +41,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import syncline as sl
-from syncline.bench.frontier import Pace, crossover, rate_text
-from syncline.bench.machine import describe_machine
-from syncline.bench.models import GPT, GPTConfig
-from syncline.bench.tables import table
 from syncline.compression import PowerSGD, Quantize
+from syncline.session.world import transport_of
 from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
-from syncline.world import transport_of
+from syncline.tools.bench.mpi import describe_machine
+from syncline.tools.bench.plot import Pace, crossover, rate_text
+from syncline.tools.bench.tables import table
+from syncline.tools.bench.workloads import GPT, GPTConfig
 from tasks import Batch, characters, seed_of
 
 RANKS = "ab"

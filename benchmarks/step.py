@@ -41,9 +41,9 @@ from torch import nn
 import syncline as sl
 from models import GPT, SIZES, random_batch
 from step_variants import GOAL, VARIANTS, steps_of, verdict
-from syncline.bench.rounds import ratio, take_turns
-from syncline.bench.training import SHARDED, can_shard
-from syncline.world import transport_of
+from syncline.session.world import transport_of
+from syncline.tools.bench.timing import ratio, take_turns
+from syncline.tools.bench.workloads import SHARDED, can_shard
 
 Wrap = Callable[[nn.Module], nn.Module]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.compression import After, Cast, Chain, Compression, PowerSGD, Quantize, TopK
-from syncline.strategy import Strategy
+from syncline.strategies import Strategy
 
 __all__ = ["BAR", "SETTINGS", "Setting"]
 

@@ -1,32 +1,16 @@
 """Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
-Layout, low to high; imports point upwards in this list only (docs/architecture.md):
-
-    errors                      the exception tree
-    events, environment         records of what happened; the only reader of os.environ
-    process, stopping           what a rank owes its launcher; whether it was asked to stop
-    handshake                   how ranks meet
-    contract, explain, plan/    pure: what is synchronized when, in rows, words and buckets
-    transport/                  what moves tensors between ranks
-    world                       who this process is
-    sync/, data/, nn/           gradients, buffers, agreement; the sampler; layers
-    compression/                encodings of what is averaged, so that fewer bytes travel
-    strategy/                   pure: when and how parameters meet
-    rounds/                     carries strategies out
-    optim/                      optimizers of which each rank steps its share
-    state/                      what belongs to a training run, on disk and back
-    verbs, sharing, evolution/  synchronization without a wrapper; one copy of parameters for all ranks; training
-                                without a backward pass
-    parallel                    DistributedDataParallel
-    launch/, bench/, debug/     ranks as processes; competitors that take turns; is a step the same, and if not, why
-    cli/, testing/              `syncline run`, `bench`, `doctor`; ranks for tests
+The public names. docs/architecture.md shows the rooms of the house, in the order of their imports.
 """
 
 from __future__ import annotations
 
 from syncline import compression, debug, nn
+from syncline.checkpoint.checkpointer import Checkpointer
+from syncline.checkpoint.train_state import TrainState
 from syncline.contract import Contract, Row
 from syncline.data.sampler import DistributedSampler
+from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.errors import (
     CheckpointCorrupt,
     CollectiveMismatch,
@@ -41,7 +25,9 @@ from syncline.errors import (
     UnevenInputs,
     UnreducedGradients,
 )
-from syncline.events import (
+from syncline.evolution.strategy import EvolutionStrategy
+from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.records import (
     BackwardRecord,
     BucketRecord,
     BufferRecord,
@@ -49,15 +35,11 @@ from syncline.events import (
     NonFiniteRecord,
     RoundRecord,
 )
-from syncline.evolution.strategy import EvolutionStrategy
-from syncline.parallel import DistributedDataParallel
-from syncline.sharing import share_, write_shared
-from syncline.state.checkpoint import Checkpointer
-from syncline.state.train_state import TrainState
-from syncline.stopping import EXIT_STOPPED
-from syncline.strategy import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
-from syncline.sync.replica_watch import ReplicaCheck
-from syncline.transport.backend import register_backend
+from syncline.session.stop_request import EXIT_STOPPED
+from syncline.session.world import World, init, shutdown, world
+from syncline.sharded.sharing import share_, write_shared
+from syncline.strategies import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
+from syncline.torch_backend import register_backend
 from syncline.transport.base import Statistics
 from syncline.verbs import (
     all_reduce_,
@@ -70,7 +52,6 @@ from syncline.verbs import (
     mean,
     sync_gradients_,
 )
-from syncline.world import World, init, shutdown, world
 
 __version__ = "0.1.0"
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 __all__ = ["Contract", "Row", "Rule", "Rules", "add_evidence", "compared_lines", "table"]
 
+
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
 

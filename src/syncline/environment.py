@@ -8,7 +8,7 @@ is given a mapping and looks at nothing else. Three sources, in this order:
 2. SLURM's, where the process is a task that `srun` started;
 3. neither: the process is alone.
 
-This module needs nothing but the standard library, so that `launch/worker.py` can load it before torch.
+This module needs nothing but the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,17 @@ __all__ = [
     "token",
 ]
 
+
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
 RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers, different for each job
+
 TOKEN = "SYNCLINE_TOKEN"  # what only the processes of a job know, see docs/security.md
+
 _TOKEN_CHARS = 16
+
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
 _ALONE = "start it with `syncline run` or torchrun, which set these variables, or unset {name} to run alone"
 
 

@@ -41,7 +41,7 @@ NOT_TORCHS = frozenset(
         *("_fixtureinfo", "_reprcompare"),  # pytest
     }
 )
-OFFERS = frozenset({"torch_names"})
+OFFERS = frozenset({"ddp.torch_names"})
 """These modules offer private names of torch's class to others. Strings in them are names that they define."""
 
 _CLASSES = (
@@ -232,7 +232,7 @@ def lacking(path):
     return find(path)
 pkgutil.resolve_name = lacking
 import syncline as sl
-import syncline.launch.supervise
+import syncline.tools.launch.supervise
 ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
 optimizer = ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
 ddp(torch.ones(1, 2)).sum().backward()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.debug.subject import Subject
+from syncline.debug.run_state import Subject
 from syncline.debug.values import how_they_differ, values_of
 
 

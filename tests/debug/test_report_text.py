@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.debug import Finding, Report
-from syncline.debug.own import OwnFinding, put_together
+from syncline.debug.diagnosis import OwnFinding, put_together
 
 
 def finding(what: str, *causes: str) -> Finding:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import syncline as sl  # noqa: F401  (for the ranks)
-from syncline.process import end_with_parent
-from syncline.testing.meeting import variables_of_rank
+from syncline.session.process import end_with_parent
+from syncline.testing.ports import variables_of_rank
 
 __all__ = ["Forks"]
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.state.files import LocalFiles
+from syncline.checkpoint.files import LocalFiles
 
 STRATEGIES: dict[str, Any] = {
     "every-step": {},

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
-from syncline.parallel import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.faulty import Fault, FaultyTransport
 from syncline.transport.threads import run_ranks

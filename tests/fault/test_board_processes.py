@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import syncline as sl
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, SynclineError, UnevenInputs
+from syncline.session.world import transport_of
 from syncline.transport.c10d import C10dTransport
-from syncline.world import transport_of
 
 
 def texts_of_all_ranks(text: str) -> list[str]:

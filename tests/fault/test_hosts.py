@@ -19,8 +19,8 @@ import torch
 
 import syncline as sl
 from syncline.errors import SynclineError
+from syncline.session.world import transport_of
 from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
-from syncline.world import transport_of
 
 pytestmark = pytest.mark.slow
 

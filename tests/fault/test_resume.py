@@ -59,7 +59,7 @@ def test_a_run_of_the_launcher_that_is_killed_goes_on(tmp_path: Path, forks: For
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    command = [sys.executable, "-m", "syncline.cli", "run", "-n", "2", PROGRAM]
+    command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "2", PROGRAM]
     command += arguments(killed, "every-step", "SIGKILL@10@0")
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode, done.stderr

@@ -26,14 +26,13 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.errors import PeerLost, SynclineError
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory import core as library_module
 from syncline.transport.shared_memory import hub, memory
-from syncline.transport.shared_memory import library as library_module
-from syncline.transport.shared_memory.find_library import find_library
-from syncline.transport.shared_memory.library import SharedMemoryUnavailable, library
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library, library
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.world import transport_of
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
 
@@ -325,7 +324,7 @@ import torch
 import torch.distributed as dist
 import syncline as sl
 from syncline.errors import SynclineError
-from syncline.world import transport_of
+from syncline.session.world import transport_of
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
 sl.init()
 t = transport_of()
@@ -448,7 +447,7 @@ def without_library() -> Iterator[None]:
 
 def assert_falls_back(reason: str) -> None:
     """auto takes Gloo, and rank 0 says why, once."""
-    sys.modules["syncline.transport.choice"]._has_warned = False  # type: ignore[attr-defined]
+    sys.modules["syncline.session.transports"]._has_warned = False  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         world = sl.init()

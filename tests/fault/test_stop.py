@@ -29,7 +29,7 @@ def run_of_launcher(
     folder: Path, *events: str, options: Sequence[str] = (), to_launcher: signal.Signals
 ) -> tuple[int, list[str]]:
     """Exit code and stderr of `syncline run` with three ranks; `to_launcher` is sent when a rank pauses."""
-    command = [sys.executable, "-m", "syncline.cli", "run", "-n", "3", *options, PROGRAM]
+    command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "3", *options, PROGRAM]
     command += arguments(folder, "every-step", *events)
     with subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

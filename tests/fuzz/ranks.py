@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from syncline import DistributedDataParallel
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
-from syncline.world import transport_of
 
 from .interpreter import Outcome, alone, on_rank
 from .program import Layer, Model, Optimizer, Program, Step

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.parallel import DistributedDataParallel as DDP
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

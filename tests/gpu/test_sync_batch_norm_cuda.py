@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.sync.buffers import BufferSync
+from syncline.buffers.policies import BufferSync
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

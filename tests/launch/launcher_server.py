@@ -1,6 +1,6 @@
 """Forks launchers from a process that has imported torch already: each starts 2 s sooner.
 
-`Server.start` gives what `subprocess.Popen` would of `python -m syncline.cli run ...`: a process of its own,
+`Server.start` gives what `subprocess.Popen` would of `python -m syncline.tools.cli run ...`: a process of its own,
 with its own signals and output. Run as a script, this file is the server.
 
 Of a launcher with `warm_ranks` the ranks are forks, too: of the launcher, in place of `python .../worker.py`. They find
@@ -121,7 +121,7 @@ class Server:
 
 
 def serve() -> None:
-    from syncline.cli import main
+    from syncline.tools.cli import main
 
     importlib.import_module("torch._dynamo")  # as the first step of an optimizer does
     folders: dict[int, Path] = {}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from launcher_server import Server
 
-from syncline.cli import main
-from syncline.debug.host import findings
+from syncline.tools.cli import main
+from syncline.tools.doctor.host import findings
 
 Doctor = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -210,7 +210,7 @@ def test_this_host_is_looked_at(tmp_path: Path, server: Server) -> None:
 def test_a_host_with_a_problem_is_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("syncline.debug.host.dist.is_gloo_available", lambda: False)
+    monkeypatch.setattr("syncline.tools.doctor.host.dist.is_gloo_available", lambda: False)
     assert [finding.name for finding in findings() if finding.kind == "problem"] == ["torch.distributed"]
     assert main(["doctor"]) == 1
     assert "!! torch.distributed  without Gloo" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from launcher_server import Server
 
-from syncline.listening import bound_socket, interface_of
-from syncline.testing.meeting import held_port
+from syncline.session.rendezvous import bound_socket, interface_of
+from syncline.testing.ports import held_port
 
 JOINED = """
 import os, sys, time

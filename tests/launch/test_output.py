@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from syncline.launch.output import Forwarder, Lines, RankLogs
-from syncline.process import record_failure
+from syncline.session.process import record_failure
+from syncline.tools.launch.output import Forwarder, Lines, RankLogs
 
 
 def fed(*parts: bytes, now: float = 0.0) -> list[bytes]:

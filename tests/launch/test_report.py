@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from syncline import EXIT_STOPPED
-from syncline.launch.report import Failure, LastWords, describe, first_failure, read_last_words
+from syncline.tools.launch.failures import Failure, LastWords, describe, first_failure, read_last_words
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:7"
 

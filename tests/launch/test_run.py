@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from launcher_server import Server
 
-from syncline.cli import main
+from syncline.tools.cli import main
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-COMMAND = [sys.executable, "-m", "syncline.cli", "run"]
+COMMAND = [sys.executable, "-m", "syncline.tools.cli", "run"]
 TIMEOUT_SECONDS = 60
 
 

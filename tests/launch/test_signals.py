@@ -16,7 +16,7 @@ import pytest
 from launcher_server import Launcher, Server
 
 from syncline import environment
-from syncline.launch.guardian import Guardian
+from syncline.tools.launch.guardian import Guardian
 
 # Each prints its pid; told to end, it says so and ends, or (with "stubborn") goes on.
 PROGRAM = """

@@ -12,7 +12,18 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "strategies.py"
-COMMAND = [sys.executable, "-m", "syncline.cli", "run", "-n", "2", str(PROGRAM), "--quick", "--task", "mnist"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "syncline.tools.cli",
+    "run",
+    "-n",
+    "2",
+    str(PROGRAM),
+    "--quick",
+    "--task",
+    "mnist",
+]
 OPTIONS = ["--learning-rates", "0.01", "--results", "runs.jsonl", "--only"]
 
 

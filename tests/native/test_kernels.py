@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from syncline.transport.base import REDUCE_OPS
-from syncline.transport.shared_memory.codes import code_of
-from syncline.transport.shared_memory.find_library import find_library
-from syncline.transport.shared_memory.library import library
+from syncline.transport.shared_memory.core import find_library, library
+from syncline.transport.shared_memory.engine import code_of
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
 

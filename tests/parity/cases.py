@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.parallel import DistributedDataParallel
+from syncline.ddp.wrapper import DistributedDataParallel
 
 NUM_STEPS = 10
 

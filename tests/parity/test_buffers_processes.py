@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncline.sync.buffers import BufferSync
-from syncline.world import transport_of
+from syncline.buffers.policies import BufferSync
+from syncline.session.world import transport_of
 
 
 def gathered(value: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from syncline.compression import (
     TopK,
     hook,
 )
-from syncline.parallel import DistributedDataParallel as DDP
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.transport.c10d import C10dTransport
 
 TorchDDP = nn.parallel.DistributedDataParallel

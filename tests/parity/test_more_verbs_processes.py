@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import ContractMismatch, ReplicaDivergence
-from syncline.sync import reduction
-from syncline.sync.reduction import TensorReducer
+from syncline.session.world import transport_of
+from syncline.tensors import reduction
+from syncline.tensors.reduction import TensorReducer
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.verbs import all_reduce
-from syncline.world import transport_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 

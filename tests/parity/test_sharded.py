@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
 
 import syncline as sl
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import SynclineError
-from syncline.parallel import DistributedDataParallel as DDP
-from syncline.sync import layout
+from syncline.gradients import layout
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.threads import run_ranks
-from syncline.world import transport_of
 
 Make = Callable[[nn.Module], Optimizer]
 

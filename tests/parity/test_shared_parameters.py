@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
-from syncline.parallel import DistributedDataParallel as DDP
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

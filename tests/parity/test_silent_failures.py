@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import (
     ContractMismatch,
     NonFiniteGradient,
@@ -22,7 +23,6 @@ from syncline.errors import (
     UnevenInputs,
     UnreducedGradients,
 )
-from syncline.parallel import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

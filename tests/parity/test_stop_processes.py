@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.sync.agreement import exchange
+from syncline.session.world import transport_of
+from syncline.transport.agreement import exchange
 from syncline.transport.c10d import C10dTransport
-from syncline.world import transport_of
 
 
 def shared(path: Path) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
 import syncline as sl
-from syncline.torch_names import REFUSED
+from syncline.ddp.torch_names import REFUSED
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 

@@ -21,10 +21,10 @@ from torch.optim import lr_scheduler as lr
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.checkpoint.checkpointer import Checkpointer
+from syncline.checkpoint.snapshot import read_manifest
+from syncline.checkpoint.train_state import TrainState
 from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
-from syncline.state.checkpoint import Checkpointer
-from syncline.state.snapshot import read_manifest
-from syncline.state.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

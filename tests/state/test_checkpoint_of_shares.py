@@ -17,11 +17,11 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from write_fixture import VERSION_2, VERSION_3, network, ordinary_state, scheduler_of
 
 import syncline as sl
+from syncline.checkpoint.checkpointer import Checkpointer
+from syncline.checkpoint.snapshot import VERSION, read_manifest
+from syncline.checkpoint.train_state import TrainState
 from syncline.errors import CheckpointCorrupt
-from syncline.optim.attached import AttachedShards
-from syncline.state.checkpoint import Checkpointer
-from syncline.state.snapshot import VERSION, read_manifest
-from syncline.state.train_state import TrainState
+from syncline.sharded.attached import AttachedShards
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

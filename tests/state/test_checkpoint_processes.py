@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
-from syncline.world import transport_of
 
 
 def transport(kind: str) -> Transport:

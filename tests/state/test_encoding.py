@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from syncline.state.encoding import decode, encode
+from syncline.checkpoint.encoding import decode, encode
 
 Pair = namedtuple("Pair", "a b")
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import syncline as sl
+from syncline.checkpoint.checkpointer import Checkpointer
+from syncline.checkpoint.train_state import TrainState
+from syncline.checkpoint.verify import agree_on_loaded
 from syncline.errors import ReplicaDivergence
-from syncline.state.checkpoint import Checkpointer
-from syncline.state.equality import agree_on_loaded
-from syncline.state.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import syncline as sl
+from syncline.checkpoint.train_state import TrainState
 from syncline.errors import ContractMismatch
-from syncline.state.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

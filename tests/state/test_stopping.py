@@ -17,11 +17,12 @@ from faulty_files import FaultyFiles
 from torch import nn
 
 import syncline as sl
-from syncline import process, stopping
 from syncline.errors import ContractMismatch, SynclineError
-from syncline.stopping import Stopped, StopRequest
-from syncline.sync.control import RankControl
-from syncline.sync.stop_vote import StopVote
+from syncline.gradients.stop_vote import StopVote
+from syncline.gradients.tail import RankControl
+from syncline.session import process
+from syncline.session import stop_request as stopping
+from syncline.session.stop_request import Stopped, StopRequest
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

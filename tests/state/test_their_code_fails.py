@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.state.train_state import TrainState
+from syncline.checkpoint.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

@@ -21,8 +21,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 
 import syncline as sl
-from syncline.state.checkpoint import Checkpointer
-from syncline.state.train_state import TrainState
+from syncline.checkpoint.checkpointer import Checkpointer
+from syncline.checkpoint.train_state import TrainState
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

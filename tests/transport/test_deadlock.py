@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.board import Place, Wait
-from syncline.transport.deadlock import absent_ranks, different_calls, left_ranks, steady, stuck_ranks
+from syncline.liveness.board import Place, Wait
+from syncline.liveness.deadlock import absent_ranks, different_calls, left_ranks, steady, stuck_ranks
 
 
 def waiting(

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.board import Board
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.liveness.board import Board
+from syncline.liveness.calls import Failure
+from syncline.liveness.health import Health, Lane
+from syncline.liveness.notices import Notices
 from syncline.transport import c10d
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.c10d_work import C10dWork
-from syncline.transport.calls import Failure
-from syncline.transport.health import Health, Lane
-from syncline.transport.notices import Notices
 
 
 @pytest.mark.ranks(3, killed=[2])

@@ -19,7 +19,7 @@ from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport, Hosts
 from syncline.transport.shared_memory import hub
-from syncline.transport.shared_memory.library import SharedMemoryUnavailable
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.memory import SharedMemory
 
 

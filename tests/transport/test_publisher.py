@@ -19,15 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.board import Board, Place
 from syncline.errors import PeerFailed, SynclineError
-from syncline.transport import publisher as publisher_module
-from syncline.transport import store_line
-from syncline.transport.calls import Failure
-from syncline.transport.notices import Notices
-from syncline.transport.publisher import Publisher
-from syncline.transport.store_line import clone_of
-from syncline.transport.user_code import user_code, user_code_in_dump, user_code_of_main_thread
+from syncline.liveness import notices as publisher_module
+from syncline.liveness import store_connection as store_line
+from syncline.liveness.board import Board, Place
+from syncline.liveness.calls import Failure
+from syncline.liveness.notices import Notices, Publisher
+from syncline.liveness.store_connection import clone_of
+from syncline.user_code import user_code, user_code_in_dump, user_code_of_main_thread
 
 
 class Rank:
@@ -222,7 +221,7 @@ def test_the_main_thread_can_be_asked_while_threads_of_c_come_to_python_and_go()
     # Each start of one makes the interpreter list a new thread, which Python 3.11 does too early: see main_thread.py.
     program = """
 import ctypes, threading
-from syncline.transport.user_code import user_code_of_main_thread
+from syncline.user_code import user_code_of_main_thread
 
 def ask():
     while not done.is_set():

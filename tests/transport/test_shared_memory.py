@@ -23,9 +23,8 @@ from torch import Tensor
 from syncline.errors import CollectiveMismatch, SynclineError
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.shared_memory.core import find_library, library
 from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
-from syncline.transport.shared_memory.find_library import find_library
-from syncline.transport.shared_memory.library import library
 from syncline.transport.shared_memory.memory import SharedMemory, available_bytes
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
-from syncline.sync.agreement import agree, describe_tensors, exchange
+from syncline.transport.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Statistics, Transport
 from syncline.transport.threads import run_ranks
 

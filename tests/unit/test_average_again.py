@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.sync.likeness import Likeness
-from syncline.sync.reduction import ReductionPlan
-from syncline.sync.tensors import walk
+from syncline.tensors.reduction import ReductionPlan
+from syncline.tensors.targets import walk
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 from syncline.verbs import average
+from syncline.verbs.average import Likeness
 
 
 class Net(nn.Module):

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.bench import reductions
-from syncline.bench.arguments import RoundsParser
-from syncline.bench.mpi import MPI, MPIPeer, find_mpi
-from syncline.bench.plot import can_plot, plot
-from syncline.bench.rounds import alternate, calls_for, ratio, timer
-from syncline.bench.summary import summarize
-from syncline.bench.tables import parse_size, report, size_text, table
-from syncline.cli import bench, main
+from syncline.tools.bench import workloads as reductions
+from syncline.tools.bench.mpi import MPI, MPIPeer, find_mpi
+from syncline.tools.bench.plot import can_plot, plot
+from syncline.tools.bench.ranks import RoundsParser
+from syncline.tools.bench.tables import parse_size, report, size_text, table
+from syncline.tools.bench.timing import alternate, calls_for, ratio, summarize, timer
+from syncline.tools.cli import bench, main
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks
 

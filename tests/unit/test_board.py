@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.board import Board, Place, Wait, who_is_where
+from syncline.liveness.board import Board, Place, Wait, who_is_where
 
 
 def test_a_board_begins_before_the_first_step() -> None:

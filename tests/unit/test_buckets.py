@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.plan.buckets import (
+from syncline.gradients.bucket_plan import (
     LARGE_GRADIENT_NUMEL,
     MIB,
     BucketCaps,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from syncline.sync.buffers import BufferSync
-from syncline.sync.pooling import (
+from syncline.buffers.policies import BufferSync
+from syncline.buffers.pooling import (
     average_buffers,
     from_raw_moments_,
     join_halves,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from syncline.compression import After, Cast, Chain, Compression, PowerSGD, Quantize, TopK
-from syncline.compression.orthogonal import orthonormal_rows, sum_of_outer_products
+from syncline.compression.power_sgd import orthonormal_rows, sum_of_outer_products
 from syncline.compression.topk import largest_places
 
 FED_BACK = [

@@ -25,11 +25,11 @@ from syncline.compression import (
     TopK,
     hook,
 )
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import ContractMismatch, PeerFailed, SynclineError
-from syncline.parallel import DistributedDataParallel as DDP
-from syncline.plan.cost import sent_bytes
-from syncline.sync.comm_hook import GradBucket
+from syncline.gradients.comm_hook import GradBucket
 from syncline.transport.base import Statistics, Transport
+from syncline.transport.cost import sent_bytes
 from syncline.transport.threads import run_ranks
 
 CPU = torch.device("cpu")

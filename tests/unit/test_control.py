@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.sync.control import MAX_ITEMS, MAX_REPLICA_FINGERPRINT, ControlForm, RankControl
+from syncline.gradients.tail import MAX_ITEMS, MAX_REPLICA_FINGERPRINT, ControlForm, RankControl
 
 controls = st.builds(
     RankControl,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncline.bench.frontier import Pace, crossover, frontier, frontier_table
-from syncline.bench.plot import can_plot, plot_frontier
+from syncline.tools.bench.plot import Pace, can_plot, crossover, frontier, frontier_table, plot_frontier
 
 
 def run(setting: str, loss: float, *, seed: int = 0, rate: float = 0.1, **others: Any) -> dict[str, Any]:

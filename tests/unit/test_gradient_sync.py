@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncline
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import SynclineError, UnreducedGradients
-from syncline.parallel import DistributedDataParallel as DDP
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

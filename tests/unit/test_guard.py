@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.sync.attached import AttachedOptimizer
-from syncline.sync.control import RankControl
-from syncline.sync.guard import StepGuard
-from syncline.sync.inventory import Inventory
+from syncline.ddp.selection import Inventory
+from syncline.gradients.guard import StepGuard
+from syncline.gradients.tail import RankControl
+from syncline.optimizers.attached import AttachedOptimizer
 
 # ---------------------------------------------------------------------- forwards that wait for a backward
 

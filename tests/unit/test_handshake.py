@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
-from syncline.handshake import Presence, backend_for, connect, meet
+from syncline.session.rendezvous import Presence, backend_for, connect, meet
 
 
 def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: str | None = None) -> Presence:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.sync.tensors import walk
+from syncline.tensors.targets import walk
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

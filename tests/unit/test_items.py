@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.sync.control import MAX_ITEMS
-from syncline.sync.items import ItemCount, checked_num_items
+from syncline.gradients.normalize_by import ItemCount, checked_num_items
+from syncline.gradients.tail import MAX_ITEMS
 
 
 def test_integers_of_any_kind_are_accepted() -> None:

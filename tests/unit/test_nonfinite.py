@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from syncline._torch.grad_scaler import ScalerFinder
 from syncline.compression import Cast, PowerSGD, Quantize, TopK
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import (
     ContractMismatch,
     NonFiniteGradient,
@@ -24,10 +25,9 @@ from syncline.errors import (
     SynclineError,
     UnreducedGradients,
 )
-from syncline.parallel import DistributedDataParallel as DDP
-from syncline.strategy import LocalSGD
-from syncline.sync.nonfinite import NonFiniteWatch, describe, is_finite
-from syncline.sync.replica_watch import ReplicaCheck
+from syncline.gradients.nonfinite import NonFiniteWatch, describe, is_finite
+from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.strategies import LocalSGD
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks
 from syncline.verbs import sync_gradients_
@@ -1182,7 +1182,7 @@ class OnAccelerator(NonFiniteWatch):
 def test_what_is_looked_at_later_is_found_before_anyone_steps(
     name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.sync.gradients.NonFiniteWatch", OnAccelerator)
+    monkeypatch.setattr("syncline.gradients.reducer.NonFiniteWatch", OnAccelerator)
 
     def rank(t: Transport) -> str:
         ddp = poisoned(t, name, bucket_cap_mb=0.001, on_nonfinite=policy)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.given import what_it_is
+from syncline.checks import what_it_is
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks
 

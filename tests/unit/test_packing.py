@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.plan.packing import plan_pieces
-from syncline.plan.trees import leaves, map_leaves
+from syncline.tensors.packing import plan_pieces
+from syncline.trees import leaves, map_leaves
 
 # ---------------------------------------------------------------------- packing
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline import torch_names
+from syncline.ddp import torch_names
+from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import ContractMismatch
-from syncline.parallel import DistributedDataParallel as DDP
-from syncline.sync.wrapper_protocol import ReplicaProtocol, replica_of
+from syncline.gradients.wrapper_protocol import ReplicaProtocol, replica_of
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.plan.population import centered_ranks, in_order, noise_, noise_seed, pair_weights, pairs_of
+from syncline.evolution.members import centered_ranks, in_order, noise_, noise_seed, pair_weights, pairs_of
 
 LOSSES = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=40)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from syncline.transport import processes
-from syncline.transport.processes import RankProcess
+from syncline.liveness import processes
+from syncline.liveness.processes import RankProcess
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a system without /proc")
 

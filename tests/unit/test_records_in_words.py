@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.events import BackwardRecord, BucketRecord, NonFiniteRecord
+from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

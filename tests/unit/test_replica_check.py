@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.equality.fingerprint import SliceHash
 from syncline.errors import ContractMismatch, ReplicaDivergence
-from syncline.sync.fingerprint import SliceHash
-from syncline.sync.wrapper_protocol import ReplicaProtocol, replica_of
+from syncline.gradients.wrapper_protocol import ReplicaProtocol, replica_of
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 
@@ -54,7 +54,7 @@ NET = Net()
 def small_slices() -> Iterator[None]:
     """So that a net of a few kilobytes is dealt out to many slices, as a large one is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncline.plan.rotation._LEAST_BYTES", 1 << 10)
+        patch.setattr("syncline.gradients.coverage._LEAST_BYTES", 1 << 10)
         yield
 
 
@@ -1113,7 +1113,7 @@ def test_what_is_hashed_on_a_device_tells_as_much(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no such device: its way is taken on the CPU."""
-    monkeypatch.setattr("syncline.sync.fingerprint._is_in_host_memory", lambda tensor: False)
+    monkeypatch.setattr("syncline.equality.fingerprint._is_in_host_memory", lambda tensor: False)
     x = torch.arange(1000).to(dtype).view(10, 100)
 
     def value(tensor: Tensor, start: int, stop: int) -> int:

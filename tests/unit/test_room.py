@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.transport.shared_memory import room
+from syncline.transport.shared_memory import memory as room
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from syncline.checkpoint.train_state import TrainState
 from syncline.data import DistributedSampler
-from syncline.state.train_state import TrainState
 
 
 def samplers(size: int, num_ranks: int, **how: Any) -> list[DistributedSampler]:

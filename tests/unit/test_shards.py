@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from syncline.plan.buckets import BucketCaps, BucketPlan, ParameterSpec, plan_buckets
-from syncline.plan.shards import ALIGNMENT_NUMEL, bounds_of, pieces_of, spans_in
+from syncline.gradients.bucket_plan import BucketCaps, BucketPlan, ParameterSpec, plan_buckets
+from syncline.gradients.shard_plan import ALIGNMENT_NUMEL, bounds_of, pieces_of, spans_in
 
 
 def plans_for(

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.board import Place, Wait
 from syncline.errors import SynclineError
-from syncline.handshake import Presence, meet
-from syncline.store_messages import SignedStore, decode
-from syncline.transport.calls import Failure
-from syncline.transport.notices import Notices
-from syncline.transport.shared_memory.hub import Hub
-from syncline.transport.shared_memory.store_exchange import store_exchange
+from syncline.liveness.board import Place, Wait
+from syncline.liveness.calls import Failure
+from syncline.liveness.notices import Notices
+from syncline.liveness.store_messages import SignedStore, decode
+from syncline.session.rendezvous import Presence, meet
+from syncline.transport.shared_memory.hub import Hub, store_exchange
 
 TOKEN = "a token that nobody guesses"
 

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncline as sl
-from syncline.plan.fragments import plan_fragments
-from syncline.strategy.actions import (
+from syncline.strategies.actions import (
     Action,
     Adopt,
     AdvanceOuter,
@@ -32,10 +31,10 @@ from syncline.strategy.actions import (
     SendOuter,
     Update,
 )
-from syncline.strategy.base import Progress, Spec, Strategy
-from syncline.strategy.topology import neighbours
-from syncline.strategy.words import in_words
-from syncline.strategy.workers import workers_of
+from syncline.strategies.base import Progress, Spec, Strategy, in_words
+from syncline.strategies.diloco import plan_fragments
+from syncline.strategies.gossip import neighbours
+from syncline.strategies.workers import workers_of
 
 SPEC = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=(10, 20, 30, 40))
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import PeerFailed
-from syncline.plan.packing import plan_pieces
-from syncline.sync.broadcasting import TensorBroadcaster, broadcast_tensors
-from syncline.sync.tensors import named_tensors
+from syncline.tensors.broadcasting import TensorBroadcaster, broadcast_tensors
+from syncline.tensors.packing import plan_pieces
+from syncline.tensors.targets import named_tensors
 from syncline.transport.base import Transport, Work
 from syncline.transport.threads import run_ranks
 
@@ -355,7 +355,7 @@ def test_starting_again_waits_for_what_is_under_way() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_run_holds_at_most_two_packed_copies_at_a_time(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     small_pieces = functools.partial(plan_pieces, cap_bytes=64, alone_bytes=1000)
-    monkeypatch.setattr("syncline.sync.broadcasting.plan_pieces", small_pieces)
+    monkeypatch.setattr("syncline.tensors.broadcasting.plan_pieces", small_pieces)
 
     def program(transport: Transport) -> tuple[int, int, bool]:
         tensors = [torch.full((8,), float(i + transport.rank)) for i in range(20)]

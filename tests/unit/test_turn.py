@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from syncline.transport.turn import Turn
+from syncline.transport.caller_lock import Turn
 
 
 def callers(turn: Turn, num_threads: int) -> list[str]:

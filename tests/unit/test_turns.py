@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.sync.turns import Entry, Turns
+from syncline.gradients.graph_tasks import Entry, Turns
 
 
 class Nesting:

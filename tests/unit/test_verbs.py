@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, ContractMismatch
-from syncline.sync.optimizers import OptimizerNumbers
+from syncline.optimizers.contents import OptimizerNumbers
 from syncline.transport.base import Transport, Work
 from syncline.transport.threads import run_ranks
 from syncline.verbs import barrier, broadcast_, mean

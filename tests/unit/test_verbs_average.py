@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import ContractMismatch
-from syncline.plan.packing import plan_pieces
-from syncline.sync import reduction
-from syncline.sync.reduction import TensorReducer
-from syncline.sync.tensors import parts_of
+from syncline.tensors import reduction
+from syncline.tensors.packing import plan_pieces
+from syncline.tensors.reduction import TensorReducer
+from syncline.tensors.targets import parts_of
 from syncline.transport.base import ReduceOp, Transport, Work
 from syncline.transport.threads import ThreadsTransport, run_ranks
 

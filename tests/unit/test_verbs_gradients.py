@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import ContractMismatch, SynclineError
-from syncline.sync.caretakers import caretakers_of
+from syncline.gradients.reducer import caretakers_of
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.equality.fingerprint import fingerprints
 from syncline.errors import ContractMismatch, ReplicaDivergence
-from syncline.sync.fingerprint import fingerprints
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import syncline as sl
 from syncline.errors import ContractMismatch, SynclineError
+from syncline.session.world import init, shutdown, transport_of, world
 from syncline.transport.threads import ThreadGroup
-from syncline.world import init, shutdown, transport_of, world
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def test_an_argument_that_all_ranks_refuse_is_printed_once(monkeypatch: pytest.M
     def refused_by_all(fault: Exception) -> None:
         raise ValueError(f"ranks 0, 1: {fault}")
 
-    monkeypatch.setattr(sys.modules["syncline.world"], "_refuse", refused_by_all)
+    monkeypatch.setattr(sys.modules["syncline.session.world"], "_refuse", refused_by_all)
     with pytest.raises(ValueError, match=r"^ranks 0, 1: expected transport") as caught:
         init("smh")
     assert caught.value.__context__ is None

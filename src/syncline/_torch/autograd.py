@@ -29,6 +29,7 @@ __all__ = [
     "will_execute_node",
 ]
 
+
 # ---------------------------------------------------------------------- graph tasks
 
 current_graph_task_id: Callable[[], int] = lookup(
@@ -36,15 +37,18 @@ current_graph_task_id: Callable[[], int] = lookup(
 )
 """Return the number of the graph task that runs in this thread, -1 outside of any. torch's own function: each gradient
 calls it."""
+
 queue_callback: Callable[[Callable[[], object]], None] = lookup(
     "torch.autograd:Variable._execution_engine.queue_callback", "see the end of a backward"
 )
 """Have a function called at the end of the graph task that runs now."""
+
 reaches_all_leaves: Callable[[], bool] = lookup(
     "torch.autograd:Variable._execution_engine.is_checkpoint_valid",
     "tell a backward from torch.autograd.grad",
 )
 """Return whether the graph task that runs now was asked for no particular inputs."""
+
 will_execute_node: Callable[[Node], bool] = lookup(
     "torch._C:_will_engine_execute_node", "find the parameters that a backward does not reach"
 )
@@ -56,6 +60,7 @@ will_execute_node: Callable[[Node], bool] = lookup(
 # backward function of an autograd node. To the engine these are graph tasks like any other. Only the Python stack
 # shows that another one goes on around them: torch's function that runs the engine, called from a node in Python.
 _RUN_BACKWARD = lookup("torch.autograd.graph:_engine_run_backward.__code__", "use re-entrant checkpoints")
+
 _NODE = lookup("torch.autograd.function:BackwardCFunction.apply.__code__", "use re-entrant checkpoints")
 
 
@@ -85,10 +90,15 @@ def is_inside_another_backward() -> bool:
 
 _CONTEXT = "context"
 """Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
+
 _is_kept = lookup("torch._C:_is_key_in_tls", "keep the context of a backward out of a collective")
+
 _get = lookup("torch._C:_get_obj_in_tls", "keep the context of a backward out of a collective")
+
 _stash = lookup("torch._C:_stash_obj_in_tls", "keep the context of a backward out of a collective")
+
 _remove = lookup("torch._C:_remove_obj_from_tls", "keep the context of a backward out of a collective")
+
 _CAN_REMOVE = all(is_there(one) for one in (_is_kept, _get, _stash, _remove))
 
 
@@ -108,8 +118,11 @@ def call_without_context(function: Callable[[], Any]) -> Any:
 
 # These modules exist only in builds of torch with RPC.
 _OVER_RPC = "reduce gradients of distributed autograd"
+
 _is_agent_set = lookup("torch._C._distributed_rpc:_is_current_rpc_agent_set", _OVER_RPC)
+
 _current_context = lookup("torch._C._distributed_autograd:_current_context", _OVER_RPC)
+
 _get_gradients = lookup("torch._C._distributed_autograd:get_gradients", _OVER_RPC)
 
 

@@ -12,7 +12,9 @@ from syncline._torch.lookup import lookup
 
 __all__ = ["NotTraced", "import_compiler", "is_compiler_loaded"]
 
+
 _COMPILER = "torch._dynamo"
+
 _is_kept_out = False
 
 

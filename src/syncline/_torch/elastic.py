@@ -61,7 +61,9 @@ class Method:
 
 START = Method("_start", "run ranks that can be asked to stop")
 """Starts all ranks of the host."""
+
 POLL = Method("_poll", "run ranks that can be asked to stop")
 """Looks whether the ranks still run; returns their results when all have ended, or one has failed."""
+
 CLOSE = Method("_close", "let ranks report why a peer has ended")
 """Ends the ranks. Where it is missing, ranks are ended without a moment to report why a peer has ended."""

@@ -19,12 +19,16 @@ from syncline._torch.lookup import attribute
 
 __all__ = ["ScalerFinder"]
 
+
 _lock = threading.Lock()  # ranks may be threads
+
 _seen: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 """Those that have scaled a loss since the first finder was made."""
+
 _SCALING = ("scale", "_lazy_init_scale_growth_tracker")
 """Every loss goes through the first. A subclass with a `scale` of its own calls the second at its first loss. Where
 torch has no such method, that scaler is found only among all objects."""
+
 _scale_of = attribute("_scale", "see whether a GradScaler is in use")
 """Return the scale of a GradScaler: None until it has scaled a loss."""
 

@@ -13,6 +13,7 @@ from syncline.errors import SynclineError
 
 __all__ = ["TESTED", "attribute", "is_there", "lookup"]
 
+
 TESTED = ("2.11", "2.15")
 """The first and the last torch that the tests run with."""
 

@@ -16,11 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncline._torch.lookup import attribute, lookup
 
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-else:
-    BatchNorm = lookup("torch.nn.modules.batchnorm:_BatchNorm", "normalize batches over ranks")
-
 __all__ = [
     "COMPILED_PREFIX",
     "COPIED_WITH_A_LAYER",
@@ -39,6 +34,12 @@ __all__ = [
     "with_join_disabled",
 ]
 
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = lookup("torch.nn.modules.batchnorm:_BatchNorm", "normalize batches over ranks")
+
 # ---------------------------------------------------------------------- layers
 
 COPIED_WITH_A_LAYER = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -47,6 +48,7 @@ COPIED_WITH_A_LAYER = ("_parameters", "_buffers", "_modules", "_non_persistent_b
 # ---------------------------------------------------------------------- what torch.compile puts around a module
 
 _COMPILED = "_orig_mod"
+
 COMPILED_PREFIX = f"{_COMPILED}."
 """What names of parameters in a compiled module begin with."""
 
@@ -60,6 +62,7 @@ def uncompiled(module: Any) -> Any:
 
 EXTRA_STATE = "_extra_state"
 """The key of what `get_extra_state` returns ends with it. It is part of torch's file format."""
+
 _METADATA = "_metadata"
 """The attribute of a state dict by which a module knows how old its state is."""
 
@@ -95,8 +98,10 @@ def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
 _disabled = lookup(
     "torch.distributed.algorithms.join:_JoinConfig.construct_disabled_join_config", "join uneven inputs"
 )
+
 is_in_join: Callable[[Joinable], bool] = attribute("_join_config.enable", "join uneven inputs")
 """Return whether a wrapper is used inside of a `join` block."""
+
 _JOIN_CONFIG = "_join_config"
 
 

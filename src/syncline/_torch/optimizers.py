@@ -19,9 +19,11 @@ __all__ = [
     "steps_in_backward",
 ]
 
+
 # ---------------------------------------------------------------------- state dicts
 
 _pre_hooks = attribute("_optimizer_state_dict_pre_hooks", "save a sharded optimizer")
+
 _post_hooks = attribute("_optimizer_state_dict_post_hooks", "save a sharded optimizer")
 
 

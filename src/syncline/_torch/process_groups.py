@@ -11,19 +11,6 @@ import torch.distributed as dist
 
 from syncline._torch.lookup import is_there, lookup
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
-    from torch._C._distributed_c10d import Backend as C10dBackend
-else:
-    C10dBackend = lookup("torch._C._distributed_c10d:Backend", "serve torch.distributed as a backend")
-    AllgatherOptions = lookup(
-        "torch._C._distributed_c10d:AllgatherOptions", "gather tensors on an accelerator"
-    )
-    # Public names, but none of them is there where torch was built without torch.distributed.
-    Store = lookup("torch.distributed:Store", "meet other ranks")
-    TCPStore = lookup("torch.distributed:TCPStore", "meet other ranks")
-    PrefixStore = lookup("torch.distributed:PrefixStore", "meet other ranks")
-
 __all__ = [
     "AllgatherOptions",
     "C10dBackend",
@@ -47,19 +34,38 @@ __all__ = [
     "timeout_seconds_of",
 ]
 
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
+    from torch._C._distributed_c10d import Backend as C10dBackend
+else:
+    C10dBackend = lookup("torch._C._distributed_c10d:Backend", "serve torch.distributed as a backend")
+    AllgatherOptions = lookup(
+        "torch._C._distributed_c10d:AllgatherOptions", "gather tensors on an accelerator"
+    )
+    # Public names, but none of them is there where torch was built without torch.distributed.
+    Store = lookup("torch.distributed:Store", "meet other ranks")
+    TCPStore = lookup("torch.distributed:TCPStore", "meet other ranks")
+    PrefixStore = lookup("torch.distributed:PrefixStore", "meet other ranks")
+
 # ---------------------------------------------------------------------- torch's record of groups
 
 _C10D = "torch.distributed.distributed_c10d"
+
 _world: Any = lookup(f"{_C10D}:_world", "see which process groups there are")
+
 _living: Any = lookup(f"{_C10D}:_world.pg_map", "see which process groups there are")
 """The same dictionary for as long as the process lives."""
+
 _new_group = lookup(f"{_C10D}:_new_process_group_helper", "make a process group among its members")
+
 _unregister = lookup(
     "torch._C._distributed_c10d:_unregister_process_group", "serve other devices than the CPU"
 )
-_group_name = lookup(f"{_C10D}:GroupName", "name a process group")
-_get_default_group = lookup(f"{_C10D}:_get_default_group", "see in which call a rank waits")
 
+_group_name = lookup(f"{_C10D}:GroupName", "name a process group")
+
+_get_default_group = lookup(f"{_C10D}:_get_default_group", "see in which call a rank waits")
 
 is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
 """Return whether a process group is there and not destroyed. Each collective calls it."""

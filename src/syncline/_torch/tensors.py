@@ -33,6 +33,7 @@ __all__ = [
     "version_of",
 ]
 
+
 _Tensors = Sequence[Tensor]
 
 # ---------------------------------------------------------------------- lists of tensors, in one call
@@ -52,9 +53,13 @@ def _copy_each(targets: _Tensors, sources: _Tensors) -> None:
 
 
 foreach_copy_ = _foreach("_foreach_copy_", _copy_each)
+
 foreach_div_ = _foreach("_foreach_div_", lambda tensors, number: [one.div_(number) for one in tensors])
+
 foreach_mul_ = _foreach("_foreach_mul_", lambda tensors, number: [one.mul_(number) for one in tensors])
+
 foreach_zero_ = _foreach("_foreach_zero_", lambda tensors: [one.zero_() for one in tensors])
+
 foreach_norm = _foreach(
     "_foreach_norm", lambda tensors, order: [torch.linalg.vector_norm(one, order) for one in tensors]
 )
@@ -72,8 +77,10 @@ version_of: Callable[[Tensor], int] = attribute("_version", "see whether a tenso
 # The public methods refuse a sparse tensor that is not coalesced, and gradients of embeddings are not.
 num_entries: Callable[[Tensor], int] = lookup("torch:Tensor._nnz", "reduce sparse gradients")
 """Return how many rows a sparse tensor stores."""
+
 stored_indices: Callable[[Tensor], Tensor] = lookup("torch:Tensor._indices", "reduce sparse gradients")
 """Return where they belong."""
+
 stored_values: Callable[[Tensor], Tensor] = lookup("torch:Tensor._values", "reduce sparse gradients")
 """Return the rows; writing to them changes the sparse tensor."""
 
@@ -86,16 +93,21 @@ tree_map_only: Callable[..., Any] = lookup("torch.utils._pytree:tree_map_only", 
 # ---------------------------------------------------------------------- subclasses of Tensor
 
 _make_wrapper_subclass = lookup("torch:Tensor._make_wrapper_subclass", "shard gradients")
+
 no_torch_function: Any = lookup("torch._C:_disabled_torch_function_impl", "shard gradients")
 """The `__torch_function__` of a subclass that is only asked by `__torch_dispatch__`."""
+
 plain_torch_functions: Any = lookup("torch._C:DisableTorchFunctionSubclass", "shard gradients")
 """A context in which subclasses are treated as plain tensors."""
+
 UNSCALE = lookup(
     "torch:_amp_foreach_non_finite_check_and_unscale_", "use a GradScaler with sharded gradients"
 )
 """By which a GradScaler looks for infinities; to compare with, in `__torch_function__`."""
+
 FOREACH_NORM = lookup("torch:_foreach_norm", _TOGETHER)
 """What clip_grad_norm_ calls; to compare with, in `__torch_function__`. Where it is missing nothing calls it."""
+
 FOREACH_ZERO = lookup("torch:ops.aten._foreach_zero_.default", _TOGETHER)
 """What zero_grad calls; to compare with, in `__torch_dispatch__`. Where it is missing nothing calls it."""
 

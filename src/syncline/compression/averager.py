@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.checks import checked_state
 from syncline.compression.base import Averaged, Averaging, Compression, Layout
-from syncline.given import checked_state
 
 __all__ = ["Averager", "joined_state", "parted_state", "with_mean_residuals"]
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline.checks import checked_kind
 from syncline.compression.averager import joined_state, parted_state
 from syncline.compression.base import Compression
 from syncline.compression.exchange import MeanExchange
-from syncline.given import checked_kind
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
-from syncline.world import transport_of
 
 __all__ = ["AnyGradBucket", "HookState", "hook"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.checks import checked_kind
 from syncline.compression.averager import Averager
 from syncline.compression.base import (
     AllToAll,
@@ -25,7 +26,6 @@ from syncline.compression.base import (
     plain_mean,
 )
 from syncline.errors import SynclineError
-from syncline.given import checked_kind
 from syncline.transport.base import ReduceOp, Transport, Work
 
 __all__ = ["MeanExchange"]

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import AllToAll, Averaged, Averaging, Codec, Encoder, Gather, Layout
-from syncline.given import checked_count, checked_flag, store
 
 __all__ = ["Quantize"]
 
+
 _SCALE = torch.bfloat16
 """Of scales: the range of float32. Values are divided by the rounded scale, so it is off by the largest ones only."""
+
 _SMALLEST_SCALE = 2.0**-126
 """Below, one over it is not a float32; such blocks count as zero."""
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline.checks import checked_flag, checked_number, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
-from syncline.given import checked_flag, checked_number, store
 
 __all__ = ["TopK", "largest_places"]
 
+
 _MANY = 1 << 16
 """From so many values on, a CPU finds the largest faster among candidates."""
+
 _NUM_SAMPLES = 1 << 14
+
 _MARGIN = 1.25
 """How many more candidates are aimed at than are needed."""
 

@@ -1,6 +1,8 @@
 """Which samples each rank sees, in which order.
 
-sampler.py    DistributedSampler
+Imports: checks, session.
+
+sampler.py  DistributedSampler
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.utils.data as torch_data
 
-from syncline.given import checked_count, checked_flag, checked_state, checked_truth, what_it_is
-from syncline.world import world
+from syncline.checks import checked_count, checked_flag, checked_state, checked_truth, what_it_is
+from syncline.session.world import world
 
 __all__ = ["DistributedSampler", "place_to_resume"]
 

@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 from syncline.debug.recording import Call, Recording
 from syncline.debug.values import Value
-from syncline.plan.difference import groups_of
+from syncline.differences import groups_of
 
 __all__ = ["Found", "first_difference", "first_nan"]
+
 
 Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "result"]
 

@@ -1,4 +1,7 @@
-"""Why computations part, as far as was seen, in words that are the same whichever rank finds them. Pure."""
+"""Why computations part, as far as was seen, in words that are the same whichever rank finds them. Pure.
+
+What ranks have found in their own runs, put together: what several have found alike is said once. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,70 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.debug.compare import Found
-from syncline.debug.own import OwnFinding
 from syncline.debug.recording import Call, Recording
 from syncline.debug.report import Finding, by_value
-from syncline.plan.difference import describe_ranks
+from syncline.differences import describe_ranks, ranks_with
 
-__all__ = ["Evidence", "between_ranks", "never_written", "of_gradients", "within_a_rank"]
+__all__ = [
+    "Evidence",
+    "OwnFinding",
+    "between_ranks",
+    "never_written",
+    "of_gradients",
+    "put_together",
+    "within_a_rank",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFinding:
+    """What one rank tells the others; as `Finding`, but for these."""
+
+    module: str
+    kind: str
+    what: str
+    """What differs, without who found it and how much."""
+    difference: str = ""
+    """How much, of this rank's own data; "" where that is not known."""
+    causes: tuple[str, ...] = ()
+
+
+def put_together(told: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
+    """The findings of all ranks, in the order in which ranks and findings occur.
+
+    Args:
+        told: of each rank, in rank order.
+
+    Example:
+        >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", difference="1 of 4 elements")
+        >>> print(*put_together([[noise], [], [noise]]))
+        ranks 0, 2, two runs: mix differs: 1 of 4 elements
+    """
+    differences: dict[tuple[str, str, str, tuple[str, ...]], dict[int, str]] = {}
+    for rank, findings in enumerate(told):
+        for one in findings:
+            alike = (one.module, one.kind, one.what, one.causes)
+            differences.setdefault(alike, {}).setdefault(rank, one.difference)
+    return [
+        Finding(
+            ranks=tuple(by_rank),
+            module=module,
+            kind=kind,
+            what=f"{describe_ranks(list(by_rank))}, {what}{_how_much(by_rank)}",
+            causes=causes,
+        )
+        for (module, kind, what, causes), by_rank in differences.items()
+    ]
+
+
+def _how_much(by_rank: dict[int, str]) -> str:
+    """Ranks have data of their own: of several that differ, the first that is known is shown, as that of its rank."""
+    known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
+    if not known:
+        return ""
+    (first, ranks), *_ = known.items()
+    return f": {first}" if len(ranks) == len(by_rank) else f"; on {describe_ranks(ranks)}: {first}"
+
 
 # ---------------------------------------------------------------------- causes, and what to do
 
@@ -20,49 +81,63 @@ _STATE_OUTSIDE = (
     "put back before the second run, and is in no checkpoint: make it a buffer (register_buffer), or compute it from "
     "the inputs"
 )
+
 _OWN_GENERATOR = (
     "a generator of its own: its attribute {name} is {kind}, which is not put back. Draw from torch's global one, or "
     "save and load its state with the module's"
 )
+
 _NEVER_WRITTEN = (
     "memory that was never written: filled with NaN, it shows in the output. What torch.empty, empty_like or new_empty "
     "give has to be written before it is read"
 )
+
 _NOT_DETERMINISTIC = (
     "a kernel that is not deterministic: with torch.use_deterministic_algorithms(True) two runs agree, bit for bit. "
     "{operations}"
 )
+
 _ATOMICS = (
     "on CUDA these add in the order in which threads happen to come: index_add_, scatter_add_, index_put_ with "
     "accumulate, bincount and cumsum, and in backward those of embeddings, gather, interpolate, pooling and padding"
 )
+
 _REDUCED = (
     "it is a mean over ranks, in which another rank's share differs (see there); if no rank's does, the transport adds "
     "up in an order that changes"
 )
+
 _CHANGED_BESIDE = "it could not be put back: it is changed by something beside the function, a thread perhaps"
+
 _OTHER_DATA_EACH_TIME = (
     "the function takes other data each time: an iterator deals each batch once, and a generator of its own is not put "
     "back. Take the batch outside, and hand it over as inputs=(...)"
 )
+
 _STATE_THAT_NOTHING_PUTS_BACK = (
     "state that nothing puts back: a global counter or cache, a generator of its own, a clock, a file, the order of a "
     "set"
 )
+
 _REPLICAS_APART = (
     "the replicas are not equal: sl.broadcast_(module) makes them so, sl.check_replicas(module) names all that differ. "
     "Made with other seeds and never synchronized, stepped on some ranks only, or damaged"
 )
+
 _OTHER_DATA = "different data: the ranks were to be given the same batch"
+
 _ALL_ELSE_EQUAL = (
     "all that was compared of the ranks is equal (versions, threads, settings, attributes): what is left is state "
     "outside of the module, data that it reads by itself, the order of a set (PYTHONHASHSEED), or the hardware"
 )
+
 _SEEDS = (
     "{who} random numbers (dropout does), from the generator{s} {generators}, at another place on each rank. Seed all "
     "ranks alike, with torch.manual_seed(seed), where they are to draw the same"
 )
+
 _NOT_REDUCED = "they were not reduced: the backward ran under no_sync(), or it did not go through the wrapper"
+
 _CHANGED_AFTERWARDS = "or they were changed afterwards, on some ranks: clipped, scaled or set by hand"
 
 

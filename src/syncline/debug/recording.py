@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncline.debug.chance import positions
+from syncline.checkpoint.random_state import positions
 from syncline.debug.values import Kept, Value, how_they_differ, named_leaves, values_of, values_of_named
-from syncline.sync.fingerprint import fingerprint_of_number
+from syncline.equality.fingerprint import fingerprint_of_number
 
 __all__ = ["Call", "Event", "Recorder", "Recording", "named_modules", "named_roots", "watching_for_roots"]
 
@@ -318,6 +318,7 @@ def _noting(name: str, found: list[Value]) -> Callable[[Tensor], None]:
 # ---------------------------------------------------------------------- what a module holds beside its state
 
 _ATTRIBUTES_OF_A_MODULE = frozenset(vars(nn.Module()))
+
 _MAX_TEXT = 80
 
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.plan.trees import leaves
-from syncline.sync.fingerprint import fingerprint_of_number, fingerprints
-from syncline.sync.outputs import tensors_in
+from syncline.equality.fingerprint import fingerprint_of_number, fingerprints
+from syncline.gradients.outputs import tensors_in
+from syncline.trees import leaves
 
 __all__ = ["Kept", "Value", "how_they_differ", "named_leaves", "values_of", "values_of_named"]
+
 
 KEPT_BYTES = 1 << 28
 """What is kept of one run's outputs, so that it can be said how much another one's differ."""

@@ -1,5 +1,10 @@
-"""Training without a backward pass.
+"""Training without a backward pass: losses travel, noise is made again from seeds.
 
-members.py   a population on this rank: noise, evaluation, the estimated gradient
-strategy.py  `EvolutionStrategy`: what the ranks agree on, what travels, and the step
+Imports: errors, words, differences, checks, records, contract, user_code, transport, session, optimizers, tensors,
+sharded.
+
+members.py   which rank evaluates which member, and what the losses say: pure
+strategy.py  EvolutionStrategy
 """
+
+from __future__ import annotations

@@ -22,38 +22,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.checks import checked_count, checked_function, checked_number, checked_state
 from syncline.contract import Contract, Row
+from syncline.differences import describe_ranks
 from syncline.errors import PeerFailed, SynclineError
-from syncline.events import EvolutionRecord
-from syncline.evolution.members import Members, Settings, trained_parameters
-from syncline.given import checked_count, checked_function, checked_number, checked_state
-from syncline.plan.difference import describe_ranks
-from syncline.plan.population import in_order, noise_, pair_weights, pairs_of
-from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange
-from syncline.sync.attached import settings_of
-from syncline.sync.broadcasting import TensorBroadcaster
-from syncline.sync.optimizers import parameters_of
-from syncline.sync.tensors import named_tensors
+from syncline.evolution.members import (
+    Members,
+    Settings,
+    in_order,
+    noise_,
+    pair_weights,
+    pairs_of,
+    trained_parameters,
+)
+from syncline.optimizers.attached import settings_of
+from syncline.optimizers.contents import parameters_of
+from syncline.records import EvolutionRecord
+from syncline.session.world import transport_of
+from syncline.tensors.broadcasting import TensorBroadcaster
+from syncline.tensors.targets import named_tensors
+from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange
 from syncline.transport.base import Statistics, Transport
-from syncline.transport.user_code import calling
+from syncline.user_code import calling
 from syncline.words import format_bytes, format_count
-from syncline.world import transport_of
 
 __all__ = ["EvolutionStrategy"]
 
+
 _TITLE = "sl.EvolutionStrategy"
+
 _REMEDY = (
     "Build the same module with the same arguments on every rank. (Where only the noise differs, the machines do: use "
     "the same version of torch and the same type of CPU, or ATEN_CPU_CAPABILITY=default, on every rank.)"
 )
+
 _REMEDY_STEP = (
     "Between steps, change parameters, learning rate or state on all ranks in the same way, or make them equal again: "
     "sl.broadcast_(module), sl.broadcast_(strategy.optimizer)."
 )
+
 _OPENING_BYTES = 105
-"""What a rank sends to agree on a step; see `syncline.sync.agreement.agree`."""
+"""What a rank sends to agree on a step; see `syncline.transport.agreement.agree`."""
+
 _HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # whether loss_fn failed, then the first losses
+
 _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
+
 _PROBE_NUMEL = 4096
 
 

@@ -1,6 +1,8 @@
 """Layers that compute over all ranks' samples.
 
-sync_batch_norm.py   SyncBatchNorm: batch normalization over the batches of all ranks, on any device
+Imports: checks, _torch, transport, session.
+
+sync_batch_norm.py  batch normalization over the batches of all ranks
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parameter import is_lazy
 
 from syncline._torch.modules import COPIED_WITH_A_LAYER, BatchNorm
-from syncline.given import checked_count, checked_kind, checked_number, checked_truth
+from syncline.checks import checked_count, checked_kind, checked_number, checked_truth
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
-from syncline.world import transport_of
 
 __all__ = ["SyncBatchNorm", "pool_moments"]
 

@@ -1,8 +1,12 @@
 """Tests with ranks.
 
-plugin.py   `@pytest.mark.ranks(n)`
-pool.py     the warm pool of processes behind it
-worker.py   what runs in each
-meeting.py  where they meet: a port that stays free, and the variables of the environment
-hosts.py    two hosts on one machine, with a cable that can be slow, or be pulled
+Imports: environment, _torch, session.
+
+hosts.py   two hosts on one machine: network namespaces
+plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
+pool.py    a warm pool of rank processes
+ports.py   a port that stays free for a store
+worker.py  what runs in each of them
 """
+
+from __future__ import annotations

@@ -21,11 +21,17 @@ from syncline.environment import Environment
 
 __all__ = ["HostsUnavailable", "TwoHosts", "two_hosts"]
 
+
 _LETTERS = ("a", "b")
+
 _INTERFACE = "lan"
+
 _PORT = 29555
+
 _BURST_SECONDS = 0.01
+
 _QUEUE_SECONDS = 0.4
+
 _TOOLS = ("ip", "unshare", "tc")
 
 

@@ -30,11 +30,10 @@ from _pytest.config import Config, get_config, parse_warning_filter
 
 from syncline import environment
 from syncline._torch.compilation import import_compiler
-from syncline.process import end_with_parent
-from syncline.testing.meeting import variables_of_rank
-from syncline.testing.pool import Outcome, Task
-from syncline.testing.template import FORKS, Request
-from syncline.world import shutdown
+from syncline.session.process import end_with_parent
+from syncline.session.world import shutdown
+from syncline.testing.pool import FORKS, Outcome, Request, Task
+from syncline.testing.ports import variables_of_rank
 
 __all__ = ["main"]
 

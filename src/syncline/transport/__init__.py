@@ -1,30 +1,20 @@
-"""Engines that move flat tensors between ranks.
+"""A few operations on flat tensors, each of which returns a Work. Engines are interchangeable.
 
-base.py        the contract: `Transport`, `Work`, `Statistics`
-opening.py     how a transaction on the main lane is opened, whatever it is about
-calls.py       the words of errors: what was called, why a group is broken
-deadlock.py    can the ranks still go on? (pure)
-user_code.py   where in the user's code a thread is
-faulty.py      another engine, failing on purpose
+Imports: errors, differences, user_code, _torch, liveness.
 
-c10d.py        any torch.distributed process group (Gloo, NCCL, MPI, UCC)
-c10d_work.py   one of its operations, and how it is waited for
-long_wait.py   a wait that lasts: told to the peers, who are looked at
-health.py      whether the group can still be used, and the errors if not
-notices.py     what ranks tell each other through the group's store
-publisher.py   the thread that tells where this rank is while it does not wait
-store_line.py  a connection of our own to a store, and whether the store is still there
-
-threads.py     ranks as threads of one process, deterministic; also a process that is alone
-meeting.py     where those threads meet
-
-hierarchy.py   several hosts with several ranks each: shared memory within a host, Gloo across
-phases.py      operations that consist of several, and how they are driven on
-
-backend.py              torch.distributed's backend "syncline"
-backend_group.py        the process group that torch gets
-backend_collectives.py  torch's collectives, built from a transport's operations
-backend_reductions.py   those that reduce
-backend_base.py         the state of a group, and how a call ends
-backend_work.py         torch's works and futures
+agreement.py          compare on all ranks what they are about to do, before any data is sent
+base.py               Transport and Work: final public methods; engines implement `_start_*`
+c10d.py               engine: any torch.distributed process group
+c10d_work.py          an operation of a process group: waiting, and errors in our words
+caller_lock.py        which thread of a rank may use a transport now
+cost.py               bytes that each operation sends: a pure function of sizes
+faulty.py             engine: fails on purpose, for tests
+hierarchy.py          engine: shared memory within each host, Gloo between hosts
+phases.py             operations that consist of several phases, and how they advance
+thread_rendezvous.py  where ranks that are threads meet: one state machine for each collective
+threads.py            engine: ranks as threads of one process
+watched_work.py       a wait that checks for failed peers, deadlock and timeout
+wire_types.py         dtypes that torch's backends can move, and the conversion back
 """
+
+from __future__ import annotations

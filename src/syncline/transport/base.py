@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from syncline.board import Board
 from syncline.errors import CollectiveMismatch
-from syncline.plan.cost import sent_bytes
-from syncline.transport.turn import Turn
+from syncline.liveness.board import Board
+from syncline.transport.caller_lock import Turn
+from syncline.transport.cost import sent_bytes
 
 __all__ = [
     "DONE",
@@ -40,12 +40,16 @@ __all__ = [
     "unknown_op",
 ]
 
+
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
+
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 
 # What every engine reduces, and by which operations; everything else can be moved, but not reduced.
 _REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
 _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
     **dict.fromkeys(_REALS, REDUCE_OPS),
     **dict.fromkeys(_INTEGERS, ("sum", "max", "min", "product")),

@@ -36,21 +36,21 @@ from syncline._torch.process_groups import (
     reduce_scatter_flat,
     timeout_seconds_of,
 )
-from syncline.board import MAIN_LANE, Board
 from syncline.errors import PeerFailed, PeerLost, SynclineError
+from syncline.liveness.board import MAIN_LANE, Board
+from syncline.liveness.calls import Failure, lane_name, named_ranks
+from syncline.liveness.forks import FORKED, is_inherited
+from syncline.liveness.health import CLOSED, Health, Lane
+from syncline.liveness.notices import Notices, publisher
+from syncline.transport.agreement import exchange
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.c10d_work import C10dWork, MessageWork
-from syncline.transport.calls import Failure, lane_name, named_ranks
-from syncline.transport.forks import FORKED, is_inherited
-from syncline.transport.health import CLOSED, Health, Lane
-from syncline.transport.notices import Notices
-from syncline.transport.opening import exchange
-from syncline.transport.publisher import publisher
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched_work import MESSAGES
-from syncline.transport.wire import movable, put_back, reducible, writing
+from syncline.transport.wire_types import movable, put_back, reducible, writing
 
 __all__ = ["C10dTransport"]
+
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -59,9 +59,13 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
+
 _FALLBACK_TIMEOUT_SECONDS = 1800.0
+
 _DESTROY_SECONDS = 1.0
+
 _SPLIT = struct.Struct("<?q8s")
 """What a rank says at a split: whether it takes part, its color, a random number that may name the group."""
 

@@ -15,13 +15,14 @@ from typing import Any
 from torch import distributed as dist
 
 from syncline._torch.autograd import call_without_context
-from syncline.board import Wait
 from syncline.errors import SynclineError
-from syncline.transport.health import is_of_backend
-from syncline.transport.torch_calls import TorchCall
+from syncline.liveness.board import Wait
+from syncline.liveness.health import is_of_backend
+from syncline.liveness.torch_calls import TorchCall
 from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
 
 __all__ = ["C10dWork", "CallOfTorch", "MessageWork"]
+
 
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 

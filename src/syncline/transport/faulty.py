@@ -20,10 +20,12 @@ from syncline.transport.base import ReduceOp, Team, Transport, Work
 
 __all__ = ["Fault", "FaultyTransport"]
 
+
 _OPERATIONS = (
     *("all_reduce", "reduce_scatter", "reduce_spans", "all_gather", "broadcast", "send", "recv", "barrier"),
     "split",
 )
+
 _ERRORS: dict[str, type[Exception]] = {
     "lost": PeerLost,
     "timeout": CollectiveTimeout,

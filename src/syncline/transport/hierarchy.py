@@ -24,24 +24,27 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from syncline.board import MAIN_LANE
 from syncline.errors import PeerFailed, SynclineError
+from syncline.liveness.board import MAIN_LANE
+from syncline.liveness.calls import Failure, lane_name, named_ranks
+from syncline.liveness.health import CLOSED, Lane
+from syncline.liveness.processes import host_key
+from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Team, Transport, Work
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.calls import Failure, lane_name, named_ranks
-from syncline.transport.health import CLOSED, Lane
-from syncline.transport.opening import exchange
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
-from syncline.transport.processes import host_key
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
-from syncline.transport.shared_memory.library import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.wire import writing
+from syncline.transport.wire_types import writing
 
 __all__ = ["HierarchicalTransport", "Hosts"]
 
+
 _TOKEN_BYTES = 8
+
 _TITLE = "shared memory within hosts"
+
 _UP, _ACROSS, _DOWN = "up", "across", "down"
 
 

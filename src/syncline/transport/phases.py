@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
+from syncline.liveness.calls import Failure
 from syncline.transport.base import Work
 from syncline.transport.c10d_work import C10dWork
-from syncline.transport.calls import Failure
 from syncline.transport.watched_work import WatchedWork, under_way
 
 __all__ = ["Phase", "PhaseQueue", "PhasedWork"]
+
 
 _NAP_SECONDS = 0.0005
 

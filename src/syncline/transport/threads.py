@@ -16,15 +16,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from syncline.board import MAIN_LANE, Board
 from syncline.errors import PeerFailed, SynclineError
+from syncline.liveness.board import MAIN_LANE, Board
+from syncline.liveness.calls import Call, Failure
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
-from syncline.transport.calls import Call, Failure
-from syncline.transport.meeting import Meeting, MeetingRoom, State
-from syncline.transport.turn import Turn
-from syncline.transport.wire import writing
+from syncline.transport.caller_lock import Turn
+from syncline.transport.thread_rendezvous import Meeting, MeetingRoom, State
+from syncline.transport.wire_types import writing
 
 __all__ = ["ThreadGroup", "ThreadsTransport", "run_ranks"]
+
 
 T = TypeVar("T")
 

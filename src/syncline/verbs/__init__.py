@@ -2,15 +2,18 @@
 
 Each is a collective: every rank of the group has to call it, in the same order.
 
-broadcast.py       all become what one rank's is
-all_reduce.py      the sum, mean, ... of what all have
-average.py         the weighted mean of modules, optimizers and trees
-sync_gradients.py  the mean of gradients, without another batch
-keep_best.py       all become what the best rank's is
-check_replicas.py  are all equal, bit for bit?
-diverge.py         let replicas drift apart on purpose
-values.py          mean and barrier: nothing is changed in place
-common.py          what they have in common
+Imports: errors, words, differences, checks, trees, user_code, _torch, transport, session, optimizers, tensors,
+equality, gradients, sharded, buffers, checkpoint.
+
+all_reduce.py      all_reduce_
+average.py         average_
+broadcast.py       broadcast_
+check_replicas.py  check_replicas
+common.py          what verbs share
+diverge.py         diverge: replicas that may differ on purpose
+keep_best.py       keep_best_
+metrics.py         mean, gather, barrier
+sync_gradients.py  sync_gradients_
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from syncline.verbs.broadcast import broadcast_
 from syncline.verbs.check_replicas import check_replicas
 from syncline.verbs.diverge import diverge
 from syncline.verbs.keep_best import keep_best_
+from syncline.verbs.metrics import barrier, mean
 from syncline.verbs.sync_gradients import sync_gradients_
-from syncline.verbs.values import barrier, mean
 
 __all__ = [
     "all_reduce_",

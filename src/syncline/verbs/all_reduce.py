@@ -10,16 +10,17 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from syncline.given import checked_flag
-from syncline.plan.packing import CAP_BYTES
-from syncline.sync.agreement import describe_tensors, exchange
-from syncline.sync.reduction import TensorReducer, check_reducible
-from syncline.sync.tensors import is_plain, mark_written, named_tensors
+from syncline.checks import checked_flag
+from syncline.session.world import transport_of
+from syncline.tensors.packing import CAP_BYTES
+from syncline.tensors.reduction import TensorReducer, check_reducible
+from syncline.tensors.targets import is_plain, mark_written, named_tensors
+from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Disagreement, ReduceOp, Transport, Work, reductions_of
 from syncline.verbs.common import Group, refuse_one_copy
-from syncline.world import transport_of
 
 __all__ = ["all_reduce_"]
+
 
 T = TypeVar("T")
 
@@ -30,12 +31,18 @@ _SAME_TREE = "Call it with the same tree of tensors and the same op on every ran
 def all_reduce_(
     target: T, op: ReduceOp = "sum", *, group: Group = None, async_op: Literal[False] = False
 ) -> T: ...
+
+
 @overload
 def all_reduce_(
     target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: Literal[True]
 ) -> Work: ...
+
+
 @overload
 def all_reduce_(target: T, op: ReduceOp = "sum", *, group: Group = None, async_op: bool) -> T | Work: ...
+
+
 def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: bool = False) -> Any:
     """Reduce `target` over all ranks, in place; every rank ends with the same bits.
 

@@ -1,4 +1,7 @@
-"""average_: every rank ends with the weighted mean of what all have."""
+"""average_: every rank ends with the weighted mean of what all have.
+
+Recognizing tensors for which something was planned before, without holding on to them.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,94 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.given import checked_flag, checked_number
-from syncline.optim.attached import is_sharded
-from syncline.sync.agreement import describe_tensors, exchange, fingerprint
-from syncline.sync.divergence import have_met
-from syncline.sync.likeness import Likeness
-from syncline.sync.metrics import checked_total
-from syncline.sync.optimizers import OptimizerNumbers, is_setting
-from syncline.sync.pooling import BufferAverage, running_statistics
-from syncline.sync.reduction import ReductionPlan, TensorReducer, check_reducible
-from syncline.sync.tensors import distinct_tensors, mark_written, named_tensors, walk
+from syncline.buffers.pooling import BufferAverage, running_statistics
+from syncline.checks import checked_flag, checked_number
+from syncline.optimizers.contents import OptimizerNumbers, is_setting
+from syncline.session.world import transport_of
+from syncline.sharded.attached import is_sharded
+from syncline.tensors.reduction import ReductionPlan, TensorReducer, check_reducible
+from syncline.tensors.targets import distinct_tensors, mark_written, named_tensors, walk
+from syncline.transport.agreement import describe_tensors, exchange, fingerprint
 from syncline.transport.base import Transport, Work
 from syncline.verbs.common import Group, WorkThen, refuse_one_copy
-from syncline.world import transport_of
+from syncline.verbs.diverge import have_met
+from syncline.verbs.metrics import checked_total
 
-__all__ = ["average_"]
+__all__ = ["Likeness", "average_"]
+
+
+class Likeness:
+    """By which the named tensors of a target are recognized: nothing but their values has changed.
+
+    What was derived from their names, types, shapes, strides, dtypes, devices and places in memory holds for as long as
+    they fit. Tensors are not referred to, not even weakly: a module may give them up, `tensor.data = other` frees the
+    memory as it always does, and `torch.utils.swap_tensors` works (it refuses tensors with weak references).
+
+    Args:
+        walked: names and dense tensors, as from `walk`.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(2, 2)
+        >>> likeness = Likeness([("weight", weight)])
+        >>> likeness.fits([("weight", weight.add_(1))])
+        True
+        >>> weight.data = weight.data.t()
+        >>> likeness.fits([("weight", weight)])
+        False
+    """
+
+    def __init__(self, walked: Sequence[tuple[str, Tensor]]) -> None:
+        self._known = [
+            (
+                name,
+                type(tensor),
+                _place(tensor),
+                tensor.shape,
+                tensor.stride(),
+                tensor.dtype,
+                tensor.device,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+            for name, tensor in walked
+        ]
+
+    def fits(self, walked: Sequence[tuple[str, Tensor]]) -> bool:
+        """Whether these are they: 0.05 ms for 77 tensors, a fifth of describing and planning them anew."""
+        if len(walked) != len(self._known):
+            return False
+        for (name, tensor), known in zip(walked, self._known, strict=True):
+            known_name, kind, place, shape, strides, dtype, device, is_conj, is_neg = known
+            if (
+                tensor.layout is not torch.strided  # what is sparse has no place to ask for
+                or _place(tensor) != place
+                or type(tensor) is not kind
+                or tensor.dtype is not dtype
+                or tensor.device != device
+                or tensor.shape != shape
+                or tensor.stride() != strides
+                or tensor.is_conj() is not is_conj
+                or tensor.is_neg() is not is_neg
+                or name != known_name
+            ):
+                return False
+        return True
+
+
+def _place(tensor: Tensor) -> int:
+    """Where it is; of an empty one, which it is, for what occurs twice counts once."""
+    return tensor.data_ptr() or id(tensor)
+
 
 T = TypeVar("T")
 
 _TITLE = "sl.average_"
+
 _REMEDY = (
     "Call it with the same tree of tensors on every rank; of an optimizer, the settings must be equal, too."
 )
+
 _WEIGHT = struct.Struct("<d")
 
 
@@ -40,12 +109,18 @@ _WEIGHT = struct.Struct("<d")
 def average_(
     target: T, weight: float | Tensor = 1.0, *, group: Group = None, async_op: Literal[False] = False
 ) -> T: ...
+
+
 @overload
 def average_(
     target: Any, weight: float | Tensor = 1.0, *, group: Group = None, async_op: Literal[True]
 ) -> Work: ...
+
+
 @overload
 def average_(target: T, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool) -> T | Work: ...
+
+
 def average_(
     target: Any, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool = False
 ) -> Any:

@@ -7,18 +7,19 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.given import checked_flag
-from syncline.optim.attached import is_sharded
-from syncline.sync.agreement import describe_tensors, exchange
-from syncline.sync.broadcasting import TensorBroadcaster
-from syncline.sync.divergence import have_met
-from syncline.sync.optimizers import OptimizerNumbers
-from syncline.sync.tensors import named_tensors
+from syncline.checks import checked_flag
+from syncline.optimizers.contents import OptimizerNumbers
+from syncline.session.world import transport_of
+from syncline.sharded.attached import is_sharded
+from syncline.tensors.broadcasting import TensorBroadcaster
+from syncline.tensors.targets import named_tensors
+from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport, Work
 from syncline.verbs.common import Group, WorkThen, rank_of_source
-from syncline.world import transport_of
+from syncline.verbs.diverge import have_met
 
 __all__ = ["Replaced", "broadcast_"]
+
 
 T = TypeVar("T")
 
@@ -30,10 +31,16 @@ _REMEDY = (
 
 @overload
 def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: Literal[False] = False) -> T: ...
+
+
 @overload
 def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: Literal[True]) -> Work: ...
+
+
 @overload
 def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: bool) -> T | Work: ...
+
+
 def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool = False) -> Any:
     """Make `target` what it is on rank `src`, in place, on every rank.
 

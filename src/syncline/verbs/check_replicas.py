@@ -11,32 +11,35 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from syncline.errors import ReplicaDivergence
-from syncline.optim.attached import is_sharded
-from syncline.state.encoding import encode
-from syncline.state.train_state import TrainState
-from syncline.sync.agreement import describe_tensors, exchange
-from syncline.sync.divergence import divergences_around, have_met
-from syncline.sync.fingerprint import digest_of
-from syncline.sync.optimizers import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
-from syncline.sync.replicas import (
+from syncline.checkpoint.encoding import encode
+from syncline.checkpoint.train_state import TrainState
+from syncline.equality.fingerprint import digest_of
+from syncline.equality.locate import (
     LocatedDifference,
     differing,
     divergence_error,
     locate,
     values_fingerprints,
 )
-from syncline.sync.tensors import distinct_tensors, named_tensors
-from syncline.sync.wrapper_protocol import replica_of
-from syncline.transport.user_code import calling
+from syncline.errors import ReplicaDivergence
+from syncline.gradients.wrapper_protocol import replica_of
+from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
+from syncline.session.world import transport_of
+from syncline.sharded.attached import is_sharded
+from syncline.tensors.targets import distinct_tensors, named_tensors
+from syncline.transport.agreement import describe_tensors, exchange
+from syncline.user_code import calling
 from syncline.verbs.common import Group
+from syncline.verbs.diverge import divergences_around, have_met
 from syncline.words import format_names
-from syncline.world import transport_of
 
 __all__ = ["ReplicaReport", "check_replicas"]
 
+
 _TITLE = "sl.check_replicas"
+
 _DIGEST_BYTES = 32
+
 _REMEDY = "Call it with the same tree of tensors on every rank. (Of tied tensors only the first is named.)"
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from syncline.given import checked_count
-from syncline.plan.difference import describe_ranks
-from syncline.sync.one_copy import has_one_copy
+from syncline.checks import checked_count
+from syncline.differences import describe_ranks
+from syncline.sharded.one_copy import has_one_copy
 from syncline.transport.base import Transport, Work
 
 __all__ = ["Group", "WorkThen", "global_rank", "rank_of_source", "refuse_one_copy"]
+
 
 Group = dist.ProcessGroup | Transport | None
 

@@ -8,16 +8,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from syncline.given import checked_choice, checked_number, number_in
-from syncline.sync.agreement import exchange
+from syncline.checks import checked_choice, checked_number, number_in
+from syncline.session.world import transport_of
+from syncline.transport.agreement import exchange
 from syncline.verbs.broadcast import Replaced
 from syncline.verbs.common import Group, global_rank, refuse_one_copy
-from syncline.world import transport_of
 
 __all__ = ["keep_best_"]
 
+
 _TITLE = "sl.keep_best_"
+
 _REMEDY = "Call it with the same tree of tensors and the same mode on every rank."
+
 _SCORE = struct.Struct("<d")
 
 

@@ -9,30 +9,32 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from syncline.checks import checked_flag, checked_kind
+from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
-from syncline.given import checked_flag, checked_kind
-from syncline.plan.buckets import BucketPlan
-from syncline.plan.difference import describe_ranks
-from syncline.sync.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
-from syncline.sync.caretakers import caretakers_of
-from syncline.sync.gradients import GradientSync
-from syncline.sync.normalize import Standing
-from syncline.sync.reduction import TensorReducer
-from syncline.sync.sparse import SparseBucket
+from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.normalize_by import Standing
+from syncline.gradients.reducer import GradientSync, caretakers_of
+from syncline.gradients.sparse import SparseBucket
+from syncline.session.world import transport_of
+from syncline.tensors.reduction import TensorReducer
+from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
 from syncline.transport.base import Transport, Work
 from syncline.verbs.common import Group, WorkThen
-from syncline.world import transport_of
 
 __all__ = ["sync_gradients_"]
+
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 _TITLE = "sl.sync_gradients_"
+
 _REMEDY = "Call it with the same module on every rank, by the wrapper or bare alike."
 
 _STANDING = struct.Struct(
     "<qq???I"
 )  # items and total (-1: none), is_uncounted, is_mean, is_changed; see `_own`
+
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 """What a rank has for a parameter."""
 
@@ -41,10 +43,16 @@ _NONE, _DENSE, _SPARSE = 0, 1, 2
 def sync_gradients_(
     module: AnyModule, *, group: Group = None, async_op: Literal[False] = False
 ) -> AnyModule: ...
+
+
 @overload
 def sync_gradients_(module: nn.Module, *, group: Group = None, async_op: Literal[True]) -> Work: ...
+
+
 @overload
 def sync_gradients_(module: AnyModule, *, group: Group = None, async_op: bool) -> AnyModule | Work: ...
+
+
 def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False) -> Any:
     """Make `.grad` of a module's parameters the mean over ranks, without another batch.
 

@@ -1,1 +1,12 @@
-"""Ranks of one host exchange bytes through memory that they share."""
+"""Engine: the ranks of one host, over memory that all of them map.
+
+core.py       find and load the native core
+engine.py     calls of the native core, and their codes
+hub.py        how the ranks of a host meet over Unix sockets and pass memory on
+memory.py     create and map memory; how much is left
+peers.py      do the processes of the other ranks still exist?
+transport.py  the engine itself
+work.py       an operation in shared memory, and how it is waited for
+"""
+
+from __future__ import annotations

@@ -5,6 +5,8 @@ one, for a moment, at an abstract address, which vanishes with its process: no f
 Who connects must be the process that the ranks have named to each other, of the same user (the kernel tells), and know
 the random token. That two ranks share a host is not inferred from names: each must map what rank 0 has
 made, and read in it what the others wrote.
+
+How ranks talk at a torch.distributed store before they are connected.
 """
 
 from __future__ import annotations
@@ -20,30 +22,43 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
 
-from syncline.errors import SynclineError
-from syncline.store_messages import decode
-from syncline.transport.calls import named_ranks
-from syncline.transport.processes import host_key
-from syncline.transport.shared_memory.library import MAX_RANKS, SharedMemoryUnavailable, library
+from torch.distributed import DistStoreError
+
+from syncline.errors import CollectiveTimeout, SynclineError
+from syncline.liveness.calls import named_ranks
+from syncline.liveness.processes import host_key
+from syncline.liveness.store_messages import SignedStore, decode
+from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.peers import Peers
 
-__all__ = ["NUM_EXCHANGES", "Exchange", "Hub"]
+__all__ = ["NUM_EXCHANGES", "Exchange", "Hub", "store_exchange"]
+
 
 Exchange = Callable[[bytes], list[bytes]]
 """Gathers every rank's bytes, in rank order; a collective call."""
+
 NUM_EXCHANGES = 3
 """How many a hub makes at most: fewer where the ranks cannot share memory."""
 
 _CREDENTIALS = struct.Struct("3i")
+
 _LENGTH = struct.Struct("<I")
+
 _HELLO = struct.Struct("<I32s")
 """The caller's rank, and the token."""
+
 _MAX_BYTES = 1 << 20
+
 _SHOWN_BYTES = 60
+
 _CONNECT_SECONDS = 20.0
+
 _PROOF_BYTES = 32
+
 _PAGE_BYTES = 4096
 
 
@@ -365,3 +380,41 @@ def _receive_file(connection: socket.socket) -> int | None:
     if not word:
         raise ConnectionResetError("the connection was closed")
     return descriptors[0] if descriptors else None
+
+
+def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> Exchange:
+    """A collective that gathers bytes at the store; each call uses names of its own.
+
+    Args:
+        store: the same for all ranks. Ranks that meet there once more, after a group was destroyed, must all do so.
+        rank: this rank.
+        size: number of ranks.
+        timeout_seconds: how long to wait for the others.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store_exchange(HashStore(), 0, 1, 5.0)(b"here")
+        [b'here']
+    """
+    # Old names stay in the store. Each rank counts for itself how often it was here, so that nobody reads what ranks
+    # said to each other before.
+    messages = SignedStore(store)
+    epoch = messages.count_up(f"syncline/meet/epoch/{rank}")
+    num_calls = 0
+
+    def exchange(payload: bytes) -> list[bytes]:
+        nonlocal num_calls
+        keys = [f"syncline/meet/{epoch}/{num_calls}/{peer}" for peer in range(size)]
+        num_calls += 1
+        messages.set(keys[rank], payload.decode())
+        try:
+            messages.wait(keys, timedelta(seconds=timeout_seconds))
+        except DistStoreError as error:
+            missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
+            raise CollectiveTimeout(
+                f"rank {rank} of {size} waited {timeout_seconds:g} s, but {named_ranks(missing)} did not come to share "
+                "memory. Did they fail before, or call something else?"
+            ) from error
+        return [text.encode() for text in messages.multi_get(keys)]
+
+    return exchange

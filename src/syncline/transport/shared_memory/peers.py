@@ -7,7 +7,7 @@ import os
 import select
 from collections.abc import Sequence
 
-from syncline.transport.processes import RankProcess
+from syncline.liveness.processes import RankProcess
 
 __all__ = ["Peers"]
 

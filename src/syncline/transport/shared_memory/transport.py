@@ -21,28 +21,36 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from syncline.board import MAIN_LANE, Board
 from syncline.errors import PeerFailed
+from syncline.liveness.board import MAIN_LANE, Board
+from syncline.liveness.calls import Failure, lane_name
+from syncline.liveness.health import CLOSED, Health, Lane
+from syncline.liveness.notices import Notices, publisher
+from syncline.transport.agreement import exchange
 from syncline.transport.base import DONE, ReduceOp, Transport, Work
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.calls import Failure, lane_name
-from syncline.transport.health import CLOSED, Health, Lane
-from syncline.transport.notices import Notices
-from syncline.transport.opening import exchange
-from syncline.transport.publisher import publisher
-from syncline.transport.shared_memory.codes import REDUCED_DTYPES, Kind, code_of, reduction_codes
-from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
-from syncline.transport.shared_memory.hub import Hub
-from syncline.transport.shared_memory.library import library
-from syncline.transport.shared_memory.store_exchange import store_exchange
+from syncline.transport.shared_memory.core import library
+from syncline.transport.shared_memory.engine import (
+    REDUCED_DTYPES,
+    Engine,
+    EngineLane,
+    Kind,
+    LaneSizes,
+    code_of,
+    reduction_codes,
+)
+from syncline.transport.shared_memory.hub import Hub, store_exchange
 from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import ThreadGroup
 
 __all__ = ["SharedMemoryTransport"]
 
+
 _IN_PLACE_BYTES = 64 * 1024
 """Smaller tensors are reduced faster by passing them on than by taking them in place."""
+
 _MIN_STRIDE_BYTES = 4096
+
 _CODES = {
     kind: reduction_codes(kind, REDUCED_DTYPES)
     for kind in (

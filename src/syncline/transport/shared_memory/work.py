@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from syncline.errors import SynclineError
+from syncline.liveness.calls import Call, Failure
 from syncline.transport.base import Disagreement
-from syncline.transport.calls import Call, Failure
-from syncline.transport.shared_memory.codes import call_of
-from syncline.transport.shared_memory.library import Outcome, library
+from syncline.transport.shared_memory.core import Outcome, library
+from syncline.transport.shared_memory.engine import call_of
 from syncline.transport.watched_work import WatchedWork
 
 if TYPE_CHECKING:
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMemoryWork"]
 
+
 _GLANCE_SECONDS = 0.05
 """How long a wait sleeps before it looks whether the peers' processes are still there."""
+
 _MAX_POLLS_BETWEEN_LOOKS = 1000
 
 

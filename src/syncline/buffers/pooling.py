@@ -1,0 +1,246 @@
+"""The mean of buffers over ranks, and the pooling of running statistics.
+
+[Note: pooling] A running variance describes how samples spread around *its rank's* mean. Where the means differ, the
+mean of the variances leaves that difference out. With equal weights for all ranks (each has seen as many batches as
+the others, as in the mean of gradients) the pooled statistics are
+
+    mean = mean over ranks of mean_i
+    var  = mean over ranks of (var_i + mean_i**2) - mean**2
+         = mean of the variances + variance of the means
+
+which is one sum over ranks (with weights, as in `sl.average_`, each term times the rank's share). It is taken in
+float64, so that
+
+- buffers that are equal on all ranks stay as they are, bit for bit, whatever the number of ranks: a sum of N equal
+  numbers of 24 bits is exact there (float64 and complex128 buffers travel as two halves of 26 bits for this reason);
+  the exception are variances whose mean is so large that mean**2 / var exceeds 2**27 (2**0 for float64 buffers,
+  where the last bits may change once);
+- the difference does not cancel for float32 statistics: its error is about 1e-16 * mean**2 / var, relative.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.transport.base import Transport, Work
+
+__all__ = [
+    "BufferAverage",
+    "average_buffers",
+    "from_raw_moments_",
+    "join_halves",
+    "running_statistics",
+    "split_halves",
+    "to_raw_moments_",
+]
+
+
+_LOW_BITS = (1 << 27) - 1
+
+_Pair = tuple[Tensor, Tensor]
+
+
+# ---------------------------------------------------------------------- pure
+
+
+def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
+    """Turn variances into means of squares, in place; these can be averaged.
+
+    Args:
+        means, variances: float64, of the same shape.
+    """
+    variances.addcmul_(means, means)
+
+
+def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
+    """Turn means of squares into variances, in place; what rounding has made negative becomes 0.
+
+    Example:
+        >>> means, variances = torch.tensor([[-1.0], [3.0]]), torch.tensor([[0.0], [2.0]])  # (num_ranks, 1)
+        >>> to_raw_moments_(means, variances)
+        >>> mean, variance = means.mean(0), variances.mean(0)
+        >>> from_raw_moments_(mean, variance)
+        >>> mean.item(), variance.item()
+        (1.0, 5.0)
+    """
+    squares.addcmul_(means, means, value=-1).clamp_(min=0)
+
+
+def split_halves(x: Tensor) -> Tensor:
+    """Float64 numbers (n,) as (2n,): 26 leading bits, then the rest; the sum of both is exactly x."""
+    high = (x.view(torch.int64) & ~_LOW_BITS).view(torch.float64)
+    return torch.cat([high, torch.where(x.isfinite(), x - high, 0.0)])
+
+
+def join_halves(halves: Tensor) -> Tensor:
+    """The inverse of `split_halves`, also of a mean of halves.
+
+    Example:
+        >>> x = torch.tensor([1 / 3, -1e300, float("-inf")], dtype=torch.float64)
+        >>> torch.equal(join_halves(split_halves(x) * 7 / 7), x)
+        True
+    """
+    high, low = halves.chunk(2)
+    return high + low
+
+
+# ---------------------------------------------------------------------- over ranks
+
+
+def average_buffers(
+    tensors: Sequence[Tensor],
+    pairs: Sequence[_Pair],
+    transport: Transport,
+    *,
+    counts: bool = True,
+    num_counting: int | None = None,
+) -> int:
+    """Make buffers their average over ranks, in place, and wait for it; see `BufferAverage`.
+
+    Args:
+        tensors, pairs, transport, counts: see there.
+        num_counting: how many ranks' values count, each as much as the others'; None stands for all.
+
+    Returns:
+        The number of collectives.
+    """
+    averaging = BufferAverage(
+        tensors, pairs, transport, counts=counts, divisor=float(num_counting or transport.size)
+    )
+    averaging.wait()
+    return averaging.num_collectives
+
+
+class BufferAverage(Work):
+    """Makes buffers their average over ranks, in place, once it is waited for.
+
+    A running variance is pooled with its mean, other floating buffers become their mean, integers their maximum; a bool
+    becomes whether any was true. At most two collectives for each device, all under way at once. Autograd's version
+    counters stay as they are.
+
+    Args:
+        tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
+        pairs: running mean and running variance, to be pooled; both are among `tensors`.
+        transport: between the ranks.
+        counts: whether the values of this rank do; it gets the results in any case.
+        share: what floating values of this rank are multiplied by; those of all ranks add up to `divisor`.
+        divisor: what their sum is divided by.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        pairs: Sequence[_Pair],
+        transport: Transport,
+        *,
+        counts: bool = True,
+        share: float = 1.0,
+        divisor: float = 1.0,
+    ) -> None:
+        paired = {id(tensor) for pair in pairs for tensor in pair}
+        rest = [tensor for tensor in tensors if id(tensor) not in paired and tensor.numel()]
+        self._under_way: list[tuple[Work, _Averages | _Maxima]] = []
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            here = [tensor for tensor in rest if tensor.device == device]
+            floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
+            pairs_here = [pair for pair in pairs if pair[0].device == device and pair[0].numel()]
+            if floats or pairs_here:
+                averages = _Averages(pairs_here, floats, transport, divisor)
+                if not counts:
+                    averages.wire.zero_()
+                elif share != 1:
+                    averages.wire.mul_(share)
+                self._under_way.append((transport.all_reduce(averages.wire), averages))
+            integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
+            if integers:
+                maxima = _Maxima(integers, transport)
+                if not counts:
+                    maxima.wire.fill_(torch.iinfo(torch.int64).min)
+                self._under_way.append((transport.all_reduce(maxima.wire, "max"), maxima))
+        self.num_collectives = len(self._under_way)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self._under_way:
+            work, operation = self._under_way[0]
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+                operation.land()
+            self._under_way.pop(0)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work, _ in self._under_way)
+
+
+def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Container[int]) -> list[_Pair]:
+    """Running means with their variances, wherever a submodule has both, each pair once.
+
+    Args:
+        owners: the buffers of each submodule, by name.
+        among: identities of the tensors that count.
+    """
+    found: dict[tuple[int, int], _Pair] = {}
+    for owner in owners:
+        mean, variance = owner.get("running_mean"), owner.get("running_var")
+        if mean is None or variance is None or mean.shape != variance.shape:
+            continue
+        is_floating = mean.is_floating_point() and variance.is_floating_point()
+        if id(mean) in among and id(variance) in among and is_floating and mean.device == variance.device:
+            found[id(mean), id(variance)] = (mean, variance)
+    return list(found.values())
+
+
+class _Averages:
+    """Floating buffers of one device, as one float64 vector: means, their variances, everything else."""
+
+    def __init__(
+        self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
+    ) -> None:
+        means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
+        self._targets = [_real(tensor) for tensor in (*means, *variances, *others)]
+        self._num_paired = sum(mean.numel() for mean in means)
+        self._divisor = divisor
+        self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
+        flat = torch.cat([target.reshape(-1).double() for target in self._targets])
+        to_raw_moments_(*self._moments(flat))
+        wire = split_halves(flat) if self._in_halves else flat
+        self.wire = wire.to(transport.sending_device(wire.device))
+
+    def land(self) -> None:
+        flat = self.wire.div_(self._divisor).to(self._targets[0].device)
+        flat = join_halves(flat) if self._in_halves else flat
+        from_raw_moments_(*self._moments(flat))
+        _scatter(flat, self._targets)
+
+    def _moments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        return flat[: self._num_paired], flat[self._num_paired : 2 * self._num_paired]
+
+
+class _Maxima:
+    """Integer and bool buffers of one device, as one int64 vector."""
+
+    def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
+        self._targets = [tensor.data for tensor in tensors]
+        wire = torch.cat([t.reshape(-1).to(torch.int64) for t in self._targets])
+        self.wire = wire.to(transport.sending_device(wire.device))
+
+    def land(self) -> None:
+        _scatter(self.wire.to(self._targets[0].device), self._targets)
+
+
+def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    parts = flat.split([target.numel() for target in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view(target.shape))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory outside of autograd, as real numbers."""
+    data = tensor.data
+    if not data.is_complex():
+        return data
+    return torch.view_as_real(data.conj() if data.is_conj() else data)

@@ -1,0 +1,260 @@
+"""A state as JSON beside named tensors, and back: what a checkpoint can hold, and no pickle.
+
+JSON has no tuples, no keys but texts, no infinity and no tensors. What it has stays as it is, readable; anything else
+becomes an object of one key that begins with "$":
+
+    {"$tensor": "model.weight"}        a tensor, by the name under which it is stored
+    {"$complex": "model.z"}            a complex one, stored as real numbers with one dimension more
+    {"$part": {"values": ..., ...}}    a part of one, with where it begins, and the whole's shape and order
+    {"$tuple": [...]}                  a tuple
+    {"$dict": [[key, value], ...]}     a dict with keys that are not all texts, or with one that begins with "$"
+    {"$counter": [[key, value], ...]}  a Counter, as which MultiStepLR has its milestones
+    {"$float": "nan"}                  a float that JSON cannot hold: nan, inf, -inf
+    {"$bytes": "..."}                  bytes, in base 64
+    {"$dtype": "torch.float32"}        and "$device", "$size", likewise
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.checkpoint.tensor_file import STORABLE
+from syncline.checkpoint.validation import is_count
+from syncline.sharded.part import TensorPart
+
+__all__ = ["decode", "encode", "tensors_in"]
+
+
+_KEPT = (str, bool, int, type(None))
+
+_FLOATS = ("nan", "inf", "-inf")
+
+_MAX_INT_BITS = 8192
+"""Python writes no numbers of more than 4300 digits in decimal, and reads none."""
+
+
+def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """What `json.dumps` takes, and the tensors in it, by name.
+
+    A tensor that occurs twice is listed once. Tensors are not copied.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors, numbers, texts, bytes and None; also dtypes, devices, and
+            parts of tensors (`TensorPart`).
+        name: of the whole, the first word of each tensor's name.
+
+    Raises:
+        TypeError: something else; its place is named.
+        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others; an
+            integer of thousands of digits.
+
+    Example:
+        >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
+        {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.99]}, 'state': {'$dict': [[0, {'$tensor': 'optimizer.state.0'}]]}}
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, name), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def encode(self, value: Any, place: str) -> Any:
+        # Exact types: a subclass (numpy.float64 is a float, an IntEnum is an int) would come back as another.
+        kind = type(value)
+        if kind is int and value.bit_length() > _MAX_INT_BITS:
+            raise ValueError(
+                f"{place} is an integer of {value.bit_length()} bits: expected up to {_MAX_INT_BITS}, or bytes"
+            )
+        if kind in _KEPT:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, Tensor):
+            return self._tensor(value, place)
+        if kind is TensorPart:
+            return {
+                "$part": {
+                    "values": self._tensor(value.values, f"{place}[{value.start}:{value.stop}]"),
+                    "start": value.start,
+                    "shape": list(value.shape),
+                    "order": list(value.order),
+                }
+            }
+        if kind is list:
+            return [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.encode(one, f"{place}.{index}") for index, one in enumerate(value)]}
+        if kind in (dict, OrderedDict, defaultdict):
+            return self._dict(value, place)
+        if kind is Counter:
+            return {"$counter": self._pairs(value, place)}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind in (torch.dtype, torch.device):
+            return {f"${kind.__name__}": str(value)}
+        if kind is torch.Size:
+            return {"$size": list(value)}
+        raise TypeError(
+            f"{place} is a {kind.__module__}.{kind.__qualname__}: expected tensors, numbers, texts, bytes, None, and "
+            "dicts, lists and tuples of them. Give it a state_dict() of such things, or leave it out of the state"
+        )
+
+    def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(one, f"{place}.{key}") for key, one in value.items()}
+        return {"$dict": self._pairs(value, place)}
+
+    def _pairs(self, value: Mapping[Any, Any], place: str) -> list[list[Any]]:
+        pairs = []
+        for key, one in value.items():
+            if isinstance(key, Tensor):
+                raise TypeError(f"{place} has a tensor as a key: expected texts, numbers or tuples of them")
+            pairs.append([self.encode(key, f"{place}, a key"), self.encode(one, f"{place}.{key}")])
+        return pairs
+
+    def _tensor(self, tensor: Tensor, place: str) -> Any:
+        return {"$complex" if tensor.is_complex() else "$tensor": self._stored(tensor, place)}
+
+    def _stored(self, tensor: Tensor, place: str) -> str:
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            what = "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            raise ValueError(f"{place} is {what}: expected a dense tensor with values")
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise ValueError(
+                f"{place} is a {type(tensor).__name__}, which wraps other tensors: expected those (to_local())"
+            )
+        known = self._names.get(id(tensor))
+        if known is None:
+            known = self._names[id(tensor)] = _free(place, self.tensors)
+            values = tensor.detach().resolve_conj().resolve_neg()
+            values = torch.view_as_real(values) if values.is_complex() else values
+            if values.dtype not in STORABLE:
+                raise ValueError(f"{place} is of {tensor.dtype}, which cannot be stored: convert it first")
+            self.tensors[known] = values
+        return known
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """The name, or where keys with dots have made two places look the same, the next one that is free."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name} ({number})"
+    return free
+
+
+def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
+    """The inverse of `encode`: equal to what was encoded, with these tensors; ordered dicts come back as dicts.
+
+    Args:
+        encoded: by `encode`.
+        tensors: by name.
+        parts: where those of parts are; None: among the others.
+
+    Raises:
+        KeyError: a tensor is missing.
+        ValueError, TypeError: not something that `encode` gives.
+
+    Example:
+        >>> encoded, tensors = encode({"betas": (0.9, float("inf")), 3: torch.ones(1)}, "x")
+        >>> decode(encoded, tensors)
+        {'betas': (0.9, inf), 3: tensor([1.])}
+    """
+    if isinstance(encoded, list):
+        return [decode(one, tensors, parts=parts) for one in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    tag: str
+    value: Any
+    tag, value = next(iter(encoded.items()), ("", None))
+    if not tag.startswith("$"):
+        return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
+    if len(encoded) > 1:
+        raise ValueError(f"{tag} is beside {', '.join([*encoded][1:])}")
+    match tag:
+        case "$tensor":
+            return tensors[value]
+        case "$complex":
+            return _complex(tensors[value], value)
+        case "$part":
+            return _part(value, tensors if parts is None else parts)
+        case "$tuple":
+            return tuple(decode(one, tensors, parts=parts) for one in value)
+        case "$dict" | "$counter":
+            pairs = {
+                decode(key, tensors, parts=parts): decode(one, tensors, parts=parts) for key, one in value
+            }
+            return pairs if tag == "$dict" else Counter(pairs)
+        case "$float" if value in _FLOATS:
+            return float(value)
+        case "$bytes":
+            return base64.b64decode(value, validate=True)
+        case "$dtype":
+            dtype = getattr(torch, str(value).removeprefix("torch."), None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        case "$device" if isinstance(value, str):
+            with contextlib.suppress(RuntimeError):  # there is no such device
+                return torch.device(value)
+        case "$size" if _are_counts(value):
+            return torch.Size(value)
+    raise ValueError(f"{tag} {value!r} stands for nothing that this version knows")
+
+
+def _complex(values: Tensor, name: str) -> Tensor:
+    if not values.is_floating_point() or values.shape[-1:] != (2,):
+        raise ValueError(
+            f"{name} is of {values.dtype} and {tuple(values.shape)}: expected pairs of real numbers"
+        )
+    return torch.view_as_complex(values)
+
+
+def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
+    start, shape, order = value["start"], value["shape"], value["order"]
+    values = decode(value["values"], tensors)
+    fits = (
+        _are_counts([start])
+        and _are_counts(shape)
+        and _are_counts(order)
+        and sorted(order) == [*range(len(shape))]
+        and isinstance(values, Tensor)
+        and values.dim() == 1
+        and start + values.numel() <= math.prod(shape)
+    )
+    if not fits:
+        raise ValueError(f"{value} is no part of a tensor")
+    return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+def tensors_in(encoded: Any) -> Iterator[str]:
+    """The names of the tensors in what `encode` gave, also more than once.
+
+    Example:
+        >>> list(tensors_in(encode({"a": torch.zeros(1), "b": (torch.ones(1), 2)}, "x")[0]))
+        ['x.a', 'x.b.0']
+    """
+    if isinstance(encoded, list):
+        for one in encoded:
+            yield from tensors_in(one)
+    elif isinstance(encoded, dict):
+        tag, value = next(iter(encoded.items()), ("", None))
+        if tag in ("$tensor", "$complex"):
+            yield str(value)
+        else:
+            for one in encoded.values():
+                yield from tensors_in(one)

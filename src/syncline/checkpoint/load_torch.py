@@ -1,0 +1,350 @@
+"""A checkpoint that plain torch has written, taken over into a `TrainState`: what is where, and what is left over."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
+from syncline.checkpoint.objects import load_into, types_in
+from syncline.checkpoint.rollback import Before
+from syncline.checkpoint.tensor_file import checksum_of_file
+from syncline.checkpoint.torch_file import read_torch_file
+from syncline.checkpoint.verify import agree_on_loaded
+from syncline.checks import checked_flag, did_you_mean
+from syncline.sharded.part import has_sharded_state
+from syncline.transport.agreement import exchange
+from syncline.transport.base import Transport
+from syncline.user_code import calling
+
+if TYPE_CHECKING:
+    from syncline.checkpoint.train_state import TrainState
+
+__all__ = ["Key", "Matched", "adopt", "match", "renamed_like"]
+
+
+Key = str | int | Sequence[str | int]
+"""Where something is: a key, or several, one inside of the other."""
+
+_TITLE = "sl.TrainState.load_torch"
+
+_WRAPPERS = ("module.", COMPILED_PREFIX)
+"""What DistributedDataParallel and torch.compile put before the names of parameters."""
+
+
+def adopt(
+    state: TrainState,
+    path: str | os.PathLike[str],
+    *,
+    names: Mapping[str, Key | None] | None,
+    besides: Collection[str],
+    strict: bool,
+    transport: Transport,
+) -> dict[str, Any]:
+    """See `TrainState.load_torch`."""
+    fault: Exception | None = None
+    matched, lines = Matched(), []
+    try:
+        path, names, besides = _checked(path, names, besides)
+        checked_flag("strict", strict)
+        lines = [f"file  {checksum_of_file(path)}", f"strict  {strict}"]
+        matched = match(read_torch_file(path), state.named, names=names, besides=besides)
+        if strict:
+            matched.check_complete(path)
+        lines += [f"named  {name}" for name in state.named]
+        lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
+        lines += [f"besides  {key}" for key in besides]
+    except Exception as error:
+        fault = error
+    remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
+    before = Before(
+        state.named, state.step
+    )  # and no rank has begun to load: they may have one copy of a module
+    exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
+    loaded: dict[str, Any] = {}
+    try:
+        try:
+            loaded = _load(state, matched, os.fspath(path), strict=strict)
+        except Exception as error:
+            fault = error
+        agree_on_loaded(transport, _TITLE, loaded, fault=fault)
+    except BaseException:
+        before.restore(together=True)
+        state._resume_from_step(before.step)
+        raise
+    if transport.rank == 0 and (matched.missing or matched.unused):
+        warnings.warn(f"{_TITLE} of {path}: {'; '.join(matched.left())}", RuntimeWarning, stacklevel=3)
+    return matched.rest
+
+
+def _checked(path: object, names: object, besides: object) -> tuple[str, dict[str, Key | None], list[str]]:
+    """The arguments, if they are of the types that they should be.
+
+    Raises:
+        TypeError: one is not.
+    """
+    path = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(path, str):
+        raise TypeError(f"expected path to be that of a file, a str or an os.PathLike of one, got {path!r}")
+    names = {} if names is None else names
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'expected names to be a dict by what is named here, such as {{"model": "net"}}, got {names!r}'
+        )
+    for name, key in names.items():
+        keys = [key] if key is None or isinstance(key, str | int) else key
+        if not isinstance(keys, Sequence) or not all(
+            one is None or isinstance(one, str | int) for one in keys
+        ):
+            raise TypeError(
+                f"expected names[{name!r}] to be a key of the file, several as a tuple, or None; got {key!r}"
+            )
+    besides = [besides] if isinstance(besides, str) else besides
+    if not isinstance(besides, Collection) or not all(isinstance(key, str) for key in besides):
+        raise TypeError(f'expected besides to be keys of the file, such as ["epoch"], got {besides!r}')
+    return path, dict(names), list(besides)
+
+
+@dataclass
+class Matched:
+    """What was found in a file, for whom."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    """By name of the state."""
+    rest: dict[str, Any] = field(default_factory=dict)
+    """What is of no name, by key."""
+    missing: list[str] = field(default_factory=list)
+    """The names that nothing was found for."""
+    unused: list[str] = field(default_factory=list)
+    """The keys of the rest that nobody has asked for."""
+
+    def left(self) -> list[str]:
+        """What did not fit, in words."""
+        lines = []
+        if self.missing:
+            lines.append(f"not in the file: {', '.join(self.missing)}")
+        if self.unused:
+            lines.append(f"in the file, and not used: {', '.join(self.unused)}")
+        return lines
+
+    def check_complete(self, path: str) -> None:
+        """Raise a ValueError if anything did not fit."""
+        if self.missing or self.unused:
+            ways = []
+            if self.missing:
+                name, key = _alike(self.missing, self.unused)
+                ways.append(
+                    f'say where something is, names={{"{name}": "{key}"}}, or that it is not there and stays as it is, '
+                    f'names={{"{name}": None}}'
+                )
+            if self.unused:
+                ways.append(f'what is of no name here comes back with besides=["{self.unused[0]}"]')
+            remedy = "; ".join([*ways, "strict=False takes what there is"])
+            raise ValueError(
+                "\n  ".join([f"{path} does not fit what is named:", *self.left()])
+                + f"\n{remedy[0].upper()}{remedy[1:]}"
+            )
+
+
+def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
+    """A name that was not found, and the key that is most likely to be it, for an example.
+
+    Example:
+        >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])
+        ('step', 'global_step')
+        >>> _alike(["step", "model"], ["model_state"])
+        ('model', 'model_state')
+        >>> _alike(["step", "optimizer"], [])
+        ('step', '...')
+    """
+    for name in missing:
+        for key in unused:
+            if name in key or key in name:
+                return name, key
+    return missing[0], "..."
+
+
+def match(
+    content: Any, named: Mapping[str, Any], *, names: Mapping[str, Key | None], besides: Collection[str] = ()
+) -> Matched:
+    """Say what in a file belongs to which name.
+
+    Args:
+        content: of the file.
+        named: of the state.
+        names: where something is if not under its own name; None: nowhere.
+        besides: keys that are asked for.
+
+    Raises:
+        ValueError: it is no dict, or names that nobody has are looked for.
+
+    Example:
+        >>> import torch
+        >>> named = {"model": torch.nn.Linear(1, 1, bias=False), "optimizer": ...}
+        >>> content = {"net": {"weight": torch.ones(1, 1)}, "epoch": 3}
+        >>> matched = match(content, named, names={"model": "net"})
+        >>> matched.found, matched.rest
+        ({'model': {'weight': tensor([[1.]])}}, {'epoch': 3})
+        >>> matched.left()
+        ['not in the file: step, optimizer', 'in the file, and not used: epoch']
+    """
+    unknown = sorted(names.keys() - {"step", *named})
+    if unknown:
+        raise ValueError(
+            f"expected names= of what is named ({', '.join(['step', *named])}), got {', '.join(unknown)}"
+            + did_you_mean(unknown[0], ["step", *named])
+        )
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"expected a file of a dict, by names or of a module, got one of a {type(content).__name__}"
+        )
+    matched = Matched()
+    modules = [name for name, one in named.items() if isinstance(one, nn.Module)]
+    if len(modules) == 1 and modules[0] not in names and modules[0] not in content and _is_of_module(content):
+        matched.found[modules[0]] = content
+        matched.missing = [*(name for name in named if name not in (modules[0], *names)), *besides]
+        return matched
+    used: set[Any] = set()
+    for name in ("step", *named):
+        where = names.get(name, name)
+        if where is None:
+            continue
+        keys = [where] if isinstance(where, str | int) else list(where)
+        try:
+            value = content
+            for key in keys:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            matched.missing.append(name)
+            continue
+        used.add(keys[0])
+        matched.found[name] = value
+    matched.rest = {key: value for key, value in content.items() if key not in used}
+    matched.unused = [str(key) for key in matched.rest if key not in besides]
+    matched.missing += [key for key in besides if key not in matched.rest]
+    return matched
+
+
+def _is_of_module(content: Mapping[Any, Any]) -> bool:
+    """Whether a file is what `module.state_dict()` gives, and nothing else."""
+    return bool(content) and all(
+        isinstance(key, str) and (isinstance(value, Tensor) or key.endswith(EXTRA_STATE))
+        for key, value in content.items()
+    )
+
+
+# ---------------------------------------------------------------------- into the objects
+
+
+def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
+    """Load what was found, and give back what has to be the same on all ranks now."""
+    loaded: dict[str, Any] = {}
+    if "step" in matched.found:
+        step = matched.found["step"]
+        step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+        if type(step) is not int or step < 0:
+            raise ValueError(f"expected step to be a number of steps, got {step!r} in {path}")
+        matched.found["step"] = step
+    types: dict[int, torch.dtype] = {}
+    for name, one in state.named.items():
+        if name in matched.found and isinstance(one, nn.Module):
+            module = one.module if isinstance(one, DistributedDataParallel) else one
+            matched.found[name] = _renamed(module, matched.found[name], name, path)
+            types |= types_in(module, matched.found[name])
+    for name, one in state.named.items():
+        if name not in matched.found:
+            continue
+        found = matched.found[name]
+        if isinstance(one, nn.Module):
+            module = one.module if isinstance(one, DistributedDataParallel) else one
+            loaded[name] = _load_module(module, found, name, matched, path, strict=strict)
+            continue
+        try:
+            # Who keeps what it gets must not keep the file; who takes a share of it does not.
+            with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
+                load_into(one, found if has_sharded_state(one) else deepcopy(found), types)
+        except (KeyError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"{name} of {path} is not the state of a {type(one).__name__}: {type(error).__name__}: {error}"
+            ) from error
+        if isinstance(one, Optimizer) and not has_sharded_state(one):
+            loaded[name] = one.state_dict()
+    state._resume_from_step(matched.found.get("step", state.step))
+    return loaded
+
+
+def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"expected {name} of {path} to be what module.state_dict() gives, got a {kind}")
+    own = module.state_dict()
+    renamed = renamed_like(found, own)
+    if own and renamed.keys().isdisjoint(own):
+        raise ValueError(
+            f"{name} of {path} has nothing of this {type(module).__name__}: there {_some(found)}; here {_some(own)}"
+        )
+    return renamed
+
+
+def _load_module(
+    module: nn.Module, renamed: dict[str, Any], name: str, matched: Matched, path: str, *, strict: bool
+) -> dict[str, Any]:
+    try:
+        keys = module.load_state_dict(renamed, strict=strict)
+    except RuntimeError as error:
+        raise ValueError(f"{name} of {path}: {error}") from error
+    matched.missing += [f"{name}.{key}" for key in keys.missing_keys]
+    matched.unused += [f"{name}.{key}" for key in keys.unexpected_keys]
+    return {key: value for key, value in module.state_dict().items() if key in renamed}
+
+
+def _some(keys: Collection[Any]) -> str:
+    shown = ", ".join(map(str, list(keys)[:3]))
+    return shown + (", ..." if len(keys) > 3 else "") if keys else "nothing"
+
+
+def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's state with the prefixes of wrappers as `own` has them.
+
+    Example:
+        >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
+        {'fc.weight': 1, 'fc.bias': 2}
+        >>> dict(renamed_like({"fc.weight": 1}, {"_orig_mod.fc.weight": 0}))
+        {'_orig_mod.fc.weight': 1}
+    """
+    there, here = _prefix(found), _prefix(own)
+    renamed: Any = OrderedDict()
+    renamed.update(
+        {here + key[len(there) :] if isinstance(key, str) else key: one for key, one in found.items()}
+    )
+    metadata = metadata_of(found)
+    if metadata is not None:
+        inner = {name: one for name, one in metadata.items() if name and f"{name}.".startswith(there)}
+        inner[there.removesuffix(".")] = metadata.get(there.removesuffix("."), {})
+        outer = {
+            (here + f"{name}."[len(there) :] if name else here).removesuffix("."): one
+            for name, one in inner.items()
+        }
+        set_metadata(renamed, outer)
+    return cast("dict[str, Any]", renamed)
+
+
+def _prefix(keys: Collection[str]) -> str:
+    """What wrappers have put before all of these names."""
+    prefix = ""
+    while keys:
+        longer = [prefix + one for one in _WRAPPERS if all(str(key).startswith(prefix + one) for key in keys)]
+        if not longer:
+            break
+        prefix = longer[0]
+    return prefix

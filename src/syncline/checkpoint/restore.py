@@ -1,0 +1,251 @@
+"""What one rank needs of a save: checked, and read where it is used.
+
+What a person should know of a save that was loaded: what stays as it was, what is another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline.checkpoint.encoding import decode, tensors_in
+from syncline.checkpoint.files import Files
+from syncline.checkpoint.objects import copies, is_wrapped
+from syncline.checkpoint.random_state import check_rng_state
+from syncline.checkpoint.snapshot import MANIFEST, SHARED_FILE, Manifest, own_file
+from syncline.checkpoint.tensor_file import read_tensors
+from syncline.checkpoint.train_state import TrainState
+from syncline.checkpoint.validation import check, malformed_is_corrupt
+from syncline.compression.averager import with_mean_residuals
+from syncline.data.sampler import DistributedSampler, place_to_resume
+from syncline.differences import describe_ranks
+from syncline.sharded.part import has_sharded_state, join_parts
+from syncline.words import format_count
+
+__all__ = ["Found", "remarks"]
+
+
+class Found:
+    """What one rank needs of a save: checked, and read where it is used.
+
+    Args:
+        files: where.
+        path: of the save.
+        manifest: its.
+        rank: this rank; of its own it gets what the rank of the same number had, or rank 0 if there was none.
+        num_ranks: how many there are now.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        OSError: it could not be read.
+    """
+
+    def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
+        self.manifest = manifest
+        self.is_new_rank = rank >= manifest.num_ranks
+        """Whether there was no rank of this number."""
+        self._place = place = 0 if self.is_new_rank else rank
+        self._are_others = num_ranks != manifest.num_ranks
+        self._trees = [manifest.shared | own for own in manifest.ranks]
+        shared: dict[str, Tensor] = {}
+        if SHARED_FILE in manifest.files:
+            shared = read_tensors(files, path, SHARED_FILE, manifest.files[SHARED_FILE])
+        self._tensors = []
+        self._manifest_path = f"{path}/{MANIFEST}"
+        for other, trees in enumerate(self._trees):
+            with malformed_is_corrupt(self._manifest_path):
+                wanted = None if other == place else set(self._needed_of_others(trees))
+            tensors = dict(shared)
+            if own_file(other) in manifest.files and (wanted is None or wanted - shared.keys()):
+                tensors |= read_tensors(files, path, own_file(other), manifest.files[own_file(other)], wanted)
+            self._tensors.append(tensors)
+
+    def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
+        """The tensors that are needed though another rank had them."""
+        for name, tree in trees.items():
+            if name in self.manifest.sharded:
+                yield from tensors_in(tree)
+            elif self._are_others and is_wrapped(tree):
+                yield from tensors_in(tree["synchronization"])
+
+    @property
+    def names(self) -> list[str]:
+        """Of what there is."""
+        return list(self._trees[self._place])
+
+    def own_names(self, named: Collection[str]) -> list[str]:
+        """What each rank had of its own of these, but for what is divided evenly anyway: names, or a few tensors."""
+        stored = self.manifest.files.get(SHARED_FILE)
+        shared = stored.tensors.keys() if stored is not None else set()
+        names = []
+        for name, tree in self._trees[0].items():
+            if name not in named or name in self.manifest.sharded:
+                continue
+            kept = tree["module"] if is_wrapped(tree) else tree
+            is_own = name not in self.manifest.shared and not is_wrapped(tree)
+            tensors = sorted(set(tensors_in(kept)) - shared)
+            if is_own and self._have_one_place(name):
+                continue
+            if is_own:
+                names.append(name)
+            elif tensors:
+                count = format_count(len(tensors), "tensor")
+                names.append(f"{name} ({count}, {tensors[0]}{' among others' if len(tensors) > 1 else ''})")
+        return names
+
+    def decoded_for(self, named: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+        """What `TrainState.load_state_dict` takes.
+
+        Args:
+            named: what is to be loaded, by name.
+            strict: whether all that was saved is wanted, or only what is named.
+
+        Raises:
+            CheckpointCorrupt: the manifest says what was never saved.
+        """
+        wanted = {"step", "rng", *(self.names if strict else named)}
+        with malformed_is_corrupt(self._manifest_path):
+            states = {name: self.decoded(name, named.get(name)) for name in self.names if name in wanted}
+            check(states["step"] == self.manifest.step, "expected a step", states["step"])
+            check_rng_state(states["rng"])
+        if self.is_new_rank:
+            del states["rng"]  # nobody else's numbers
+        return states
+
+    def decoded(self, name: str, one: Any) -> Any:
+        """The state of something named, for `one` to load; of what was sharded, all shares joined."""
+        if name not in self.manifest.sharded:
+            tree, tensors = self._trees[self._place][name], self._tensors[self._place]
+            place = self._place_to_resume(name, self._place) if isinstance(one, DistributedSampler) else None
+            if place is not None:
+                return place
+            if not is_wrapped(tree):
+                return decode(tree, tensors if copies(one) else _Kept(tensors))
+            beside = decode(tree["synchronization"], _Kept(tensors))
+            if self._are_others:
+                beside = self._for_another_number(name, beside)
+            return {
+                "module": decode(tree["module"], tensors if copies(one) else _Kept(tensors)),
+                "synchronization": beside,
+            }
+        # Nobody keeps a part: who cannot take parts gets the whole, in new memory.
+        return join_parts(
+            [
+                decode(trees[name], tensors if copies(one) else _Kept(tensors), parts=tensors)
+                for trees, tensors in zip(self._trees, self._tensors, strict=True)
+            ]
+        )
+
+    def _have_one_place(self, name: str) -> bool:
+        """Whether it is of samplers that all go on where rank 0's does."""
+        places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
+        return places[0] is not None and all(place == places[0] for place in places)
+
+    def _place_to_resume(self, name: str, rank: int) -> Any:
+        """Return where a sampler resumes, see `place_to_resume`; None if something else was saved."""
+        places = []
+        for tree in (self._trees[rank][name], self._trees[0][name]):
+            place = None if any(tensors_in(tree)) else decode(tree, {})
+            if not isinstance(place, dict) or not place.keys() >= {"epoch", "used", "num_samples"}:
+                return None
+            places.append(place)
+        return place_to_resume(*places, rank=rank, num_ranks=self.manifest.num_ranks)
+
+    def _for_another_number(self, name: str, own: Any) -> Any:
+        """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""
+        of_all = [
+            decode(trees[name]["synchronization"], tensors)
+            for trees, tensors in zip(self._trees, self._tensors, strict=True)
+        ]
+        try:
+            return with_mean_residuals(own, of_all)
+        except RuntimeError as error:  # they have different shapes
+            raise ValueError(str(error)) from None
+
+    def same_on_all(self, state: TrainState) -> dict[str, Any]:
+        """What has to be the same on all ranks after it was loaded, as it is now in what `state` names.
+
+        Modules and optimizers; but not what each rank had of its own when it was saved, and no shares.
+        """
+        found: dict[str, Any] = {}
+        for name, one in state.named.items():
+            if isinstance(one, nn.Module):
+                module = one.module if isinstance(one, DistributedDataParallel) else one
+                own = self._own_entries(name)
+                if own is not None:
+                    found[name] = {key: value for key, value in module.state_dict().items() if key not in own}
+            elif isinstance(one, Optimizer) and not has_sharded_state(one):
+                was_sharded = name in self.manifest.sharded  # then it was joined to what is one for all
+                if was_sharded or self._own_entries(name) == set():
+                    found[name] = one.state_dict()
+        return found
+
+    def _own_entries(self, name: str) -> set[str] | None:
+        """The keys of what each rank had of its own in something named; None where all of it may have been."""
+        tree = self.manifest.shared.get(name)
+        if not isinstance(tree, dict):
+            return None
+        if is_wrapped(tree):
+            tree = tree["module"]
+        stored = self.manifest.files.get(SHARED_FILE)
+        shared = stored.tensors.keys() if stored is not None else set()
+        return {key for key, one in tree.items() if not shared >= set(tensors_in(one))}
+
+
+class _Kept(Mapping[str, Tensor]):
+    """Tensors in memory of their own, for those who keep what they get."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._copies: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._copies:
+            self._copies[name] = self._tensors[name].clone()
+        return self._copies[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Iterator[str]:
+    """Sentences, the same on all ranks.
+
+    Args:
+        name: of the save.
+        found: what was in it.
+        state: what it was loaded into.
+        num_ranks: how many there are now.
+    """
+    stays = [one for one in state.named if one not in found.names]
+    if stays:
+        has = ", ".join(one for one in found.names if one not in ("step", "rng"))
+        yield f"{', '.join(stays)} {'was' if len(stays) == 1 else 'were'} not in {name}, which has {has}: as before"
+
+    before = found.manifest.num_ranks
+    own = found.own_names(state.named) if before != num_ranks else []
+    if own:
+        if num_ranks > before:
+            what = f"{describe_ranks(range(before, num_ranks))} got what rank 0 had"
+        else:
+            what = f"what {describe_ranks(range(num_ranks, before))} had is left"
+        yield (
+            f"{name} is of {format_count(before, 'rank')}, each with {', '.join(own)} of its own, and there are "
+            f"{num_ranks} now: {what}"
+        )
+
+    # Another class may mean other things by the same words. Modules may be wrapped another time.
+    for key, one in state.named.items():
+        now, then = type(one).__name__, found.manifest.classes.get(key)
+        if then not in (now, None) and not isinstance(one, nn.Module):
+            yield (
+                f"{key} of {name} is the state of {then}, and {now} has taken it over: what it does not know is left "
+                "unused, and settings are those that were saved"
+            )

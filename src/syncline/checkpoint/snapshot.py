@@ -1,0 +1,204 @@
+"""One saved state on disk: a directory with a manifest, and tensors in safetensors files.
+
+    save-000007-step-1200/
+        manifest.json            what is there, its checksums, and all that is not a tensor; written last
+        shared.safetensors       what is the same on all ranks, written by rank 0
+        rank-0.safetensors       what each rank has of its own: its share of what is sharded, too
+        rank-1.safetensors
+
+A directory is complete when it bears its name: it is written under another one. Everything in it is covered by a
+checksum: the manifest by its own, each file's header and each tensor by one in the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.checkpoint.files import Files
+from syncline.checkpoint.tensor_file import StoredFile, checksum
+from syncline.checkpoint.validation import check, is_count, json_object, malformed_is_corrupt
+from syncline.errors import CheckpointCorrupt
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "SHARED_FILE",
+    "VERSION",
+    "Manifest",
+    "directory_name",
+    "own_file",
+    "parse_name",
+    "read_manifest",
+    "write_manifest",
+]
+
+
+FORMAT = "syncline checkpoint"
+
+VERSION = 3
+"""Of what is written. What a later version writes is refused; what an earlier one has written is read.
+
+1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter"), "classes".
+"""
+
+SHARED_FILE = "shared.safetensors"
+"""Of the tensors that are the same on all ranks."""
+
+MANIFEST = "manifest.json"
+
+_NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that is known of one saved state but its tensors.
+
+    Attributes:
+        step: at which it was saved.
+        number: of the save: 1 for the first in its directory. 0 where that was not written yet.
+        num_ranks: that saved it.
+        shared: what is the same on all ranks, as `encode` gives it.
+        ranks: what each rank has of its own.
+        files: by name.
+        classes: the names of the classes of what was saved, but for modules, by name.
+        sharded: by name, that of which each rank has a share: all of them together have it.
+        about: versions and the like, for people.
+    """
+
+    step: int
+    number: int = 0
+    num_ranks: int
+    shared: Any
+    ranks: Sequence[Any]
+    files: Mapping[str, StoredFile]
+    classes: Mapping[str, str] = field(default_factory=dict)
+    sharded: Sequence[str] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
+
+
+def own_file(rank: int) -> str:
+    """The name of the file of the tensors that a rank has of its own."""
+    return f"rank-{rank}.safetensors"
+
+
+def directory_name(save: int, step: int) -> str:
+    """The name of the `save`-th save, of the state at `step`; their order is that of saving."""
+    return f"save-{save:06d}-step-{step}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Save and step of a directory's name; None if it is not one of ours.
+
+    Example:
+        >>> parse_name(directory_name(7, 1200)), parse_name("notes")
+        ((7, 1200), None)
+    """
+    found = _NAME.fullmatch(name)
+    return (int(found["save"]), int(found["step"])) if found else None
+
+
+def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
+    """Write the manifest into a directory in which all else is there."""
+    files.write(f"{directory}/{MANIFEST}", [_text(manifest)])
+
+
+def _text(manifest: Manifest) -> bytes:
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "about": dict(manifest.about),
+        "number": manifest.number,
+        "step": manifest.step,
+        "num_ranks": manifest.num_ranks,
+        "classes": dict(manifest.classes),
+        "sharded": list(manifest.sharded),
+        "files": {
+            name: {"num_bytes": file.num_bytes, "header": file.header, "tensors": dict(file.tensors)}
+            for name, file in manifest.files.items()
+        },
+        "shared": manifest.shared,
+        "ranks": list(manifest.ranks),
+    }
+    text = json.dumps(body, indent=1, allow_nan=False)
+    # The checksum is the last line, so the rest can be read, and checked, as it stands.
+    return f"{text}\n{checksum(text.encode())}\n".encode()
+
+
+def read_manifest(files: Files, directory: str) -> Manifest:
+    """The manifest of a directory, checked.
+
+    Raises:
+        CheckpointCorrupt: it is missing, damaged, or of a version that is not known.
+        OSError: it could not be read.
+    """
+    path = f"{directory}/{MANIFEST}"
+    try:
+        content = files.read(path)
+    except FileNotFoundError:
+        raise CheckpointCorrupt(f"{path} is missing: the directory is not complete") from None
+    text, _, found = content.removesuffix(b"\n").rpartition(b"\n")
+    if content[-1:] != b"\n" or found != checksum(text).encode():
+        raise CheckpointCorrupt(f"{path} is damaged: its checksum, the last line, does not fit the rest")
+    with malformed_is_corrupt(path):
+        body = json_object(text)
+        form, version = body["format"], body["version"]
+        if form == FORMAT and is_count(version) and version > VERSION:
+            raise CheckpointCorrupt(
+                f"{path} is of {form!r}, version {version}: this version of Syncline reads up to version {VERSION}"
+            )
+        check(form == FORMAT and is_count(version), f"expected {FORMAT!r} and its version", (form, version))
+        return _manifest(body)
+
+
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    """A manifest of what JSON has of it.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not what `write_manifest` writes, in any version.
+    """
+    shared, ranks, files = body["shared"], body["ranks"], body["files"]
+    step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]
+    for name, count in (("step", step), ("number", number), ("num_ranks", num_ranks)):
+        check(is_count(count), f"expected {name} to be a count", count)
+    check(isinstance(ranks, list) and 0 < len(ranks) == num_ranks, f"expected {num_ranks} ranks", ranks)
+    for tree in (shared, *ranks):
+        check(isinstance(tree, dict), "expected names", tree)
+    for tree in ranks:
+        check(tree.keys() == ranks[0].keys(), "expected the same names of each rank", [*tree])
+        check(shared.keys().isdisjoint(tree), "expected what is shared to be no rank's own", [*tree])
+    classes, sharded, about = body.get("classes", {}), body.get("sharded", []), body["about"]
+    check(_are_texts(classes) and isinstance(about, dict), "expected texts by names", (classes, about))
+    names = shared.keys() | ranks[0].keys()
+    check(isinstance(sharded, list) and names >= set(sharded), f"expected names of {sorted(names)}", sharded)
+    check(shared.get("step", step) == step, f"expected the state of step {step}", shared.get("step"))
+    check(isinstance(files, dict), "expected files by names", files)
+    known = {SHARED_FILE, *map(own_file, range(num_ranks))}
+    return Manifest(
+        step=step,
+        number=number,
+        num_ranks=num_ranks,
+        shared=shared,
+        ranks=ranks,
+        files={name: _stored_file(name, stored, known) for name, stored in files.items()},
+        classes=classes,
+        sharded=sharded,
+        about=about,
+    )
+
+
+def _stored_file(name: str, stored: Any, known: Collection[str]) -> StoredFile:
+    check(name in known, f"expected one of {sorted(known)}", name)
+    check(isinstance(stored, dict), f"expected what is in {name}", stored)
+    file = StoredFile(**stored)
+    check(is_count(file.num_bytes), f"expected how many bytes {name} has", file.num_bytes)
+    check(isinstance(file.header, str), f"expected a checksum of {name}", file.header)
+    check(_are_texts(file.tensors), f"expected a checksum of each tensor of {name}", file.tensors)
+    return file
+
+
+def _are_texts(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(one, str) for one in found.values())

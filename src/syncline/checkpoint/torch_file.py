@@ -1,0 +1,124 @@
+"""Reading what `torch.save` has written, without running anything that the file says."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["read_torch_file"]
+
+
+_MAX_SHOWN = 5
+
+
+def read_torch_file(path: str) -> Any:
+    """What is in it; tensors are on the CPU, and mapped where the format allows it.
+
+    Raises:
+        ValueError: it is not what `torch.save` writes; or something in it is of a type that only code of the file's
+            choosing could make: keys and types are named.
+        OSError: it could not be read.
+    """
+    with open(path, "rb") as file:  # what cannot be opened is said in the system's words
+        is_zip = zipfile.is_zipfile(file)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # about torch's own old types
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
+    except OSError:
+        raise
+    except Exception as error:
+        refused = _refused_types(path) if is_zip else []
+        if not refused:
+            reason = next(iter(str(error).strip().splitlines()), "")
+            if isinstance(error, pickle.UnpicklingError):
+                reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or reason
+            raise ValueError(
+                f"{path} cannot be read as what torch.save writes, tensors and plain values alone "
+                f"(weights_only=True): {type(error).__name__}: {reason}"
+            ) from error
+        places = [f"  {place}" for place in refused[:_MAX_SHOWN]]
+        if len(refused) > _MAX_SHOWN:
+            places.append(f"  and {len(refused) - _MAX_SHOWN} more")
+        remedy = (
+            "Save it without them (vars(args) for args, module.state_dict() for a module). For a file that you trust, "
+            "allow their types first, torch.serialization.add_safe_globals([...]), or load it once with "
+            "torch.load(path, weights_only=False) and save what is needed."
+        )
+        problem = (
+            f"{path} has more than tensors and plain values, and to load that would run code of its choosing:"
+        )
+        raise ValueError("\n".join([problem, *places, remedy])) from None
+
+
+# ---------------------------------------------------------------------- what was refused, and where it is
+
+
+def _refused_types(path: str) -> list[str]:
+    """A line for each place of something refused; empty where that cannot be found out."""
+    try:
+        refused = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            content = _Shapes(io.BytesIO(archive.read(name))).load()
+    except Exception:  # only to say more about a file that is refused in any case
+        return []
+    places = list(dict.fromkeys(_places(content, refused, "")))
+    unplaced = refused - {place.rpartition(" is a ")[2] for place in places}
+    return [*places, *(f"somewhere in it: {kind}" for kind in sorted(unplaced))]
+
+
+class _Inert:
+    """Stands for whatever a pickle would make, and does nothing."""
+
+    kind = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+    extend = add = update = append
+
+
+class _Shapes(pickle.Unpickler):
+    """Makes containers of plain values, and something inert of all else: nothing is imported, and nothing called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        return type(name, (_Inert,), {"kind": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Inert()
+
+
+def _places(value: Any, refused: set[str], place: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _places(one, refused, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, list | tuple | set):
+        for index, one in enumerate(value):
+            yield from _places(one, refused, f"{place}.{index}" if place else str(index))
+    elif _kind_of(value) in refused:
+        yield f"{place or 'all of it'} is a {_kind_of(value)}"
+
+
+def _kind_of(value: Any) -> str:
+    """What something inert stands for: an object, or a class."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.kind if issubclass(kind, _Inert) else ""

@@ -1,0 +1,215 @@
+"""Which parameters and buffers of a module are synchronized, and what is wrong with a module that cannot be.
+
+What a module consists of, to notice at little cost that it has changed since it was wrapped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import SyncBatchNorm
+from torch.nn.parameter import UninitializedParameter
+
+from syncline._torch.modules import IGNORED_BY_DDP
+from syncline.checks import checked_kind
+
+__all__ = ["Inventory", "Selection", "select"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What takes part, by name; shared tensors once, under their first name."""
+
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """All that are kept equal."""
+    trained: tuple[tuple[str, nn.Parameter], ...]
+    """Those whose gradients are reduced in buckets."""
+    delayed: tuple[tuple[str, nn.Parameter], ...]
+    """Those whose gradients wait for another parameter's."""
+    sparse: frozenset[str]
+    """Those of `trained` whose gradients are sparse."""
+    buffers: tuple[tuple[str, Tensor], ...]
+    ignored: tuple[str, ...]
+    """Names of parameters and buffers that the user takes care of."""
+
+
+def select(
+    module: nn.Module,
+    *,
+    ignore: Sequence[str] = (),
+    delayed: Sequence[tuple[str, nn.Parameter]] = (),
+    must_match: bool = True,
+) -> Selection:
+    """Sort out the tensors of a module.
+
+    Args:
+        module: what is to be wrapped.
+        ignore: names or shell patterns (`"head.*"`) of parameters and buffers to leave out.
+        delayed: named parameters to take out of the buckets.
+        must_match: whether a pattern that matches nothing is an error.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a pattern matches nothing, the parameters are on several types of device, or torch's own
+            SyncBatchNorm is used on CPU.
+        RuntimeError: nothing requires grad, or a tensor has no shape or no values yet.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> chosen = select(net, ignore=["1.*"])
+        >>> [name for name, _ in chosen.trained], len(chosen.ignored)
+        (['0.weight', '0.bias'], 5)
+    """
+    checked_kind(
+        "module",
+        module,
+        nn.Module,
+        "a torch.nn.Module",
+        hint=": wrap the model itself, not its parameters, its output or its class",
+    )
+    all_parameters = dict(module.named_parameters())
+    all_buffers = dict(module.named_buffers())
+    ignored = _ignored(module, ignore, [*all_parameters, *all_buffers], must_match=must_match)
+    taking_part = [(name, p) for name, p in all_parameters.items() if name not in ignored]
+    _check_initialised(module, [name for name, p in taking_part if isinstance(p, UninitializedParameter)])
+    is_delayed = {id(parameter) for _, parameter in delayed}
+    trained = [(name, p) for name, p in taking_part if p.requires_grad and id(p) not in is_delayed]
+    if not trained and not delayed:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            f"gradient: {type(module).__name__} has no parameter that requires grad ({len(taking_part)} parameters "
+            "in all). Use the module itself, and sl.broadcast_(module) to make ranks equal once"
+        )
+    buffers = [(name, b) for name, b in all_buffers.items() if name not in ignored]
+    _check_devices(module, taking_part, buffers)
+    return Selection(
+        parameters=tuple(taking_part),
+        trained=tuple(trained),
+        delayed=tuple((name, p) for name, p in taking_part if id(p) in is_delayed),
+        sparse=_sparse(module, trained),
+        buffers=tuple(buffers),
+        ignored=tuple(sorted(ignored)),
+    )
+
+
+def _ignored(
+    module: nn.Module, patterns: Sequence[str], names: Sequence[str], *, must_match: bool
+) -> set[str]:
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"expected ignore to be a list of names or patterns, got {patterns!r}")
+    ignored = set(getattr(module, IGNORED_BY_DDP, ()))  # set by torch's private function of that name
+    for pattern in patterns:
+        matching = {name for name in names if fnmatchcase(name, pattern)}
+        if not matching and must_match:
+            raise ValueError(
+                f"ignore: {pattern!r} matches no parameter or buffer of {type(module).__name__}; their names are "
+                f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+            )
+        ignored |= matching
+    return ignored
+
+
+def _check_initialised(module: nn.Module, lazy: Sequence[str]) -> None:
+    if lazy:
+        raise RuntimeError(
+            f"{type(module).__name__} has lazy parameters without a shape ({', '.join(lazy[:5])}); modules with "
+            "uninitialized parameters can't be used with `DistributedDataParallel`: run one forward with a real "
+            "batch, then wrap it"
+        )
+
+
+def _check_devices(
+    module: nn.Module, parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]]
+) -> None:
+    first_on = {parameter.device.type: name for name, parameter in reversed(parameters)}
+    if len(first_on) > 1:
+        where = ", ".join(f"{name} on {kind}" for kind, name in sorted(first_on.items()))
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but the parameters of "
+            f"{type(module).__name__} are on several: {where}. Move them to one type, or leave some out by ignore="
+        )
+    empty = [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
+    if empty:
+        raise RuntimeError(
+            f"{type(module).__name__} has tensors without values, on the meta device ({', '.join(empty[:5])}): call "
+            "module.to_empty(device=...) and initialize or load it, then wrap it"
+        )
+    if "cpu" not in first_on:
+        return
+    for path, submodule in module.named_modules():
+        # One of a subclass with a forward of its own, as sl.nn.SyncBatchNorm is, may know better.
+        if isinstance(submodule, SyncBatchNorm) and type(submodule).forward is SyncBatchNorm.forward:
+            raise ValueError(
+                f"torch's SyncBatchNorm layers only work with GPU modules, and {path or 'this one'} is on CPU: use "
+                "sl.nn.SyncBatchNorm, which runs on every device (sl.nn.SyncBatchNorm.convert_sync_batchnorm(module))"
+            )
+
+
+def _sparse(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+    weights = {
+        id(submodule.weight)
+        for submodule in module.modules()
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse
+    }
+    return frozenset(name for name, parameter in trained if id(parameter) in weights)
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class Inventory:
+    """Remembers a module's submodules and parameters, and how many buffers there are.
+
+    Asked in each forward: 30 us for 250 submodules with 500 parameters, 3 us for a small net. Buffers may be
+    replaced by assignment (some modules do so in each forward), so only their number is looked at.
+
+    Args:
+        module: which.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2))
+        >>> inventory = Inventory(net)
+        >>> inventory.has_changed()
+        False
+        >>> net.append(nn.Linear(2, 2)) and inventory.has_changed()
+        True
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        submodules = list(module.modules())
+        self._tables = [
+            table
+            for submodule in submodules
+            for table in (submodule._parameters, submodule._modules, submodule._buffers)
+        ]
+        self._num_entries = sum(map(len, self._tables))
+        self._compared: list[dict[str, Any]] = [
+            table
+            for submodule in submodules
+            for table in (submodule._parameters, submodule._modules)
+            if table
+        ]
+        self._members = list(self._current())
+        self._frozen = [
+            member
+            for member in self._members
+            if isinstance(member, nn.Parameter) and not member.requires_grad
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether something was added, removed, replaced or unfrozen."""
+        return (
+            sum(map(len, self._tables)) != self._num_entries
+            or not all(map(operator.is_, self._current(), self._members))
+            or any(map(_requires_grad, self._frozen))
+        )
+
+    def _current(self) -> Iterator[object]:
+        return chain.from_iterable(map(dict.values, self._compared))

@@ -1,0 +1,470 @@
+"""Runs a computation again and again from one state, within each rank and between ranks, and reports what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline._torch.compilation import is_compiler_loaded
+from syncline._torch.tensors import set_deterministic
+from syncline.checkpoint.random_state import positions
+from syncline.debug.alignment import align_chance, align_inputs, align_tensors
+from syncline.debug.compare import Found, first_difference, first_nan
+from syncline.debug.diagnosis import (
+    Evidence,
+    OwnFinding,
+    between_ranks,
+    never_written,
+    of_gradients,
+    put_together,
+    within_a_rank,
+)
+from syncline.debug.recording import Recorder, Recording, named_modules
+from syncline.debug.report import Finding, Report, facts
+from syncline.debug.run_state import Subject, Synchronization
+from syncline.debug.values import Kept, Value, how_they_differ, values_of_named
+from syncline.differences import describe_ranks, groups_of
+from syncline.equality.fingerprint import digest_of, fingerprint_of_number
+from syncline.tensors.broadcasting import broadcast_tensors
+from syncline.transport.agreement import describe_tensors, exchange
+from syncline.transport.base import Transport
+from syncline.trees import map_leaves
+
+__all__ = ["Step", "examine"]
+
+
+_MAX_NAMED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A computation, and what is to be compared of it."""
+
+    title: str
+    """Who asks."""
+    run: Callable[[Any], tuple[Any, Mapping[str, Tensor | None]]]
+    """Computes with inputs; gives its result and the parameters' gradients."""
+    inputs: Any
+    """This rank's."""
+    roots: Mapping[str, nn.Module]
+    """Modules whose parts are watched, not wrapped, by the name that comes before those of their parts."""
+    synchronization: Synchronization
+    transport: Transport
+    repeats: int = 2
+    """Runs on each rank that have to be the same."""
+    aligns_inputs: bool = False
+    """Whether ranks are compared with rank 0's inputs."""
+    same_inputs: bool = False
+    """Whether the ranks' inputs are the same by themselves."""
+    align_rng: bool = True
+    """Whether ranks are compared with rank 0's random numbers."""
+    needs_warm_up: bool = False
+    """Whether the first run is another than those after it: wrappers lay buckets out anew."""
+
+
+def examine(step: Step, subject: Subject) -> Report:
+    """Run it and compare; a collective call.
+
+    Args:
+        step: what to run; alike on all ranks.
+        subject: puts its state back, after each run.
+
+    Raises:
+        ContractMismatch: the ranks do not have the same modules, or ask for different things.
+        SynclineError, TypeError, ValueError: it failed on a rank; the same text on every rank.
+    """
+    report = _Examination(step, subject).report
+    if is_compiler_loaded():
+        # Called in the middle of what is compiled, nobody may say how to compile.
+        report = torch.compiler.disable(report)
+    with step.transport.board.called(step.title):
+        return report()
+
+
+@dataclass
+class _Told:
+    """What a rank tells the others of its own runs."""
+
+    facts: dict[str, str]
+    chance: dict[str, str]
+    batch: list[int]
+    """Fingerprints of the tensors that the first module was given."""
+    drew: list[str]
+    """Modules that drew random numbers."""
+    generators: list[str]
+    """From which."""
+    state: list[int]
+    gradients: list[int]
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Examination:
+    def __init__(self, step: Step, subject: Subject) -> None:
+        self._step = step
+        self._subject = subject
+        self._transport = step.transport
+        self._modules = named_modules(step.roots)
+        self._parameters = _distinct(
+            (f"{prefix}.{name}" if prefix else name, parameter)
+            for prefix, root in step.roots.items()
+            for name, parameter in root.named_parameters()
+        )
+        self._buffers = _distinct(
+            (f"{prefix}.{name}" if prefix else name, buffer)
+            for prefix, root in step.roots.items()
+            for name, buffer in root.named_buffers()
+        )
+        self._checked: list[str] = []
+        self._notes: list[str] = []
+        self._doubts: list[str] = []
+
+    def report(self) -> Report:
+        step, transport = self._step, self._transport
+        lines = [
+            f"repeats: {step.repeats}",
+            f"hands inputs over: {step.aligns_inputs}",
+            f"same_inputs: {step.same_inputs}",
+            f"align_rng: {step.align_rng}",
+            *describe_tensors(self._parameters, layout=False),
+            *describe_tensors(self._buffers, kind="buffer", layout=False),
+        ]
+        exchange(transport, step.title, lines)
+        if step.needs_warm_up:
+            self._run(step.inputs)
+        told = self._gathered(self._own_runs())
+        findings = put_together([[OwnFinding(**_tupled(row)) for row in one.findings] for one in told])
+        if transport.size > 1:
+            findings += self._between(told, is_deterministic=not findings)
+        return Report(
+            title=step.title,
+            num_ranks=transport.size,
+            checked=tuple(self._checked),
+            findings=tuple(findings),
+            notes=tuple(self._notes),
+            doubts=tuple(self._doubts),
+            facts=tuple(one.facts for one in told),
+        )
+
+    # ------------------------------------------------------------------ runs
+
+    def _run(self, inputs: Any, *, prepare: Callable[[], None] | None = None, **options: Any) -> Recorder:
+        """One run from the state that was; it is put back. A collective call: all ranks fail if one does."""
+        fault: Exception | None = None
+        recorder = Recorder(self._modules)
+        try:
+            if prepare is not None:
+                prepare()
+            recorder = Recorder(self._modules, self._state(), **options)
+            with self._subject.guarded(), _as_written(), recorder:
+                result, gradients = self._step.run(_copied(inputs))
+            recorder.finish(result, gradients)
+        except Exception as error:
+            fault = error
+        finally:
+            self._subject.restore()
+        exchange(self._transport, self._step.title, [], fault=fault)
+        return recorder
+
+    def _state(self) -> tuple[Value, ...]:
+        exempt = self._step.synchronization.exempt
+        return values_of_named(
+            [(name, tensor) for name, tensor in (*self._parameters, *self._buffers) if name not in exempt]
+        )
+
+    def _own_runs(self) -> _Told:
+        """Run it several times with this rank's inputs and random numbers."""
+        step = self._step
+        chance = positions()
+        kept = Kept()
+        first = self._run(step.inputs, kept=kept).recording
+        others = [self._run(step.inputs, against=(first, kept)) for _ in range(step.repeats - 1)]
+        filled, operations = self._filled_run()
+        found, other = None, None
+        for other in others:
+            found = first_difference([first, other.recording], is_reduced=self._is_reduced)
+            if found is not None:
+                break
+        nan_call = None if filled is None else first_nan(filled, first)
+        differs = self._anywhere(found is not None)
+        agrees = self._agrees_when_deterministic(filled) if differs else None
+        findings = []
+        if found is not None and other is not None:
+            evidence = Evidence(
+                nan_call=nan_call,
+                agrees_when_deterministic=agrees,
+                without_determinism=operations,
+                is_reduced=self._is_reduced,
+            )
+            difference = other.difference if found.stage in ("input", "output") else ""
+            findings.append(within_a_rank(found, first, difference, evidence))
+        if nan_call is not None and (found is None or found.call != nan_call):
+            call = first.calls[nan_call] if nan_call >= 0 else None
+            findings.append(never_written(call))
+        self._checked.append(
+            f"{step.repeats} runs on each rank from the same state: {len(first.calls)} calls of "
+            f"{len({call.module for call in first.calls})} modules, {len(first.gradients)} gradients; and one with "
+            "memory that was never written filled with NaN"
+            + ("" if filled is not None else " (which failed, so it tells nothing)")
+        )
+        reduced = step.synchronization.reduced
+        return _Told(
+            facts=facts(),
+            chance=chance,
+            batch=_bits_of_batch(first),
+            drew=list(dict.fromkeys(call.module or call.kind for call in first.calls if call.drew)),
+            generators=sorted({name for call in first.calls for name in call.drew}),
+            state=[value.bits for value in first.state],
+            gradients=[value.bits for value in first.gradients if value.name in reduced],
+            findings=[asdict(finding) for finding in findings],
+        )
+
+    @property
+    def _is_reduced(self) -> bool:
+        return self._transport.size > 1 and bool(self._step.synchronization.reduced)
+
+    def _filled_run(self) -> tuple[Recording | None, tuple[str, ...]]:
+        """A run in which memory that was never written is NaN; and what torch warns of that is not deterministic."""
+        with _deterministic() as operations, contextlib.suppress(Exception):
+            return self._run(self._step.inputs).recording, operations()
+        return None, ()
+
+    def _agrees_when_deterministic(self, filled: Recording | None) -> bool | None:
+        with _deterministic(), contextlib.suppress(Exception):
+            again = self._run(self._step.inputs).recording
+            if filled is not None:
+                return first_difference([filled, again], is_reduced=self._is_reduced) is None
+        return None
+
+    def _anywhere(self, is_here: bool) -> bool:
+        told = exchange(self._transport, self._step.title, [], payload=bytes([is_here]))
+        return any(one[0] for one in told)
+
+    def _gathered(self, mine: _Told) -> list[_Told]:
+        rows = self._transport.all_gather_bytes(json.dumps(asdict(mine)).encode())
+        return [_Told(**json.loads(row)) for row in rows]
+
+    # ------------------------------------------------------------------ ranks with one another
+
+    def _between(self, told: list[_Told], *, is_deterministic: bool) -> list[Finding]:
+        """What differs between the ranks; every rank comes to the same."""
+        step = self._step
+        self._note_data_and_chance(told)
+        if step.synchronization.why_apart:
+            self._notes.append(f"{step.synchronization.why_apart}: ranks were not compared with one another")
+            self._doubts.append("ranks were not compared with one another")
+            return []
+        findings = self._differing_gradients(told)
+        aligned = align_inputs(step.inputs, self._transport) if step.aligns_inputs else None
+        if aligned is not None and aligned.why_not:
+            self._notes.append(f"ranks were not given rank 0's inputs: {aligned.why_not}")
+        has_same = step.same_inputs if aligned is None else not aligned.why_not
+        kept = Kept()
+        recording = self._run(
+            step.inputs if aligned is None else aligned.inputs, prepare=self._align, kept=kept
+        ).recording
+        found, recordings = self._first_between(recording)
+        if found is None:
+            of = ", ".join(
+                ["rank 0's buffers"]
+                + ["random numbers"] * step.align_rng
+                + ["inputs"] * (aligned is not None and has_same)
+            )
+            self._checked.append(
+                f"ranks with one another, with {of}: parameters, calls, outputs and gradients"
+            )
+            return findings
+        is_of_data = (
+            found.stage in ("input", "calls") and not has_same and self._comes_from_outside(found, recording)
+        )
+        if is_of_data:
+            self._checked.append("ranks with one another: parameters, as each has other data")
+            self._notes.append(
+                "the ranks have different data, as they should in data-parallel training, so what they make of them "
+                "was not compared. To compare it, hand the batch over as inputs=(...)"
+            )
+            self._doubts.append("what ranks make of their own data was not compared")
+        elif found.stage != "state" and not is_deterministic:
+            self._notes.append(
+                "what ranks compute was not compared, as it is not the same on one rank, either"
+            )
+        else:
+            difference = self._how_ranks_differ(found, recordings, kept)
+            chance = None if step.align_rng else [one.chance for one in told]
+            findings.append(
+                between_ranks(found, recordings, difference, facts=[one.facts for one in told], chance=chance)
+            )
+        return findings
+
+    def _align(self) -> None:
+        align_tensors([buffer for _, buffer in self._buffers], self._transport)
+        if self._step.align_rng:
+            align_chance(self._transport)
+
+    def _first_between(self, mine: Recording) -> tuple[Found | None, list[Recording]]:
+        digest = digest_of([fingerprint_of_number(mine.compared())])
+        told = exchange(self._transport, self._step.title, [], payload=digest)
+        if len(set(told)) == 1:
+            return None, []
+        recordings = [Recording.loaded(row) for row in self._transport.all_gather_bytes(mine.dumped())]
+        return first_difference(recordings), recordings
+
+    def _comes_from_outside(self, found: Found, recording: Recording) -> bool:
+        """Whether it is the function itself that gives modules something else, or calls others."""
+        return found.call < 0 or (found.stage == "input" and recording.calls[found.call].parent < 0)
+
+    def _how_ranks_differ(self, found: Found, recordings: list[Recording], kept: Kept) -> str:
+        """How far the first rank of the minority is from one of the majority."""
+        if found.stage not in ("input", "output"):
+            return ""
+        places = [recording.events[found.event].values for recording in recordings]
+        if len({len(values) for values in places}) > 1 or found.place >= len(places[0]):
+            return ""
+        if len({values[found.place].about for values in places}) > 1:
+            abouts = [values[found.place].about for values in places]
+            return " | ".join(f"{abouts[group[0]]} on {describe_ranks(group)}" for group in found.groups)
+        mine = kept.get(found.event, found.place)
+        if not self._everywhere(mine is not None):
+            return ""
+        assert mine is not None
+        expected = mine.clone()  # of a rank of the largest group, in a moment
+        broadcast_tensors([expected], self._transport, src=found.groups[0][0]).wait()
+        told = self._transport.all_gather_bytes(how_they_differ(expected, mine).encode())
+        return told[found.groups[1][0]].decode()
+
+    def _everywhere(self, is_here: bool) -> bool:
+        told = exchange(self._transport, self._step.title, [], payload=bytes([is_here]))
+        return all(one[0] for one in told)
+
+    # ------------------------------------------------------------------ what ranks have told
+
+    def _differing_gradients(self, told: list[_Told]) -> list[Finding]:
+        """Gradients that should be the same mean on all ranks, and are not."""
+        reduced = self._step.synchronization.reduced
+        names = [name for name, _ in self._parameters if name in reduced]
+        rows = [one.gradients for one in told]
+        if not names or any(len(row) != len(names) for row in rows):
+            return []
+        self._checked.append(f"ranks with one another: {len(names)} gradients after they were reduced")
+        columns = list(zip(*rows, strict=True))
+        differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
+        if not differing:
+            return []
+        groups = groups_of(columns[differing[0]])
+        return [of_gradients([names[index] for index in differing], groups, len(names))]
+
+    def _note_data_and_chance(self, told: list[_Told]) -> None:
+        step = self._step
+        batches = groups_of([tuple(one.batch) for one in told])
+        if len(batches) == 1 and told[0].batch and not step.same_inputs:
+            self._notes.append(
+                "all ranks were given the same batch. In data-parallel training each rank has samples of its own: is "
+                "the sampler distributed (sl.DistributedSampler), and does it know its rank?"
+            )
+            self._doubts.append("all ranks were given the same batch")
+        drew = told[0].drew
+        if drew:
+            names = ", ".join(drew[:_MAX_NAMED]) + (
+                f" and {len(drew) - _MAX_NAMED} more" if drew[_MAX_NAMED:] else ""
+            )
+            generators = {name for one in told for name in one.generators}
+            same = all(len({one.chance.get(name) for one in told}) == 1 for name in generators)
+            self._notes.append(
+                f"random numbers are drawn by {names}. "
+                + (
+                    "All ranks draw the same ones (the same dropout masks), as their generators are at the same place; "
+                    "if each is to draw its own, seed each with its rank: torch.manual_seed(seed + rank)"
+                    if same
+                    else "Each rank draws its own, as generators are at different places"
+                )
+            )
+        self._note_buffers(told)
+
+    def _note_buffers(self, told: list[_Told]) -> None:
+        exempt = self._step.synchronization.exempt
+        names = [name for name, _ in (*self._parameters, *self._buffers) if name not in exempt]
+        of_buffers = {name for name, _ in self._buffers}
+        columns = zip(names, zip(*(one.state for one in told), strict=True), strict=True)
+        apart = [name for name, column in columns if name in of_buffers and len(set(column)) > 1]
+        if apart:
+            shown = ", ".join(apart[:_MAX_NAMED]) + (", ..." if apart[_MAX_NAMED:] else "")
+            self._notes.append(
+                f"{len(apart)} buffers differ between ranks ({shown}), as each rank's batches make them; for the "
+                "comparison all ranks had rank 0's"
+            )
+        if exempt:
+            self._notes.append("parameters and buffers that the wrapper ignores were not compared")
+
+
+def _distinct(named: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Each tensor once, by its first name."""
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in named:
+        seen.setdefault(id(tensor), (name, tensor))
+    return list(seen.values())
+
+
+def _copied(inputs: Any) -> Any:
+    """So that a step may write to them."""
+    return map_leaves(inputs, lambda _, leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _bits_of_batch(recording: Recording) -> list[int]:
+    """Of the tensors that the first module was given."""
+    for event in recording.events[:1]:
+        return [value.bits for value in event.values if value.about.startswith("(")]
+    return []
+
+
+def _tupled(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+# ---------------------------------------------------------------------- how it is run
+
+
+@contextlib.contextmanager
+def _as_written() -> Iterator[None]:
+    """Run compiled modules as they are written: compiled code does not call the modules inside."""
+    if not is_compiler_loaded():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+_WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Deterministic algorithms where there are, and memory filled with NaN; gives the operations that have none."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_deterministic(True, warn_only=warned_only or not was_on)
+        settings.fill_uninitialized_memory = True
+        try:
+            yield lambda: _operations(str(one.message) for one in caught)
+        finally:
+            settings.fill_uninitialized_memory = filled
+            set_deterministic(was_on, warn_only=warned_only)
+
+
+def _operations(texts: Iterator[str]) -> tuple[str, ...]:
+    found = (match[1] for text in texts for match in _WITHOUT_DETERMINISM.finditer(text))
+    return tuple(dict.fromkeys(found))

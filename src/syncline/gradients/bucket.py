@@ -1,0 +1,340 @@
+"""One bucket of gradients: a flat tensor, the views of it, and where it stands in the current backward."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline._torch.tensors import foreach_copy_
+from syncline.errors import SynclineError
+from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.comm_hook import CommHook, GradBucket
+from syncline.gradients.shard import Share, view_like
+from syncline.transport.base import Transport, Work
+
+__all__ = ["Bucket", "BucketState", "Lifecycle", "copy_scaled"]
+
+
+class BucketState(enum.Enum):
+    """Where a bucket stands in the current backward."""
+
+    FILLING = "filling"
+    """Waiting for gradients of this backward; the flat tensor belongs to this rank."""
+    IN_FLIGHT = "in flight"
+    """Handed to the transport; nobody else may touch the flat tensor."""
+    REDUCED = "reduced"
+    """The flat tensor holds the sum over all ranks, until the next backward."""
+
+
+_ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
+    BucketState.FILLING: frozenset({BucketState.IN_FLIGHT, BucketState.FILLING}),
+    BucketState.IN_FLIGHT: frozenset({BucketState.REDUCED}),
+    BucketState.REDUCED: frozenset({BucketState.FILLING}),
+}
+
+
+class Lifecycle:
+    """What all kinds of buckets have in common: members, where they stand, and what the ledger wants to know.
+
+    Args:
+        plan: which parameters lie where.
+        members: the parameters of the plan, in its order.
+    """
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Tensor]) -> None:
+        self.plan = plan
+        self.members = list(members)
+        self.num_pending = len(self.members)
+        self.state = BucketState.FILLING
+        self.trigger: int | None = None
+        """The parameter whose gradient completed the bucket; None where the end of backward did."""
+        self.launched_at = 0.0
+        self.waited_seconds = 0.0
+
+    def reset(self) -> None:
+        """Ready for the next backward. Refused while the transport holds the bucket."""
+        self._transition(BucketState.FILLING)
+        self.num_pending = len(self.members)
+
+    def _transition(self, to: BucketState) -> None:
+        assert to in _ALLOWED_MOVES[self.state], f"bucket {self.plan.index}: {self.state} -> {to}"
+        self.state = to
+
+
+class Bucket(Lifecycle):
+    """Owns the flat tensor of one `BucketPlan`.
+
+    Args:
+        plan: which parameters lie where.
+        parameters: all parameters of the module, by index.
+        transport: what the flat tensor travels by.
+        as_view: whether `.grad` becomes the view of the flat tensor, instead of getting its values copied.
+        comm_hook: what reduces the flat tensor in place of the transport's all_reduce.
+        is_last: whether a hook is told that it is the last one.
+        in_place: take the flat tensor from the transport, which makes this a collective call.
+        memory: a flat tensor to use the front of, shared with buckets before this one; None for one of its own.
+        predecessor: the last bucket that used this memory; it is waited for before this one is filled.
+        shared_names: all parameters' names, by index, where each rank is to reduce only its share of the bucket; this
+            makes it a collective call as well.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[Tensor],
+        transport: Transport,
+        *,
+        as_view: bool = False,
+        comm_hook: CommHook | None = None,
+        is_last: bool = False,
+        in_place: bool = False,
+        shared_names: Sequence[str] | None = None,
+        memory: Tensor | None = None,
+        predecessor: Bucket | None = None,
+    ) -> None:
+        super().__init__(plan, [parameters[i] for i in plan.parameters])
+        self._transport = transport
+        self._as_view = as_view
+        self._comm_hook = comm_hook
+        self._is_last = is_last
+        first = self.members[0]
+        dtype: torch.dtype = getattr(torch, plan.dtype)
+        numel = plan.numel + plan.padding_numel + plan.tail_numel
+        if memory is not None:
+            self.flat = transport.narrow(memory, numel)
+        else:
+            allocate = transport.allocate if in_place else _zeros
+            self.flat = allocate(numel, dtype, first.device)
+        self._predecessor = predecessor
+        self.share: Share | None = None
+        if shared_names is not None:
+            names = [shared_names[index] for index in plan.parameters]
+            self.share = Share(
+                plan, self.members, names, self.flat, transport, outlives_bucket=memory is not None
+            )
+        self.views = [
+            view_like(self.flat, offset, parameter)
+            for offset, parameter in zip(plan.offsets, self.members, strict=True)
+        ]
+        self.num_large = plan.num_large
+        small_from = plan.offsets[plan.num_large] if plan.num_large < len(plan.offsets) else plan.numel
+        # Slices are kept because making one costs more than many of the operations on it.
+        self._small_members = self.members[plan.num_large :]
+        self._small_views = self.views[plan.num_large :]
+        self._small_flat = self.flat[small_from : plan.numel]
+        # Real and imaginary parts apart: control digits are real, and a complex division rounds where a real one
+        # would not.
+        real = torch.view_as_real(self.flat) if dtype.is_complex else self.flat
+        self._gradients_flat = real[: plan.numel]
+        self._tail = real[plan.numel + plan.padding_numel :].flatten()
+        self._work: Work | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def view_of(self, position: int) -> Tensor | None:
+        """Where the gradient of member `position` is copied as soon as it is ready; None for a small one."""
+        return self.views[position] if position < self.num_large else None
+
+    def fill(self, scale: float, missing: frozenset[int]) -> None:
+        """Fill what is not filled yet. Now the flat tensor holds this rank's gradients, and may be looked at."""
+        if self._predecessor is not None:
+            self._predecessor.wait()
+        self._fill_small(scale, any_missing=bool(missing))
+        if missing:
+            self._fill_missing_large(missing, scale)
+        if self.share is not None:
+            self.share.take_over()
+
+    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
+        """Hand the flat tensor to the transport, `tail` behind the gradients.
+
+        Args:
+            tail: control data; None where this bucket carries none.
+            trigger: the parameter whose gradient completed the bucket; None where the end of backward did.
+        """
+        self.trigger = trigger
+        if tail is not None:
+            if any(tail):
+                self._tail[: len(tail)] = torch.tensor(tail, dtype=self._tail.dtype, device=self._tail.device)
+            else:  # nothing to report, as in almost every step
+                self._tail.zero_()
+        self._transition(BucketState.IN_FLIGHT)
+        self.launched_at = time.perf_counter()
+        if self.share is not None:
+            self._work = self._transport.reduce_spans(self.flat, self.share.bounds, "sum")
+            return
+        if self._comm_hook is None:
+            self._work = self._transport.all_reduce(self.flat, "sum")
+            return
+        bucket = GradBucket(
+            index=self.plan.index,
+            buffer=self.flat,
+            parameters=self.members,
+            gradients=self.views,
+            is_last=self._is_last,
+        )
+        self._future = self._comm_hook(bucket)
+
+    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
+        """Send zeros: a rank that has no inputs left. `.grad` stays as it is."""
+        if self._as_view:  # what `.grad` shows must not change: let it keep the values as a tensor of its own
+            self.give_back_views()
+        self.flat.zero_()
+        self.send(tail=tail, trigger=None)
+
+    def give_back_views(self) -> None:
+        """Let `.grad` be a tensor of its own where it is a view of the flat one."""
+        for parameter, view in zip(self.members, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+
+    def _fill_small(self, scale: float, *, any_missing: bool) -> None:
+        """Copy the small gradients into place, times `scale`; a missing one counts as zero."""
+        if not self._small_members:
+            return
+        gradients = [parameter.grad for parameter in self._small_members]
+        if not any_missing:
+            try:
+                # One batched call; where a gradient already is its view, copying it onto itself does nothing.
+                foreach_copy_(self._small_views, gradients)
+            except TypeError:  # an undefined gradient: its hook ran, and there is nothing
+                any_missing = True
+        if any_missing:
+            for view, gradient in zip(self._small_views, gradients, strict=True):
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+        if scale != 1.0:
+            self._small_flat.mul_(scale)
+
+    def _fill_missing_large(self, missing: frozenset[int], scale: float) -> None:
+        """Fill the places of the large parameters that were not ready in this backward.
+
+        What earlier backwards without synchronization left in `.grad` counts; nothing counts as zero.
+        """
+        for index, parameter, view in zip(
+            self.plan.parameters[: self.num_large], self.members, self.views, strict=False
+        ):
+            if index not in missing:
+                continue
+            copy_scaled(view, parameter.grad, scale)
+
+    def wait(self) -> None:
+        """Block until the flat tensor holds what was asked for: the sum, or the hook's result."""
+        if self.state is BucketState.REDUCED:  # waited for, because its memory was needed
+            return
+        start = time.perf_counter()
+        if self._work is not None:
+            self._work.wait()
+        else:
+            assert self._future is not None
+            self._take(self._future.wait())
+        self.waited_seconds = time.perf_counter() - start
+        self._work = self._future = None
+        self._transition(BucketState.REDUCED)
+        if self.share is not None:
+            self.share.collect()
+
+    def _take(self, result: object) -> None:
+        """A hook's result: the flat tensor itself, or another with as many elements."""
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        name = "" if self._comm_hook is None else self._comm_hook.name
+        if not isinstance(result, Tensor) or result.numel() != self.flat.numel():
+            got = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+            raise SynclineError(
+                f"communication hook {name}, bucket {self.plan.index}: expected its future to hold a tensor of "
+                f"{self.flat.numel()} elements, got {got}: return the bucket's buffer, reduced"
+            )
+        if result is not self.flat:
+            self.flat.copy_(result.view(-1))
+
+    def own(self) -> Tensor:
+        """Between `fill` and `send`, this rank's gradients."""
+        return self._gradients_flat
+
+    def own_parts(self) -> list[tuple[int, Tensor]]:
+        """The same memory by parameter index."""
+        return list(zip(self.plan.parameters, self.views, strict=True))
+
+    def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """After `hand_out`, what was reduced, all in one; and what `.grad` is now, by parameter index.
+
+        The former may be of a wider type than the latter. Of a shared bucket both are this rank's span.
+        """
+        if self.share is not None:
+            return self.share.gradient, self.share.parts()
+        gradients = zip(self.plan.parameters, self.members, strict=True)
+        return self._gradients_flat, [(i, p.grad) for i, p in gradients if p.grad is not None]
+
+    def read_tail(self) -> list[float]:
+        """The control data of all ranks, summed."""
+        tail: list[float] = self._tail.tolist()
+        return tail
+
+    def looks_finite(self, num_samples: int = 64) -> bool:
+        """Whether some elements of what was reduced, evenly spread, are all finite."""
+        sample = self._gradients_flat[:: max(1, len(self._gradients_flat) // num_samples)]
+        return bool(sample.isfinite().all())
+
+    def divide(self, divisor: float) -> None:
+        """Divide the reduced gradients."""
+        if self.share is not None:
+            self.share.divide(divisor)
+            return
+        self._gradients_flat.div_(divisor)
+
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
+        """Let `.grad` of each member be what was reduced.
+
+        Args:
+            skip: indices of parameters to leave alone.
+            any_missing: whether a member may have no `.grad`.
+            keeps_tensor: whether `.grad` stays the tensor that it is, and gets the values, also where it would become a
+                view: for it has a graph (create_graph=True), or another wrapper reduces it too.
+        """
+        if self.share is not None:
+            self.share.hand_out(skip, any_missing=any_missing)
+            return
+        if self._as_view and not keeps_tensor:
+            for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
+                if index not in skip and parameter.grad is not view:
+                    parameter.grad = view
+            return
+        if not any_missing:
+            try:
+                foreach_copy_([parameter.grad for parameter in self.members], self.views)
+            except TypeError:
+                any_missing = True
+        if any_missing:
+            for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):
+                if index in skip:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter).copy_(view)
+                else:
+                    parameter.grad.copy_(view)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
+    """`view = gradient * scale` in one pass; in place where the gradient already is the view; None is zero."""
+    if gradient is None:
+        view.zero_()
+    elif gradient is view:
+        if scale != 1.0:
+            view.mul_(scale)
+    elif scale == 1.0:
+        view.copy_(gradient)
+    elif view.dtype is not gradient.dtype:
+        view.copy_(gradient).mul_(scale)  # in the wider type: first converted, then multiplied
+    else:
+        torch.mul(gradient, scale, out=view)

@@ -1,0 +1,258 @@
+"""Which gradients travel together, and in which order: pure functions of plain data.
+
+A bucket is one flat tensor that is reduced by one collective. Buckets are launched strictly in index order,
+so that every rank starts the same collectives in the same order whatever its autograd engine does; what is
+planned here is therefore agreed by all ranks before it is used.
+
+Inside a bucket the large gradients come first and the small ones behind them. A large gradient is copied into
+its place the moment it is ready, while it is still in the processor's cache; the small ones are copied together
+when the bucket is launched, in one batched call, because for them the call costs more than the memory.
+
+Method: gradient bucketing with overlap (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training", VLDB 2020, section 3.2.3). Why the default bucket sizes are what they are:
+`docs/decisions/0002-few-large-buckets.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["MIB", "BucketCaps", "BucketPlan", "HostLoad", "ParameterSpec", "automatic_caps", "plan_buckets"]
+
+
+MIB = 1024 * 1024
+
+LARGE_GRADIENT_NUMEL = 16 * 1024
+"""Gradients from this size on are copied as soon as they are ready (64 KiB in fp32)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """What planning needs to know of one parameter."""
+
+    name: str
+    numel: int
+    itemsize_bytes: int
+    dtype: str
+    """What its gradient is reduced in."""
+    device: str
+    sparse: bool = False
+    """Its gradient has rows for few of its indices: it is gathered, not added up in a flat tensor."""
+    delayed: bool = False
+    """Its gradient travels after all others that are not delayed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketCaps:
+    """How large a bucket may grow. A parameter larger than the cap gets a bucket of its own."""
+
+    cap_bytes: int
+    first_cap_bytes: int
+    """A smaller first bucket starts the overlap of sending and computing earlier."""
+    listed_bytes: tuple[int, ...] = ()
+    """Caps of the first buckets of each kind, one by one; those that follow get `cap_bytes`."""
+    is_default: bool = False
+    """The user gave none."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest of them."""
+        return max((self.cap_bytes, *self.listed_bytes))
+
+    def of(self, position: int) -> int:
+        """The cap of the bucket at `position` among those of its kind."""
+        if position < len(self.listed_bytes):
+            return self.listed_bytes[position]
+        return self.first_cap_bytes if position == 0 else self.cap_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketPlan:
+    """One bucket: which parameters (by index) lie where in its flat tensor."""
+
+    index: int
+    dtype: str
+    device: str
+    parameters: tuple[int, ...]
+    """Parameter indices in the order of their place in the flat tensor: the large ones first."""
+    offsets: tuple[int, ...]
+    """Where each parameter begins, in elements."""
+    num_large: int
+    """How many of `parameters`, from the front, are copied one by one as soon as they are ready."""
+    numel: int
+    """Elements of gradients, gaps between them included, without padding and control tail."""
+    tail_numel: int
+    """Elements of control data behind the gradients: 0 in every bucket but the last."""
+    itemsize_bytes: int
+    sparse: bool = False
+    """One parameter alone, whose sparse gradient has no flat tensor."""
+    numels: tuple[int, ...] = ()
+    """Elements of each parameter."""
+    padding_numel: int = 0
+    """Elements of nothing behind the gradients, so that ranks can have equal shares of the bucket."""
+
+    @property
+    def num_gradient_elements(self) -> int:
+        """Elements of gradients alone."""
+        return sum(self.numels)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the flat tensor, padding and control tail included."""
+        return (self.numel + self.padding_numel + self.tail_numel) * self.itemsize_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoad:
+    """How busy one host is, for `automatic_caps`."""
+
+    num_ranks: int
+    num_cores: int
+    num_threads_per_rank: int
+
+
+_IN_PLACE_CAP_BYTES = 8 * MIB
+
+
+def automatic_caps(
+    hosts: Sequence[HostLoad], *, device_type: str, reduces_in_place: bool = False
+) -> BucketCaps:
+    """The caps to use when the user gave none.
+
+    Sending while computing pays when something else than the computing cores can do the sending: an accelerator's
+    copy engines, a network between hosts, or cores that no rank computes on. Then 1 MiB first and 25 MiB after, as
+    torch does. On one host whose cores all compute, each further collective only takes time from the computation:
+    there, few and large buckets win.
+
+    Where the ranks take each other's gradients from memory, a bucket costs little, and one that is reduced soon is
+    still in the last cache: there buckets are of medium size.
+
+    Args:
+        hosts: all of them.
+        device_type: where the gradients are.
+        reduces_in_place: whether ranks take each other's gradients from memory.
+
+    Example:
+        >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
+        >>> automatic_caps([crowded], device_type="cpu").cap_bytes // MIB
+        32
+        >>> automatic_caps([crowded, crowded], device_type="cpu").cap_bytes // MIB
+        25
+    """
+    overlapping = BucketCaps(cap_bytes=25 * MIB, first_cap_bytes=1 * MIB, is_default=True)
+    if device_type != "cpu" or len(hosts) > 1:
+        return overlapping
+    if reduces_in_place:
+        return BucketCaps(cap_bytes=_IN_PLACE_CAP_BYTES, first_cap_bytes=_IN_PLACE_CAP_BYTES, is_default=True)
+    host = hosts[0]
+    if host.num_ranks * (host.num_threads_per_rank + 1) <= host.num_cores:
+        return overlapping
+    return BucketCaps(cap_bytes=32 * MIB, first_cap_bytes=32 * MIB, is_default=True)
+
+
+def plan_buckets(
+    specs: Sequence[ParameterSpec],
+    order: Sequence[int],
+    *,
+    caps: BucketCaps,
+    tail_numel: int,
+    align_numel: int = 1,
+    multiple_of: int = 1,
+) -> tuple[BucketPlan, ...]:
+    """Put the parameters into buckets, in the order in which their gradients become ready.
+
+    Args:
+        specs: the parameters, by index.
+        order: a permutation of the indices: the gradient that is ready first comes first.
+        caps: how large buckets may grow.
+        tail_numel: elements of control data to add to the last bucket.
+        align_numel: begin each parameter at a multiple of so many elements.
+        multiple_of: pad each bucket to a multiple of so many elements.
+
+    Returns:
+        The buckets in launch order. A bucket holds one dtype on one device, a sparse gradient is alone in its
+        own; a bucket comes before another when it is complete earlier in `order`.
+
+    Example:
+        >>> spec = ParameterSpec(name="w", numel=4, itemsize_bytes=4, dtype="float32", device="cpu")
+        >>> caps = BucketCaps(cap_bytes=32, first_cap_bytes=16)
+        >>> [b.parameters for b in plan_buckets([spec] * 3, [2, 1, 0], caps=caps, tail_numel=7)]
+        [(2,), (1, 0)]
+    """
+    if sorted(order) != list(range(len(specs))):
+        raise ValueError(f"expected order to name each of {len(specs)} parameters once, got {list(order)}")
+    groups = _fill_groups(specs, order, caps)
+    return tuple(
+        _lay_out(
+            specs,
+            group,
+            index=i,
+            tail_numel=tail_numel if i == len(groups) - 1 else 0,
+            align_numel=align_numel,
+            multiple_of=multiple_of,
+        )
+        for i, group in enumerate(groups)
+    )
+
+
+def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
+    """Parameter indices by bucket, buckets in the order in which they are complete."""
+    filling: dict[tuple[str, str, bool], list[int]] = {}
+    filled_bytes: dict[tuple[str, str, bool], int] = {}
+    position = {index: at for at, index in enumerate(order)}
+    complete: list[list[int]] = []
+    num_complete: dict[tuple[str, str, bool], int] = {}
+    for index in order:
+        spec = specs[index]
+        if spec.sparse:
+            complete.append([index])
+            continue
+        kind = (spec.dtype, spec.device, spec.delayed)
+        size_bytes = spec.numel * spec.itemsize_bytes
+        # Every kind's first bucket gets the small cap: each dtype's sending should start early.
+        cap_bytes = caps.of(num_complete.get(kind, 0))
+        if kind in filling and filled_bytes[kind] + size_bytes > cap_bytes:
+            complete.append(filling.pop(kind))
+            num_complete[kind] = num_complete.get(kind, 0) + 1
+        if kind not in filling:
+            filling[kind] = []
+            filled_bytes[kind] = 0
+        filling[kind].append(index)
+        filled_bytes[kind] += size_bytes
+    return sorted(
+        [*complete, *filling.values()], key=lambda group: (specs[group[0]].delayed, position[group[-1]])
+    )
+
+
+def _lay_out(
+    specs: Sequence[ParameterSpec],
+    group: Sequence[int],
+    *,
+    index: int,
+    tail_numel: int,
+    align_numel: int,
+    multiple_of: int,
+) -> BucketPlan:
+    large = [i for i in group if specs[i].numel >= LARGE_GRADIENT_NUMEL]
+    small = [i for i in group if specs[i].numel < LARGE_GRADIENT_NUMEL]
+    offsets = []
+    numel = 0
+    for i in (*large, *small):
+        numel += -numel % align_numel
+        offsets.append(numel)
+        numel += specs[i].numel
+    return BucketPlan(
+        index=index,
+        dtype=specs[group[0]].dtype,
+        device=specs[group[0]].device,
+        parameters=(*large, *small),
+        offsets=tuple(offsets),
+        num_large=len(large),
+        numel=numel,
+        tail_numel=tail_numel,
+        itemsize_bytes=specs[group[0]].itemsize_bytes,
+        sparse=specs[group[0]].sparse,
+        numels=tuple(specs[i].numel for i in (*large, *small)),
+        padding_numel=-numel % multiple_of,
+    )

@@ -1,0 +1,288 @@
+"""`normalize_by`: divide summed gradients by the global number of items behind them.
+
+How many items stand behind the gradients in `.grad`: the bookkeeping of `normalize_by`.
+
+A loss that is the *sum* over items (tokens, samples) gives gradients that may simply be added over ranks and
+micro-batches; dividing once by the global number of items then is exact, however unequal the batches are
+(huggingface/transformers issue 34242 shows what averaging means of means does instead).
+
+Kept are the items of the `normalize_by` block that is open, those of micro-batches that have not been reduced yet,
+and the global total behind gradients that were reduced and are still in `.grad`: as a mean (`reduced_total`) or,
+once more is to be added to them, as this rank's share of the sum (carried).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline._torch.tensors import foreach_mul_, stored_values, version_of
+from syncline.checks import checked_count
+from syncline.gradients.tail import MAX_ITEMS
+
+__all__ = ["ItemCount", "ItemNormalizer", "Standing", "checked_num_items"]
+
+
+def checked_num_items(num_items: Any) -> int:
+    """`num_items` as an int; integers of any kind (0-d tensors too) are accepted.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: negative, or too large to be sent exactly.
+    """
+    is_tensor = isinstance(num_items, Tensor) and num_items.numel() == 1
+    count = num_items.item() if is_tensor else num_items
+    return checked_count("num_items", count, at_least=0, at_most=MAX_ITEMS)
+
+
+class ItemCount:
+    """The items behind this rank's unreduced gradients, and the global total behind reduced ones."""
+
+    def __init__(self) -> None:
+        self._open: int | None = None
+        self._open_was_used = False
+        self._unreduced: int | None = None
+        self._num_uncounted_backwards = 0
+        self._carried_total: int | None = None
+        self.reduced_total: int | None = None
+        """Global items behind the mean that a reduction left in `.grad`."""
+
+    @property
+    def anything_behind_gradients(self) -> bool:
+        """Whether earlier backwards may have left something in `.grad` that this bookkeeping knows of."""
+        totals = (self._unreduced, self._carried_total, self.reduced_total)
+        return totals != (None, None, None) or self._num_uncounted_backwards > 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    @property
+    def open_was_used(self) -> bool:
+        """Whether a backward ran inside the open `normalize_by` block."""
+        return self._open_was_used
+
+    def open(self, num_items: int) -> None:
+        if self._open is not None:
+            raise ValueError(
+                "normalize_by blocks do not nest: leave the first one before you enter the second"
+            )
+        self._open = num_items
+        self._open_was_used = False
+
+    def close(self) -> None:
+        self._open = None
+        self._open_was_used = False
+
+    def backward_begins(self) -> None:
+        """Count the open block's items once, at its first backward."""
+        if self._open is None:
+            self._num_uncounted_backwards += 1
+        elif not self._open_was_used:
+            self._open_was_used = True
+            self._unreduced = (self._unreduced or 0) + self._open
+
+    @property
+    def unreduced(self) -> int | None:
+        """Items behind what was not reduced yet; None where nothing was counted."""
+        return self._unreduced
+
+    @property
+    def num_uncounted_backwards(self) -> int:
+        """Backwards outside of `normalize_by` since the last reduction."""
+        return self._num_uncounted_backwards
+
+    @property
+    def carried_total(self) -> int | None:
+        """Global items behind a mean that was turned into this rank's share of the sum."""
+        return self._carried_total
+
+    def take_for_reduction(self) -> int | None:
+        """The items to report with a synchronized backward, or None where nothing was counted.
+
+        Raises:
+            ValueError: some micro-batches were counted and others not: their gradients are already added up
+                and no divisor is right for both.
+        """
+        counted, uncounted = self._unreduced, self._num_uncounted_backwards
+        self._unreduced, self._num_uncounted_backwards = None, 0
+        if counted is not None and uncounted:
+            raise ValueError(
+                f"{uncounted} backward(s) outside of normalize_by were accumulated with gradients counted by "
+                "normalize_by: put every micro-batch of one synchronized step inside normalize_by, or none"
+            )
+        return counted
+
+    def reduced(self, num_items: int) -> int:
+        """A reduction of `num_items` (over all ranks) is done; returns the items behind it, carried ones too."""
+        self.reduced_total = num_items + (self._carried_total or 0)
+        self._carried_total = None
+        return self.reduced_total
+
+    def carry(self, num_ranks: int) -> float:
+        """The factor that turns the reduced mean into each rank's share of the sum it came from."""
+        assert self.reduced_total is not None
+        self._carried_total, self.reduced_total = self.reduced_total, None
+        return self._carried_total / num_ranks
+
+    def uncarry(self, num_ranks: int) -> float:
+        """Take `carry` back, nothing was added; returns the factor that `carry` returned."""
+        assert self._carried_total is not None
+        total = self._carried_total
+        self._carried_total, self.reduced_total = None, total
+        return total / num_ranks
+
+    def forget(self) -> None:
+        """`.grad` was cleared: nothing stands behind it any more."""
+        self._unreduced = None
+        self._num_uncounted_backwards = 0
+        self._carried_total = None
+        self.reduced_total = None
+
+
+class Standing(NamedTuple):
+    """What stands behind `.grad`, for a reduction outside of a backward."""
+
+    num_items: int | None
+    """Items behind what was not reduced yet; None where nothing was counted."""
+    is_uncounted: bool
+    """Whether backwards outside of `normalize_by` are not reduced yet."""
+    total: int | None
+    """Global items behind what was reduced and is still there."""
+    is_mean: bool
+    """Whether that is there as a mean, not as this rank's share of the sum."""
+    is_changed: bool
+    """Whether a mean was changed since."""
+
+
+class ItemNormalizer:
+    """Keeps the item count true to what is in `.grad`, also when gradients are added to, cleared or changed.
+
+    Args:
+        parameters: whose gradients are counted.
+        num_ranks: how many ranks add theirs.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
+        self.count = ItemCount()
+        self._parameters = parameters
+        self._num_ranks = num_ranks
+        self._versions: list[int | None] = []
+
+    def follow(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
+        """Go on with others, for the module or its group has changed; also inside of a block."""
+        before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
+        if before:
+            self._versions = [
+                before.get(id(p), None if p.grad is None else version_of(p.grad)) for p in parameters
+            ]
+        self._parameters, self._num_ranks = parameters, num_ranks
+
+    @contextmanager
+    def block(self, num_items: int) -> Iterator[None]:
+        """See `DistributedDataParallel.normalize_by`."""
+        self.count.open(num_items)
+        try:
+            carried = self._carry_reduced_gradients()
+            try:
+                yield
+            finally:
+                if carried and not self.count.open_was_used:
+                    self._scale(1.0 / self.count.uncarry(self._num_ranks))
+        finally:
+            self.count.close()
+
+    def backward_is_done(self) -> None:
+        """Inside a block: remember `.grad`'s version counters, to notice what is done to it before the next one."""
+        if self.count.is_open:
+            self._versions = self._current_versions()
+
+    def standing(self) -> Standing:
+        """What stands behind `.grad` now; nothing, where it was cleared.
+
+        Raises:
+            ValueError: a block is open, so nobody knows whether its items are complete.
+        """
+        count = self.count
+        if count.is_open:
+            raise ValueError(
+                "gradients cannot be synchronized inside of a normalize_by block: leave it first"
+            )
+        unchanged = self._versions == self._current_versions()
+        if count.anything_behind_gradients and self._were_cleared(unchanged=unchanged):
+            count.forget()
+        return Standing(
+            num_items=count.unreduced,
+            is_uncounted=count.num_uncounted_backwards > 0,
+            total=count.reduced_total if count.carried_total is None else count.carried_total,
+            is_mean=count.reduced_total is not None,
+            is_changed=count.reduced_total is not None and not unchanged,
+        )
+
+    def carry(self) -> None:
+        """Turn a mean that is in `.grad` into this rank's share of the sum, to be summed with what is added."""
+        if self.count.reduced_total is not None:
+            self._scale(self.count.carry(self._num_ranks))
+
+    def was_reduced_outside(self, *, is_known: bool) -> None:
+        """All of `.grad` is a mean now; `is_known`: of the items that `total` returned, this time or before."""
+        self.count.take_for_reduction()
+        if is_known:
+            self._versions = self._current_versions()
+
+    def total(self, num_items: Sequence[int], *, step: int) -> int:
+        """The divisor: the items of all ranks, and those behind gradients that were carried over.
+
+        Raises:
+            ValueError: there are none.
+        """
+        self._num_ranks = len(num_items)  # one, where gradients stay local
+        total = self.count.reduced(sum(num_items))
+        if not total:
+            raise ValueError(
+                f"step {step}: normalize_by counted 0 items on all {len(num_items)} rank(s), so the mean is "
+                "undefined: skip the step where no rank has items"
+            )
+        return total
+
+    def _carry_reduced_gradients(self) -> bool:
+        """Prepare what earlier backwards left in `.grad` for being added to; whether anything was changed.
+
+        Reduced gradients are a mean already, the same on every rank. Turned back into this rank's share of the
+        sum they can be summed again with what is added now, and divided by the items of both.
+        """
+        if not self.count.anything_behind_gradients:
+            return False
+        unchanged = self._versions == self._current_versions()
+        if self._were_cleared(unchanged=unchanged):
+            self.count.forget()
+            return False
+        if self.count.reduced_total is None:
+            return False
+        if not unchanged:
+            raise ValueError(
+                "the gradients of an earlier backward under normalize_by were changed since (clipped, perhaps) and "
+                "not cleared, so nothing can be added to them exactly: call optimizer.zero_grad() first"
+            )
+        self._scale(self.count.carry(self._num_ranks))
+        return True
+
+    def _were_cleared(self, *, unchanged: bool) -> bool:
+        """Whether somebody has cleared the gradients."""
+        present = [p.grad for p in self._parameters if p.grad is not None]
+        return not present or (not unchanged and not any(bool(_values(g).any()) for g in present))
+
+    def _current_versions(self) -> list[int | None]:
+        return [None if p.grad is None else version_of(p.grad) for p in self._parameters]
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return stored_values(gradient) if gradient.is_sparse else gradient

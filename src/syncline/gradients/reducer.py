@@ -1,0 +1,864 @@
+"""Gradient synchronization: hooks fill buckets, buckets are reduced while backward goes on.
+
+One backward, in order (`docs/architecture.md` has the picture):
+
+1. the first gradient that is ready begins the backward: whether it synchronizes is decided here and now, and a
+   callback for the end of this backward is queued in the autograd engine;
+2. each ready gradient is counted, and copied into its bucket (large ones at once, small ones at launch);
+3. a bucket whose gradients are all ready is launched, strictly in index order;
+4. at the end of backward the remaining buckets are launched with zeros for what is missing, all are waited for,
+   the control tail of the last one is read, and `.grad` gets the mean.
+
+The number of Python calls is what this costs: one per parameter, a handful per bucket. Nothing here is done per
+parameter that can be done per bucket.
+
+Which gradient synchronizations there are, so that a bare module's is found by its parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward, queue_callback
+from syncline._torch.tensors import foreach_div_
+from syncline.errors import SynclineError
+from syncline.gradients.backward_owner import Ownership
+from syncline.gradients.bucket import Bucket, copy_scaled
+from syncline.gradients.comm_hook import CommHook
+from syncline.gradients.distributed_autograd import AutogradContexts
+from syncline.gradients.graph_tasks import Entry, Turns
+from syncline.gradients.guard import StepGuard
+from syncline.gradients.layout import BucketLayout
+from syncline.gradients.ledger import Ledger
+from syncline.gradients.nonfinite import NonFiniteWatch
+from syncline.gradients.normalize_by import ItemNormalizer
+from syncline.gradients.options import GradientOptions
+from syncline.gradients.replica_watch import ReplicaWatch
+from syncline.gradients.same_data import SameDataWatch
+from syncline.gradients.sparse import SparseBucket
+from syncline.gradients.stop_vote import StopVote
+from syncline.gradients.tail import MAX_WAITING, RankControl
+from syncline.gradients.usage import GraphUsage, SharedUsage, StaticUsage, is_accumulating
+from syncline.gradients.verdict import Trouble, pass_verdict, pass_verdict_alone
+from syncline.transport.base import Transport
+from syncline.user_code import warn_user
+
+__all__ = ["GradientSync", "caretakers_of", "remember_caretaker"]
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class GradientSync:
+    """Reduces the gradients of some parameters in each backward.
+
+    Args:
+        named_parameters: the parameters that require grad, each once, the same on all ranks.
+        transport: what the buckets travel by.
+        options: how.
+        has_own_connection: whether nothing else ever travels by `transport`, not even what a communication hook starts.
+
+    It stays active until `remove_hooks`. Not safe for two backwards of the same parameters at once.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        transport: Transport,
+        options: GradientOptions,
+        *,
+        has_own_connection: bool = False,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.transport = transport
+        self.main_lane = transport
+        """What the ranks agree by where gradients are reduced outside of a backward."""
+        self.options = options
+        self.enabled = True
+        """What `no_sync` switches off. Read when the first gradient of a backward is ready."""
+        self.normalizer = ItemNormalizer(self.parameters, transport.size)
+        self.ledger = Ledger(self.names)
+        self.layout = BucketLayout(named_parameters, transport, options)
+        self.guard = StepGuard()
+        self.same_data = SameDataWatch(rank=transport.rank)
+        self.nonfinite: NonFiniteWatch | None = None
+        """Who looks for gradients that are not finite; None where nobody does."""
+        if options.on_nonfinite != "ignore":
+            gradients = partial(_gradients_of, self.parameters, self.layout)
+            self.nonfinite = NonFiniteWatch(options.on_nonfinite, self.names, gradients, transport)
+        self.step = 0
+        """Steps of the run so far, as messages and records count them: those before it went on here, too."""
+        self._steps_before = 0
+        self.comm_hook: CommHook | None = None
+        self._has_own_connection = has_own_connection
+        self.num_contributing: int | None = None
+        """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
+        self.num_ranks_using: Sequence[int] = ()
+        """How many ranks used each parameter in the last backward, where unused ones are looked for."""
+        self.decide: Callable[[], bool] | None = None
+        """Asked when a backward begins, whether it is to be reduced; None: each one is."""
+        self.before_reduction: Callable[[], None] | None = None
+        """Called when a backward that synchronizes begins, until it returns: something has to be compared before it."""
+        self.on_reduced: Callable[[], None] | None = None
+        """Called when `.grad` holds what was reduced, inside of backward."""
+        self.watch: ReplicaWatch | None = None
+        """What compares the replicas, where that was asked for."""
+        self.stop_vote: StopVote | None = None
+        """By which ranks agree to stop, where somebody would act on it."""
+        self.pending_futures: list[torch.futures.Future[Any]] = []
+        """What the end of the next backward waits for besides (a buffer hook's, say)."""
+        self._usage = (
+            GraphUsage(self.parameters) if options.allow_unused and not options.static_graph else None
+        )
+        self._shared = SharedUsage(transport, len(self.parameters)) if options.skip_unused else None
+        self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
+        self._turns = Turns()
+        self.ownership = Ownership(self.parameters)
+        """Tells a backward of this wrapper from one of another wrapper with some of the same parameters."""
+        self._context_id: int | None = None
+        """Of the distributed autograd that the backward under way belongs to; None for an ordinary one."""
+        # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
+        self._ready: list[int] = []
+        self._used_since_reduction: set[int] = set()
+        self._synchronizing = False
+        self._is_deferred = False
+        """Whether the backward under way is reduced at its end: under create_graph=True hooks must not copy."""
+        self._has_warned_of_graph = False
+        self._num_items: int | None = None
+        self._absent = _NONE
+        self._missing_at_end: frozenset[int] | None = None
+        self._scale = 1.0
+        self._next_to_launch = 0
+        self._sent: list[Bucket | SparseBucket] = []
+        self._step_under_way = 0
+        self._began_at = 0.0
+        self.trouble = Trouble(transport.rank, self.names)
+        if self._sends:
+            self.layout.build(None)
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+        self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
+        if self._contexts is not None:
+            self.handles += self._contexts.handles
+        rivals = caretakers_of(self.parameters)
+        self.ownership.share_with(other.ownership for other in rivals)
+        for other in rivals:
+            other.layout.give_back_views()
+        remember_caretaker(self)
+
+    def continues(self, former: GradientSync) -> None:
+        """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
+        former.remove_hooks()
+        self.step, self._steps_before = former.step, former._steps_before
+        self.enabled = former.enabled
+        self.guard, self.num_contributing = former.guard, former.num_contributing
+        self.same_data = former.same_data
+        self.on_reduced = former.on_reduced
+        self.decide, self.stop_vote = former.decide, former.stop_vote
+        self.trouble.text = former.trouble.text
+        self.pending_futures = former.pending_futures
+        self.ownership.continues(former.ownership)
+        # A block of normalize_by, or backwards under no_sync, may have begun before the module changed.
+        self.normalizer = former.normalizer
+        self.normalizer.follow(self.parameters, self.transport.size)
+        used = {id(former.parameters[index]) for index in former._used_since_reduction}
+        self._used_since_reduction.update(i for i, p in enumerate(self.parameters) if id(p) in used)
+        if self.watch is not None and former.watch is not None:
+            self.watch.continues(former.watch)
+        if self.nonfinite is not None and former.nonfinite is not None:
+            self.nonfinite.continues(former.nonfinite)
+        if former.comm_hook is not None:
+            self.comm_hook = former.comm_hook
+            self.layout.build(former.comm_hook)
+
+    @property
+    def _sends(self) -> bool:
+        return self.transport.size > 1 or self.comm_hook is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._turns.is_running
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether `.grad` holds what no other rank knows: the last backwards ran under `no_sync`."""
+        return bool(self._used_since_reduction) and self._sends
+
+    def reduced_outside(self, indices: Collection[int], *, num_items: int | None, was_changed: bool) -> None:
+        """`.grad` of these parameters was reduced by other means than a backward; of all of them if items count.
+
+        Args:
+            indices: of the parameters.
+            num_items: what the sum was divided by, if not by the number of ranks.
+            was_changed: whether a mean that an earlier reduction left had been changed before, see `Standing`.
+        """
+        self._used_since_reduction.difference_update(indices)
+        if not self._used_since_reduction:
+            self.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
+        divisor = self.transport.size if num_items is None else num_items
+        found = None
+        if self.nonfinite is not None:
+            self.nonfinite.conclude_outside([(i, self.parameters[i].grad) for i in indices], step=self.step)
+            found = self.nonfinite.last
+        self.ledger.note_reduction(divisor=divisor, counted_items=num_items is not None, nonfinite=found)
+        if self.nonfinite is not None:
+            self.nonfinite.act()
+
+    def discards_step(self) -> bool:
+        """Whether attached optimizers are to leave their step undone, for `.grad` is not finite."""
+        if self.nonfinite is None:
+            return False
+        if self._used_since_reduction and not self._sends:
+            # A world of one, in which what ran under no_sync may be stepped without any reduction.
+            self._used_since_reduction.clear()
+            self._conclude_alone(self.nonfinite)
+            self.ledger.note_judgement(self.nonfinite.last)
+            self.nonfinite.act()
+        return self.nonfinite.discards_step()
+
+    def _conclude_alone(self, nonfinite: NonFiniteWatch) -> None:
+        """Judge all that is in `.grad`: there is one rank."""
+        nonfinite.conclude_alone([(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step)
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were found."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.ownership.withdraw()
+
+    def use_comm_hook(self, hook: CommHook) -> None:
+        """Reduce buckets by `hook` from now on. It gets undivided gradients and divides by itself.
+
+        Raises:
+            RuntimeError: there is one already, or a backward has begun and not ended.
+            ValueError: it is registered inside of `normalize_by`.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once: "
+                f"{self.comm_hook.name} is registered"
+            )
+        if self._turns.is_running:
+            raise RuntimeError(
+                "register_comm_hook must be called between two backwards, got it in the backward of step "
+                f"{self.step + 1}"
+            )
+        if self.normalizer.count.is_open and not hook.averages:
+            raise ValueError(
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
+                "Leave the block of normalize_by before the hook is registered, and use one or the other"
+            )
+        self.comm_hook = hook
+        self.layout.build(hook)
+
+    @property
+    def num_backwards(self) -> int:
+        """Synchronized ones so far, by this object and those whose place it took."""
+        return self.step - self._steps_before
+
+    def resume_from_step(self, step: int) -> None:
+        """Count steps from here on: the parameters have been loaded, and were saved after this step.
+
+        Only messages and records may depend on it: one rank may load alone, and broadcast to the others what it has
+        loaded.
+        """
+        self.step, self._steps_before = step, step - self.num_backwards
+        if self.watch is not None:
+            self.watch.steps_before = self._steps_before
+            self.watch.agreed_at(None)
+
+    def mark_replicas_equal(self) -> None:
+        """Record that all ranks have just compared their replicas, which were equal."""
+        if self.watch is not None:
+            self.watch.agreed_at(self.num_backwards)
+
+    # ------------------------------------------------------------------ during backward
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        if self._static is not None:
+            return self._make_static_hook(index, self._static)
+        ready, places, turns = self._ready, self.layout.places, self._turns
+        current_task = current_graph_task_id
+        as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
+        has_unused, rivals = self._usage is not None, self.ownership.rivals
+        stand_in = self.layout.stand_in_of(index)
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            if current_task() != turns.current and not self._begin():
+                return
+            ready.append(index)
+            if not self._synchronizing:
+                return
+            if has_unused and index in self._absent:
+                raise self.trouble.from_outside(self._step_under_way, index)
+            bucket, view = places[index]
+            if view is not None:
+                copy_scaled(view, parameter.grad, self._scale)
+                if as_view and not has_unused and not rivals:
+                    parameter.grad = view  # frees the gradient while its memory is still in cache
+                elif stand_in is not None:
+                    parameter.grad = stand_in
+            bucket.num_pending -= 1
+            if not bucket.num_pending:
+                self._launch_complete()
+
+        return gradient_is_ready
+
+    def _make_static_hook(self, index: int, static: StaticUsage) -> Callable[[Tensor], None]:
+        """As above, where a parameter may get several gradients in one backward."""
+        ready, places, turns = self._ready, self.layout.places, self._turns
+        counts, expected = static.counts, static.expected
+        current_task = current_graph_task_id
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            if current_task() != turns.current and not self._begin():
+                return
+            counts[index] += 1
+            if counts[index] != expected[index]:
+                return
+            ready.append(index)
+            if not self._synchronizing or not static.is_learnt:
+                return
+            bucket, view = places[index]
+            if view is not None:
+                copy_scaled(view, parameter.grad, self._scale)
+            bucket.num_pending -= 1
+            if not bucket.num_pending:
+                self._launch_complete()
+
+        return gradient_is_ready
+
+    def _context_gradient_is_ready(self, index: int, context_id: int) -> None:
+        """A gradient may be one of distributed autograd; that of an ordinary backward has just been here."""
+        if self._turns.is_running and self._context_id is None:
+            return
+        if current_graph_task_id() != self._turns.current:
+            self._context_id = context_id
+            if not self._begin():
+                return
+        self._ready.append(index)
+
+    def _mark_ready(self, index: int) -> None:
+        """What a hook does, for a gradient whose hook could not know yet."""
+        bucket, view = self.layout.places[index]
+        if view is not None:
+            copy_scaled(view, self.parameters[index].grad, self._scale)
+        bucket.num_pending -= 1
+        if not bucket.num_pending:
+            self._launch_complete()
+
+    def forward_begins(self) -> None:
+        """So whatever backward comes next is not the rest of the last one."""
+        self._turns.forward_begins()
+        if self._contexts is not None:
+            self._contexts.forward_begins()
+
+    def outermost_hook(self) -> Callable[[object], None]:
+        """A hook for a forward's outputs: the graph task that comes to one is not inside of another one."""
+        turns, current_task = self._turns, current_graph_task_id
+
+        def backward_begins(_: object) -> None:
+            if current_task() != turns.outermost and self.handles:  # not one whose hooks were removed
+                turns.outermost = current_task()
+                if is_accumulating(self.parameters):
+                    self._begin()
+
+        return backward_begins
+
+    def _begin(self) -> bool:
+        """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began.
+
+        Returns:
+            Whether it is a backward of this wrapper.
+        """
+        task = current_graph_task_id()
+        if self.ownership.rivals and not self._turns.knows(task) and not self.ownership.owns(task):
+            return False
+        if self.trouble.text is not None:
+            self.trouble.raise_again()
+        entry = self._turns.enter(task)
+        if entry is Entry.GOES_ON:
+            if not self._turns.knows(task):
+                self._join_task(task)
+            return True
+        if entry is Entry.INTERRUPTS:
+            self._abandon()
+        elif entry is Entry.TOO_LATE:
+            raise self.trouble.too_late(self.step)
+        if self.before_reduction is not None and self.enabled:
+            self.before_reduction()
+            self.before_reduction = None  # only now: if it raised, the next backward calls it again
+        self._began_at = time.perf_counter()
+        if self.nonfinite is not None:
+            self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
+        self.normalizer.count.backward_begins()
+        synchronizes = self.enabled and self._sends and (self.decide is None or self.decide())
+        self._is_deferred = synchronizes and torch.is_grad_enabled()
+        self._synchronizing = synchronizes and not self._is_deferred
+        if self._is_deferred:
+            self._check_graph()
+        if self.enabled:
+            self._num_items = self.normalizer.count.take_for_reduction()
+        if self._static is not None:
+            self._static.reset()
+        if synchronizes:
+            if self._num_items is not None or self.comm_hook is not None:
+                self._scale = 1.0
+            else:
+                self._scale = 1.0 / (self.num_contributing or self.transport.size)
+            self._start_step()
+            if self._usage is not None and self._context_id is None and not is_inside_another_backward():
+                self._mark_absent(self._usage.absent())
+            if self._shared is not None:
+                self._shared.tell(self._uses(set(range(len(self.parameters))) - self._absent))
+        self._join_task(task)
+        return True
+
+    def _check_graph(self) -> None:
+        """The backward runs under create_graph=True: only values are reduced."""
+        if self.options.sharded:
+            raise SynclineError(
+                f"rank {self.transport.rank}, step {self.step + 1}: backward(create_graph=True) is not possible with "
+                "sharded=True, where reduced gradients lie in shards without a graph. Use torch.autograd.grad for the "
+                "inner gradients, or wrap the module without sharded=True"
+            )
+        if self.transport.rank or self._has_warned_of_graph:
+            return
+        self._has_warned_of_graph = True
+        warn_user(
+            f"step {self.step + 1}: backward(create_graph=True): the values of .grad are the mean over ranks, but its "
+            "graph is this rank's own, so second derivatives are not averaged. Average what is computed from them "
+            "(sl.average_), or take an inner gradient by torch.autograd.grad(..., create_graph=True) and run a plain "
+            "backward() on the loss, which is averaged. This warning comes once"
+        )
+
+    def _uses(self, now: set[int]) -> list[int]:
+        """1 for each parameter that this rank will have something for: from `now`, or from backwards under no_sync."""
+        seen = self._used_since_reduction
+        return [
+            int(index in now or (index in seen and parameter.grad is not None))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def _start_step(self) -> None:
+        self._next_to_launch = 0
+        self._sent = []
+        self._step_under_way = self.transport.board.step = self.step + 1
+        self.transport.board.phase = "backward"
+        for bucket in self.layout.buckets:
+            bucket.reset()
+        if self.watch is not None:
+            self.watch.begin(range(self.num_backwards + 1, self.num_backwards + 2))
+
+    def _mark_absent(self, absent: frozenset[int]) -> None:
+        """What this backward will not reach need not be waited for."""
+        self._absent = absent
+        for index in absent:
+            self.layout.places[index][0].num_pending -= 1
+
+    def _join_task(self, task: int) -> None:
+        self._turns.join(task)
+        queue_callback(partial(self._end_of_task, task))
+
+    def _abandon(self) -> None:
+        """An earlier backward never came to its end: user code in it raised, or it is still going on."""
+        num_launched = self._next_to_launch if self._synchronizing else 0
+        is_under_way = self._synchronizing or self._is_deferred
+        are_out_of_step = num_launched or (is_under_way and self._shared is not None)
+        self._forget_backward()
+        if are_out_of_step:
+            raise self.trouble.interrupted(self.step + 1, num_launched)
+
+    def _launch_complete(self) -> None:
+        """Launch, in index order, every bucket that is complete."""
+        buckets = self.layout.buckets
+        while self._next_to_launch < len(buckets):
+            bucket = buckets[self._next_to_launch]
+            if bucket.num_pending or (self._static is not None and bucket.plan.tail_numel):
+                return  # whether a static graph has changed is known at its end, and told with the last bucket
+            missing = self._absent.intersection(bucket.plan.parameters) if self._absent else _NONE
+            self._launch_next(trigger=self._ready[-1], missing=missing)
+
+    def _launch_next(self, *, trigger: int | None, missing: frozenset[int]) -> None:
+        at = self._next_to_launch
+        bucket = self.layout.buckets[at]
+        self._next_to_launch = at + 1
+        try:
+            if self._shared is not None and self._shared.is_unused_by_all(bucket.plan.parameters):
+                return
+            bucket.fill(self._scale, missing)
+            if self.nonfinite is not None:
+                self.nonfinite.look_at(bucket)
+            if self.same_data.is_open and isinstance(bucket, Bucket):
+                self.same_data.look_at(bucket.own())
+            tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
+            bucket.send(tail=tail, trigger=trigger)
+        except Exception as error:
+            self.trouble.add_place(error, self._step_under_way, bucket.plan)
+            raise
+        self._sent.append(bucket)
+
+    def _encode_tail(self, missing: frozenset[int]) -> list[int]:
+        used: list[int] = []
+        if self.options.allow_unused:
+            seen = self._used_since_reduction.union(self._ready)
+            if len(seen) == len(self.parameters):
+                used = [int(parameter.grad is not None) for parameter in self.parameters]
+            else:
+                used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
+        fingerprint = self.guard.fingerprint()
+        graph_changed = self._static is not None and self._static.has_changed()
+        nonfinite = self.nonfinite is not None and self.nonfinite.has_found()
+        stop = self.stop_vote is not None and self.stop_vote.request.is_asked
+        replica = 0 if self.watch is None else self.watch.fingerprint()
+        num_waiting = min(self.guard.num_waiting, MAX_WAITING)
+        gradients = self.same_data.fingerprint() if self.same_data.is_open else 0
+        is_empty = not (used or missing or fingerprint or nonfinite or stop or replica or num_waiting)
+        if is_empty and not gradients and self._num_items is None:
+            return []  # nothing to tell, as in almost every step
+        control = RankControl(
+            gradients_missing=bool(missing) and not self.options.allow_unused,
+            graph_changed=graph_changed,
+            num_items=self._num_items,
+            nonfinite=nonfinite,
+            fingerprint=fingerprint,
+            replica=replica,
+            stop=stop,
+            num_waiting=num_waiting,
+            gradients=gradients,
+        )
+        return self.layout.form.encode(control, rank=self.transport.rank, used=used)
+
+    # ------------------------------------------------------------------ at the end of backward
+
+    @torch.no_grad()
+    def _end_of_task(self, task: int, *, is_copied: bool = False) -> None:
+        """One graph task has ended; the backward has, unless it goes on around this one."""
+        if not is_copied:
+            if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
+                return
+            self._synchronizing = self._synchronizing or self._is_deferred
+        try:
+            if self.ownership.rivals and not is_copied and self._synchronizing and self._context_id is None:
+                # The backward may be another wrapper's, too: each copies its gradients before any changes `.grad`.
+                self._launch_rest()
+                queue_callback(partial(self._end_of_task, task, is_copied=True))
+                return
+            if self._context_id is not None and self._synchronizing:
+                self._finish_in_context(self._context_id)
+            elif self._synchronizing:
+                self._finish_synchronized()
+            elif self.enabled:
+                self._finish_alone()
+            else:
+                self._used_since_reduction.update(self._ready)
+                self._record(divisor=1)
+            self.normalizer.backward_is_done()
+            if self.nonfinite is not None:
+                self.nonfinite.act()
+        except BaseException:
+            if self.nonfinite is not None:
+                self.nonfinite.failed()
+            self._forget_backward()
+            raise
+        self._forget_backward()
+        for future in self.pending_futures:
+            future.wait()
+        self.pending_futures.clear()
+        if self.on_reduced is not None and self.enabled:
+            self.on_reduced()
+
+    def _finish_alone(self) -> None:
+        """A world of one rank, or gradients that stay local: nothing to send, the same rules."""
+        missing = self._missing()
+        self.step += 1
+        pass_verdict_alone(
+            () if self.options.allow_unused else [self.names[index] for index in sorted(missing)],
+            self._static.changed() if self._static is not None and self._static.has_changed() else (),
+            rank=self.transport.rank,
+            num_ranks=self.transport.size,
+            step=self.step,
+            names=self.names,
+        )
+        divisor = 1
+        if self._num_items is not None:
+            divisor = self.normalizer.total([self._num_items], step=self.step)
+            foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
+        if self._static is not None:
+            self._static.learn()
+        if self.nonfinite is not None and self.transport.size == 1:
+            self._conclude_alone(self.nonfinite)
+        self._used_since_reduction.clear()
+        self._record(divisor=divisor)
+
+    def _finish_in_context(self, context_id: int) -> None:
+        """The gradients are those of a distributed autograd; none of them is in a bucket yet."""
+        assert self._contexts is not None
+        if self.options.sharded:
+            raise SynclineError(
+                "distributed autograd keeps gradients in contexts of its own, which sharded=True has no shards of: "
+                "wrap the module without sharded=True"
+            )
+        with self._contexts.as_grad(context_id):
+            for index in tuple(self._ready):
+                self._mark_ready(index)
+            self._finish_synchronized()
+
+    def _launch_rest(self) -> frozenset[int]:
+        """Launch what is not launched yet, with zeros for gradients that are missing. Returns which are."""
+        if self._missing_at_end is not None:
+            return self._missing_at_end
+        is_learning = self._static is not None and not self._static.is_learnt
+        if self._static is not None:
+            self._static.learn()
+        if is_learning or self._is_deferred:
+            for index in tuple(self._ready):
+                self._mark_ready(index)
+        missing = self._missing_at_end = self._missing()
+        while self._next_to_launch < len(self.layout.buckets):
+            self._launch_next(trigger=None, missing=missing)
+        return missing
+
+    def _finish_synchronized(self) -> None:
+        missing = self._launch_rest()
+        # A view would let one wrapper scale in place what another one has not copied yet.
+        keeps_tensors = self._is_deferred or bool(self.ownership.rivals)
+        self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
+        self.step += 1
+        divisor = self.num_contributing or self.transport.size
+        if self._num_items is None and not self.options.allow_unused and not missing:
+            # The common case: hand out each bucket while later ones are still on their way.
+            left = 1.0 if self.comm_hook is None else self._left_to_divide(divisor)
+            for bucket in self._sent:
+                self._wait(bucket)
+                if left != 1:
+                    bucket.divide(left)
+                bucket.hand_out(_NONE, any_missing=False, keeps_tensor=keeps_tensors)
+            self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
+            ranks = self._decode()
+            self._check(ranks)
+        else:
+            for bucket in self._sent:
+                self._wait(bucket)
+            if self._shared is not None:
+                self._shared.wait()
+            self._launch_control(lambda: self._encode_tail(missing), are_reduced=True)
+            ranks = self._decode()
+            self._check(ranks)
+            if self._num_items is not None:
+                divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
+            left = self._left_to_divide(divisor)
+            if left != 1:
+                for bucket in self._sent:
+                    bucket.divide(left)
+            used = self.num_ranks_using
+            skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
+            for bucket in self._sent:
+                bucket.hand_out(skip, any_missing=bool(missing), keeps_tensor=keeps_tensors)
+        if self.nonfinite is not None:
+            self._conclude(self.nonfinite, ranks, self._sent)
+        if self.watch is not None:
+            self._compare_replicas(self.watch, ranks)
+        self._used_since_reduction.clear()
+        self._record(divisor=divisor)
+        if not self.layout.order_is_learnt:
+            self.layout.learn_order(self._ready)
+
+    def _left_to_divide(self, divisor: int) -> float:
+        """By what the result has to be divided yet: a user's hook divides by itself, one that encodes averages."""
+        if self.comm_hook is not None and self.comm_hook.averages:
+            return divisor / self.transport.size
+        return 1.0 if self._num_items is None else divisor
+
+    def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
+        """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
+
+        Before, so that all is under way at once; but where it travels by the connection that a communication hook
+        uses, it has to come after: a hook may start collectives of its own whenever one of its futures completes,
+        and ours would get in between.
+        """
+        control = self.layout.control
+        must_be_last = self.comm_hook is not None and not self._has_own_connection
+        if control is not None and are_reduced == must_be_last:
+            control.launch(tail())
+
+    def shadow(self) -> None:
+        """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
+        self._synchronizing = True
+        self._start_step()
+        if self.nonfinite is not None:
+            self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
+        tail = self.layout.form.encode(
+            RankControl(joined=True),
+            rank=self.transport.rank,
+            used=[0] * len(self.parameters) if self.options.allow_unused else (),
+        )
+        try:
+            if self._shared is not None:
+                self._shared.tell([0] * len(self.parameters))
+            for bucket in self.layout.buckets:
+                if self._shared is not None and self._shared.is_unused_by_all(bucket.plan.parameters):
+                    continue
+                bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
+                self._sent.append(bucket)
+            self.step += 1
+            self._launch_control(lambda: tail, are_reduced=False)
+            for bucket in self._sent:
+                self._wait(bucket)
+            self._launch_control(lambda: tail, are_reduced=True)
+            ranks = self._decode()
+            self._check(ranks)
+            if self.nonfinite is not None:
+                self._conclude(self.nonfinite, ranks, ())
+            if self.watch is not None:
+                self._compare_replicas(self.watch, ranks)
+            if not self.layout.order_is_learnt:
+                self.layout.learn_order(())
+            if self.nonfinite is not None:
+                self.nonfinite.act()
+        finally:
+            self._forget_backward()
+
+    def _missing(self) -> frozenset[int]:
+        """The parameters without a gradient in this backward."""
+        seen = set(self._ready)
+        if len(seen) != len(self._ready):
+            twice = [index for index in seen if self._ready.count(index) > 1]
+            raise self.trouble.twice(self.step + 1, twice)
+        if self.options.allow_unused:  # an undefined gradient has a hook's call and no value
+            seen = {index for index in seen if self.parameters[index].grad is not None}
+        if len(seen) == len(self.parameters):
+            return _NONE
+        return frozenset(range(len(self.parameters))) - seen
+
+    def _wait(self, bucket: Bucket | SparseBucket) -> None:
+        self.transport.board.bucket = bucket.plan.index
+        try:
+            bucket.wait()
+        except Exception as error:
+            self.trouble.add_place(error, self._step_under_way, bucket.plan)
+            raise
+
+    def _decode(self) -> Sequence[RankControl]:
+        """What each rank told; empty where none had anything to tell, as in almost every step."""
+        if self.layout.control is not None:
+            tail = self.layout.control.read()
+        else:
+            last = self.layout.buckets[-1]
+            assert isinstance(last, Bucket)
+            tail = last.read_tail()
+        if not any(tail) and not self.options.allow_unused:
+            return ()
+        ranks, self.num_ranks_using = self.layout.form.decode(tail)
+        return ranks
+
+    def _check(self, ranks: Sequence[RankControl]) -> None:
+        """Raise, on every rank alike, what any rank reported."""
+        if self.stop_vote is not None:
+            self.stop_vote.receive(ranks)
+        if self.same_data.is_open:
+            self.same_data.compare(ranks, step=self.step)
+        if not ranks:
+            return
+        self.guard.compare_forwards(ranks, rank=self.transport.rank, step=self.step)
+        pass_verdict(
+            ranks,
+            self.transport,
+            step=self.step,
+            names=self.names,
+            missing=self._missing,
+            changed=[].copy if self._static is None else self._static.changed,
+            facts=self.guard.facts,
+        )
+
+    def _compare_replicas(self, watch: ReplicaWatch, ranks: Sequence[RankControl]) -> None:
+        """Raise, on every rank alike, if they are found to differ: last, for `.grad` may be stepped all the same."""
+        if ranks and not any(control.joined for control in ranks):
+            watch.compare([control.replica for control in ranks], self.num_backwards)
+            if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
+                dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
+                is_finite = not any(control.nonfinite for control in ranks)
+                watch.mean_is(
+                    is_finite and all(bucket.looks_finite() for bucket in dense), self.num_backwards
+                )
+
+    def _conclude(
+        self,
+        nonfinite: NonFiniteWatch,
+        ranks: Sequence[RankControl],
+        buckets: Sequence[Bucket | SparseBucket],
+    ) -> None:
+        """Decide, on every rank alike, what becomes of gradients that are not finite."""
+        # A mean of 1/N each overflows only where nobody's own does; a sum, or what a hook makes of it, may.
+        can_overflow = self.comm_hook is not None or any(control.num_items is not None for control in ranks)
+        nonfinite.conclude(ranks, buckets, step=self.step, can_overflow=can_overflow)
+
+    # ------------------------------------------------------------------ between backwards
+
+    def _forget_backward(self) -> None:
+        if self._synchronizing:
+            self.guard.reduction_ended()
+            if self.watch is not None:
+                self.watch.forget()
+            board = self.transport.board
+            board.phase, board.bucket = "after backward", None
+        self._turns.forget()
+        self._context_id = None
+        self._ready.clear()
+        self._absent = _NONE
+        self._missing_at_end = None
+        self.num_contributing = None
+        self._synchronizing = self._is_deferred = False
+        self._num_items = None
+
+    def _record(self, *, divisor: int) -> None:
+        self.ledger.note(
+            step=self.step,
+            ready=self._ready.copy(),
+            began_at=self._began_at,
+            divisor=divisor,
+            counted_items=self._num_items is not None,
+            buckets=self._sent if self._synchronizing else (),
+            nonfinite=None if self.nonfinite is None else self.nonfinite.last,
+        )
+
+
+def _gradients_of(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
+    """What is in `.grad`; for shards, of which each rank has others, what stands for them until the next backward."""
+    shares = layout.shares()
+    for share in shares:
+        yield from share.stand_ins
+    if not shares:
+        yield from (parameter.grad for parameter in parameters)
+
+
+_lock = threading.Lock()  # ranks may be threads
+
+_known: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+def remember_caretaker(caretaker: GradientSync) -> None:
+    """It is found while it lives and has its hooks."""
+    with _lock:
+        _known.add(caretaker)
+
+
+def caretakers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
+    """What synchronizes the gradients of any of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    with _lock:
+        known = list(_known)
+    return [one for one in known if one.handles and any(id(p) in wanted for p in one.parameters)]

@@ -1,0 +1,412 @@
+"""Rotating fingerprints: in each step a slice of the replica is compared with the other ranks', by some bytes that
+travel with the gradients.
+
+A step's slice is hashed when its backward begins, for then nobody writes: parameters and optimizer state were last
+written by the optimizer's step, which all ranks have made. Which slice that is follows from the number of the step. The
+fingerprint rides in the control data (`control.py`), so equal replicas send nothing else. Only where fingerprints
+differ do the ranks look for the elements (`replicas.py`).
+Buffers change in forward; those that were just synchronized are hashed before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.checks import checked_choice, checked_count, store
+from syncline.differences import describe_ranks
+from syncline.equality.fingerprint import SliceHash, mixed
+from syncline.equality.locate import LocatedDifference, divergence_error, locate
+from syncline.errors import ReplicaDivergence
+from syncline.gradients.coverage import Coverage, Leaf, Piece, optimizer_leaves_of, parameter_leaves
+from syncline.gradients.tail import MAX_REPLICA_FINGERPRINT
+from syncline.tensors.broadcasting import TensorBroadcaster
+from syncline.tensors.targets import distinct_tensors
+from syncline.transport.base import Transport
+from syncline.user_code import warn_user
+
+__all__ = ["ReplicaCheck", "ReplicaWatch"]
+
+
+OnDivergence = Literal["raise", "repair", "warn"]
+
+_LISTED_ANEW = 8
+"""After so many rounds the tensors are listed anew, whatever has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCheck:
+    """Compare replicas while training: in each step a slice, and all of it within `every` steps.
+
+    For `DistributedDataParallel(replica_check=...)`. Parameters, the state of attached optimizers (tensors and
+    integers), and buffers right after they were synchronized are boiled down to fingerprints, which travel with the
+    gradients. What the contract
+    lets differ (buffers that are a rank's own, parameters between two meetings of a strategy) is not compared.
+
+    Args:
+        every: within so many steps all has had its turn, so that a difference is found.
+        on_divergence: "raise" `ReplicaDivergence` on every rank, before the optimizer steps; "repair": the majority's
+            values are broadcast, with a warning (where no more than half of the ranks agree, as of two ranks, that
+            would be a guess: it raises); "warn": a warning on rank 0, and training goes on.
+
+    Raises:
+        TypeError, ValueError: something else.
+
+    Example:
+        >>> import torch, syncline as sl
+        >>> check = sl.ReplicaCheck(every=50)
+        >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), replica_check=check)
+    """
+
+    every: int = 100
+    on_divergence: OnDivergence = "raise"
+
+    def __post_init__(self) -> None:
+        store(self, every=checked_count("every", self.every, at_least=1))
+        checked_choice("on_divergence", self.on_divergence, get_args(OnDivergence))
+
+
+class ReplicaWatch:
+    """Compares the replicas of one module on one rank with those of its peers.
+
+    Args:
+        check: how often, and what to do.
+        title: of the module, for messages.
+        parameters: that have to be equal; the same on all ranks.
+        transport: between the ranks that have to be equal.
+        buffers: names of those that take part, and where they are: a module's dictionary, and the key in it.
+        optimizers: those whose state has to be equal, as they are now.
+        ranks: by what number the ranks of `transport` are known to users.
+        agreed_at: the step at which all were equal for sure; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        check: ReplicaCheck,
+        title: str,
+        parameters: Sequence[tuple[str, Tensor]],
+        transport: Transport,
+        *,
+        buffers: Sequence[tuple[str, Mapping[str, Tensor | None], str]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        ranks: Sequence[int],
+        agreed_at: int | None,
+    ) -> None:
+        self.check = check
+        self.last_compared: tuple[int, bool] | None = None
+        """The step of the last comparison, and whether all were equal."""
+        self.num_looks = 0
+        """Backwards so far, whether anything had its turn or not."""
+        self.num_repairs = 0
+        self.steps_before = 0
+        """What messages count besides: the steps before the run went on here."""
+        self._title = title
+        self._transport = transport
+        self._ranks = ranks
+        self._agreed_at = self._buffers_agreed_at = agreed_at
+        named = distinct_tensors(parameters, for_writing=False)
+        self._parameters = parameter_leaves(named)
+        self._own = {id(tensor) for _, tensor in parameters}
+        self._buffer_leaves = [
+            Leaf(name, owner, (key,), has_agreed_strides=True) for name, owner, key in buffers
+        ]
+        self._optimizers = optimizers
+        self._states: list[tuple[int, int]] = []
+        """By which changes of the optimizers' state are noticed."""
+        self._num_entries = 0
+        self._coverage: Coverage | None = None
+        self._buffer_coverage: Coverage | None = None
+        self._steps = range(0)
+        self._hash: SliceHash | None = None
+        self._buffer_steps = range(0)
+        self._buffer_hashes: list[SliceHash] = []
+        """Of each forward since the last backward."""
+        self._warned: set[str] = set()
+        self._was_finite = True
+
+    def continues(self, former: ReplicaWatch) -> None:
+        """Take the place of another, of the same module before it was changed."""
+        self.last_compared, self.num_looks = former.last_compared, former.num_looks
+        self.num_repairs, self._warned, self._was_finite = (
+            former.num_repairs,
+            former._warned,
+            former._was_finite,
+        )
+        self.steps_before = former.steps_before
+        if former._coverage is not None:
+            self._agreed_at = former._coverage.all_agreed_at
+        else:
+            self._agreed_at, self._buffers_agreed_at = former._agreed_at, former._buffers_agreed_at
+
+    def agreed_at(self, step: int | None) -> None:
+        """All ranks have compared parameters and optimizer state after this step; None: these were replaced."""
+        self._agreed_at, self._buffers_agreed_at = step, None
+        if self._coverage is not None:
+            self._coverage.all_agreed(step)
+        if self._buffer_coverage is not None:
+            self._buffer_coverage.all_agreed(None)
+
+    # ------------------------------------------------------------------ each step
+
+    def buffers_are_equal(self, step: int) -> None:
+        """Buffers have just been synchronized: look at the slice whose turn it is, before forward changes them."""
+        coverage = self._buffer_coverage
+        if coverage is None:
+            coverage = self._buffer_coverage = Coverage(
+                self._buffer_leaves, self.check.every, self._buffers_agreed_at
+            )
+        elif step % self.check.every == 0:
+            coverage = self._buffer_coverage = coverage.found_again(self._buffer_leaves)
+        self._buffer_steps = range(step, step + 1)
+        pieces = coverage.pieces(self._buffer_steps)
+        if pieces:
+            self._buffer_hashes.append(_hashed(coverage.leaves, pieces))
+
+    def begin(self, steps: range) -> None:
+        """A backward begins that is going to be reduced: look at the slices whose turn it is.
+
+        Args:
+            steps: since the last comparison, up to the one under way; the same on all ranks.
+        """
+        self.num_looks += 1
+        optimizers = self._optimizers()
+        every = self.check.every
+        # State of an optimizer appears with its first step, and is replaced by what is loaded. To list it anew costs
+        # microseconds a tensor; so that is done where something was added, and from time to time.
+        states = [(id(optimizer.state), len(optimizer.state)) for optimizer in optimizers]
+        if any(step % every == 0 for step in steps[:every]):
+            kept = (one for optimizer in optimizers for one in optimizer.state.values())
+            self._num_entries = sum(len(one) for one in kept if isinstance(one, dict))
+        is_due = any(step % (_LISTED_ANEW * every) == 0 for step in steps[: _LISTED_ANEW * every])
+        states.append((self._num_entries, int(is_due)))
+        if self._coverage is None or states != self._states:
+            leaves = [*self._parameters, *optimizer_leaves_of(optimizers, self._own)]
+            if self._coverage is None:
+                self._coverage = Coverage(leaves, self.check.every, self._agreed_at)
+            else:
+                self._coverage = self._coverage.found_again(leaves)
+            self._states = states
+        self._steps = steps
+        pieces = self._coverage.pieces(steps)
+        self._hash = _hashed(self._coverage.leaves, pieces) if pieces else None
+
+    def fingerprint(self) -> int:
+        """Of what was looked at; 0 where nothing has its turn."""
+        if self._hash is None and not self._buffer_hashes:
+            return 0
+        total = 0
+        for one in (self._hash, *self._buffer_hashes):
+            total = mixed(total, 0 if one is None else one.value())
+        return 1 + total % MAX_REPLICA_FINGERPRINT
+
+    def compare(self, told: Sequence[int], step: int) -> None:
+        """What all ranks told. Collective where it differs.
+
+        Args:
+            told: the fingerprint of each rank.
+            step: the step under way.
+
+        Raises:
+            ReplicaDivergence: replicas differ, and so it was wanted; on every rank.
+        """
+        if not any(told):
+            return
+        assert self._coverage is not None
+        self.last_compared = (self.steps_before + step, len(set(told)) == 1)
+        if len(set(told)) == 1:
+            self._coverage.agreed(self._steps, step)
+            if self._buffer_hashes and self._buffer_coverage is not None:
+                self._buffer_coverage.agreed(self._buffer_steps, step)
+        else:
+            self._differ(step)
+
+    def mean_is(self, finite: bool, step: int) -> None:
+        """What was reduced in this step is finite, as far as a sample tells; the same on all ranks.
+
+        A bit that flips in an exponent can make gradients infinite, so that the next step would write NaN into all
+        replicas alike, and nothing would be left to find. So when it begins, all is compared at once.
+
+        Raises:
+            ReplicaDivergence: replicas differ, and so it was wanted; on every rank.
+        """
+        was_finite, self._was_finite = self._was_finite, finite
+        if was_finite and not finite:
+            self._differ(step, must=False)
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._hash = None
+        self._buffer_hashes.clear()
+
+    # ------------------------------------------------------------------ where replicas differ
+
+    def _differ(self, step: int, *, must: bool = True) -> None:
+        """Look for what differs, all over the replica; `must`: something does."""
+        assert self._coverage is not None
+        in_run = self.steps_before + step
+        title = f"{self._title}, step {in_run}, replica check"
+        leaves = self._coverage.leaves
+        self._check_structure(title, leaves, in_run)
+        found = locate([leaf.name for leaf in leaves], [leaf.value() for leaf in leaves], self._transport)
+        agreed_at = self._coverage.agreed_at(found[0].index) if found else None
+        num_compared = len(leaves)
+        are_buffers = not found and bool(self._buffer_hashes)
+        if are_buffers:
+            found, num_compared, agreed_at = self._differing_buffers()
+        if agreed_at is not None:
+            agreed_at += self.steps_before
+        if not found and not must:
+            return
+        if not found:
+            self._act(
+                ReplicaDivergence(
+                    f"{title}: fingerprints of the ranks differed when backward began, but all values are equal now "
+                    "that it has ended: something writes parameters or optimizer state while a backward is under way, "
+                    "on some ranks only. Write between the steps, on all ranks",
+                    tensor="",
+                    num_differing=0,
+                    minority_ranks=(),
+                    found_at_step=in_run,
+                ),
+                {""},
+                repair=lambda: "They are equal now.",
+            )
+            return
+        self.last_compared = (in_run, False)
+        can_repair = self.check.on_divergence == "repair" and all(one.difference.majority for one in found)
+        error = divergence_error(
+            title,
+            [one.among(self._ranks) for one in found],
+            num_compared=num_compared,
+            num_ranks=self._transport.size,
+            remedy=self._remedy(found, agreed_at, are_buffers=are_buffers, can_repair=can_repair),
+            agreed_at=agreed_at,
+            step=in_run,
+            where="" if len(self._ranks) == max(self._ranks) + 1 else describe_ranks(self._ranks),
+        )
+        if are_buffers:
+            self._act(
+                error, {one.name for one in found}, repair=lambda: "The next forward synchronizes them again."
+            )
+            return
+        repair = (lambda: self._repaired(found, leaves, step)) if can_repair else None
+        self._act(error, {one.name for one in found}, repair=repair)
+
+    def _remedy(
+        self,
+        found: Sequence[LocatedDifference],
+        agreed_at: int | None,
+        *,
+        are_buffers: bool,
+        can_repair: bool,
+    ) -> str:
+        back = "To go on," if agreed_at is None else "Go back to a checkpoint that is older than that, or"
+        names = [one.name for one in found]
+        targets = [
+            target
+            for target, is_meant in (
+                ("sl.broadcast_(ddp, src=...)", any(not name.startswith("optimizer ") for name in names)),
+                ("sl.broadcast_(optimizer, src=...)", any(name.startswith("optimizer ") for name in names)),
+            )
+            if is_meant
+        ]
+        cause = (
+            "Buffers differ though they have just been synchronized: a bit that flipped, or a buffer that is replaced "
+            "on some ranks only."
+            if are_buffers
+            else "A bit that flipped, a write on some ranks only, or an operation whose result differs between ranks "
+            "(`syncline doctor` looks for such)."
+        )
+        if are_buffers or can_repair or self.check.on_divergence == "warn":
+            return cause
+        return f"{cause} {back} make them equal by {' and '.join(targets)}."
+
+    def _check_structure(self, title: str, leaves: Sequence[Leaf], step: int) -> None:
+        """Raise unless all ranks have state for the same parameters, of the same shapes; a collective call."""
+        lines = []
+        for leaf in leaves:
+            value = leaf.value()
+            form = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else "a number"
+            lines.append(f"{leaf.name}  {form}")
+        told = self._transport.all_gather_bytes("\n".join(lines).encode())
+        if len(set(told)) == 1:
+            return
+        rows: list[set[str]] = [set(row.decode().split("\n")) for row in told]
+        apart = set().union(*rows) - rows[0].intersection(*rows)
+        shown = "; ".join(
+            f"rank {self._ranks[at]} has {', '.join(sorted(row & apart)[:3])}"
+            for at, row in enumerate(rows)
+            if row & apart
+        )
+        raise ReplicaDivergence(
+            f"{title}: expected optimizers with state of the same names and shapes on all ranks, but some have what "
+            f"others have not: {shown}. Step attached optimizers equally often, with the same parameters, on every "
+            "rank",
+            tensor=min(apart).split("  ")[0],
+            num_differing=len(apart),
+            minority_ranks=(),
+            found_at_step=step,
+        )
+
+    def _differing_buffers(self) -> tuple[list[LocatedDifference], int, int | None]:
+        """Which of the slice's buffers differed before forward changed them; a collective call."""
+        assert self._buffer_coverage is not None
+        hashes: dict[int, int] = {}
+        for one in self._buffer_hashes:
+            for leaf, number in one.by_leaf().items():
+                hashes[leaf] = mixed(hashes.get(leaf, 0), number)
+        leaves = self._buffer_coverage.leaves
+        names = [leaves[index].name for index in hashes]
+        found = locate(names, [None] * len(names), self._transport, mine=list(hashes.values()))
+        return found, len(leaves), self._buffer_coverage.all_agreed_at
+
+    # ------------------------------------------------------------------ what is done about it
+
+    def _act(self, error: ReplicaDivergence, names: set[str], repair: Callable[[], str] | None) -> None:
+        """Raise, or repair, or warn. Collective under "repair"."""
+        policy = self.check.on_divergence
+        if policy == "raise" or (policy == "repair" and repair is None):
+            raise error
+        text = str(error)
+        if policy == "repair" and repair is not None:
+            text += f"\nRepaired: {repair()} Training goes on."
+        elif names <= self._warned:
+            return  # said before
+        if policy == "warn":
+            self._warned |= names
+        if self._transport.rank == 0:
+            warn_user(text)
+
+    def _repaired(self, found: Sequence[LocatedDifference], leaves: Sequence[Leaf], step: int) -> str:
+        """Give all ranks the majority's values; what was done. A collective call."""
+        assert self._coverage is not None
+        sources = set()
+        for one in found:
+            src = one.difference.groups[0][0]
+            sources.add(self._ranks[src])
+            leaf = leaves[one.index]
+            value = leaf.value()
+            if isinstance(value, Tensor):
+                TensorBroadcaster([value.detach()], self._transport).start(src).wait()
+            else:
+                # As text, for it may be a truth value, or more than 64 bits.
+                told = self._transport.all_gather_bytes(json.dumps(value).encode())
+                if value is not None:
+                    leaf.write(json.loads(told[src]))
+        self.num_repairs += 1
+        self.last_compared = (self.steps_before + step, True)
+        self._coverage.agreed(range(self.check.every), step)
+        return f"the values of {describe_ranks(sorted(sources))} were broadcast."
+
+
+def _hashed(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> SliceHash:
+    found = SliceHash()
+    for piece in pieces:
+        leaf = leaves[piece.leaf]
+        found.add(piece.leaf, leaf.value(), piece.start, piece.stop, in_memory_order=leaf.has_agreed_strides)
+    return found

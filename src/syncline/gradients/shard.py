@@ -1,0 +1,371 @@
+"""This rank's share of one bucket: what it reduces, and the pieces in which an optimizer steps it.
+
+Beside the bucket's flat tensor of gradients there is one of parameters, laid out alike, of which the module's
+parameters are views: one for all ranks of a host where the transport can share memory, else one on each rank.
+
+What stands in for gradients that are not all here: those of a module's parameters, and this rank's shards of them.
+
+Reduced gradients are in pieces, one on each rank. What torch does with `.grad` of a parameter would see this rank's
+local values, or nothing; both are silently wrong. So `.grad` is a tensor of the right shape, without memory, of which
+every use is an error that says what to call instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline._torch.tensors import (
+    FOREACH_NORM,
+    FOREACH_ZERO,
+    UNSCALE,
+    check_that_infinities_are_seen,
+    make_without_memory,
+    no_torch_function,
+    plain_torch_functions,
+)
+from syncline.errors import SynclineError
+from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.shard_plan import Piece, bounds_of, gaps_in
+from syncline.tensors.targets import is_dense
+from syncline.transport.base import Transport
+
+__all__ = ["Shard", "ShardGradient", "Share", "StandIn", "order_of", "view_like"]
+
+
+class StandIn(Tensor):
+    """`.grad` of a parameter whose reduced gradient lies in shards.
+
+    Zeroing it drops it, as `zero_grad` wants; everything else raises.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
+        >>> weight.grad = StandIn.of(weight, "weight")
+        >>> weight.grad.shape, weight.grad
+        (torch.Size([2, 3]), StandIn(weight: the reduced gradient lies in shards, one on each rank))
+        >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        syncline.errors.SynclineError: weight belongs to no attached optimizer, ...
+        >>> _ = weight.grad.zero_()
+        >>> weight.grad is None
+        True
+    """
+
+    __torch_function__ = no_torch_function
+    _name: str
+    _owner: weakref.ref[Tensor]
+    is_stepped: bool
+    """Whether the parameter belongs to an attached optimizer."""
+
+    @staticmethod
+    def of(parameter: Tensor, name: str) -> StandIn:
+        """For one parameter."""
+        made = make_without_memory(StandIn, parameter)
+        stand_in: StandIn = made
+        stand_in._name = name
+        stand_in._owner = weakref.ref(parameter)
+        stand_in.is_stepped = False
+        return stand_in
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        mine = next(item for item in _flat(args) if isinstance(item, StandIn))
+        if func in (torch.ops.aten.zero_.default, FOREACH_ZERO):
+            for stand_in in [item for item in _flat(args) if isinstance(item, StandIn)]:
+                parameter = stand_in._owner()
+                if parameter is not None and parameter.grad is stand_in:
+                    parameter.grad = None
+            return None
+        name = func.__name__.partition(".")[0].strip("_")
+        if name == "to_copy":
+            raise SynclineError(
+                f"{mine._name} cannot be moved or converted: with sharded=True the parameters are parts of one tensor, "
+                "and .grad is in shards. Move or convert a module before it is wrapped"
+            )
+        if not mine.is_stepped:
+            raise SynclineError(
+                f"{mine._name} belongs to no attached optimizer, and {name} was tried on its .grad, which with "
+                "sharded=True is in shards, one on each rank. optimizer = ddp.attach(optimizer) lets an optimizer with "
+                "these parameters step them; to clip: ddp.clip_grad_norm_(max_norm)"
+            )
+        raise SynclineError(
+            f".grad of {mine._name} cannot be read or added to ({name} tried): with sharded=True each rank has reduced "
+            "its share of the gradients, and no rank has all of this one. To clip: ddp.clip_grad_norm_(max_norm). To "
+            "step: the optimizer that went through ddp.attach(optimizer). Before the next backward: "
+            "optimizer.zero_grad(); to accumulate, run all backwards but the last under ddp.no_sync()"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StandIn({self._name}: the reduced gradient lies in shards, one on each rank)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied module has no gradients."""
+        return
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What a pickled stand-in becomes."""
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    found: list[Any] = []
+    for item in args:
+        found.extend(item) if isinstance(item, list | tuple) else found.append(item)
+    return found
+
+
+class ShardGradient(Tensor):
+    """`.grad` of one piece that this rank steps, until it does: a plain tensor but in two things.
+
+    A norm of it is an error, because it is only a part of the norm. Where a GradScaler looks for infinities, all ranks
+    look together: one that is found on one rank is found on all.
+    """
+
+    plain: Tensor
+    """The same memory."""
+    _find_together: Callable[[Tensor], None]
+
+    @staticmethod
+    def of(plain: Tensor, find_together: Callable[[Tensor], None]) -> ShardGradient:
+        """For one piece.
+
+        Args:
+            plain: its gradient.
+            find_together: makes a number the largest over all ranks; a collective call.
+        """
+        check_that_infinities_are_seen()
+        made = plain.as_subclass(ShardGradient)
+        made.plain = plain
+        made._find_together = find_together
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _NORMS:
+            raise SynclineError(
+                "the norm of a shard is not the norm of the gradients: with sharded=True call "
+                "ddp.clip_grad_norm_(max_norm), which adds up the shards of all ranks"
+            )
+        with plain_torch_functions():
+            result = func(*args, **(kwargs or {}))
+            if func is UNSCALE:
+                gradients, found, *_ = args
+                gradients[0]._find_together(found)
+        return result
+
+
+_NORMS = {
+    FOREACH_NORM,
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    Tensor.norm,
+    torch.nn.functional.normalize,
+}
+
+
+class Shard:
+    """One piece: a parameter for the optimizer, over this rank's part of the parameters and gradients.
+
+    Args:
+        piece: where it lies.
+        values: its part of the flat parameters.
+        gradient: its part of the reduced gradients.
+        find_together: see `ShardGradient`.
+    """
+
+    __slots__ = ("gradient", "guarded", "parameter", "piece")
+
+    def __init__(
+        self, piece: Piece, values: Tensor, gradient: Tensor, find_together: Callable[[Tensor], None]
+    ) -> None:
+        self.piece = piece
+        self.parameter = nn.Parameter(values)
+        self.gradient = gradient
+        self.guarded = ShardGradient.of(gradient, find_together)
+
+
+class Share:
+    """One rank's share of one bucket.
+
+    Args:
+        plan: the bucket.
+        members: its parameters, in the plan's order.
+        names: of the members.
+        gradients: the bucket's flat tensor.
+        transport: between the ranks; making this is a collective call.
+        outlives_bucket: whether the bucket's memory is used again before the optimizer steps, so that what this rank
+            has reduced is to be kept elsewhere.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        members: Sequence[Tensor],
+        names: Sequence[str],
+        gradients: Tensor,
+        transport: Transport,
+        *,
+        outlives_bucket: bool = False,
+    ) -> None:
+        self._outlives_bucket = outlives_bucket
+        self.plan = plan
+        self.members = list(members)
+        self.dtype, device = members[0].dtype, members[0].device
+        self.team = transport.team(device)
+        """Who has the other shares of this bucket."""
+        common = transport.share(gradients.numel(), self.dtype, device)
+        self.is_common = common is not None
+        """Whether there is one copy of the parameters for the ranks of a host."""
+        self.values = (
+            torch.zeros(gradients.numel(), dtype=self.dtype, device=device) if common is None else common
+        )
+        self._gradients = gradients
+        self.views = [
+            view_like(self.values, offset, member)
+            for offset, member in zip(plan.offsets, members, strict=True)
+        ]
+        self.stand_ins = [StandIn.of(member, name) for member, name in zip(members, names, strict=True)]
+        gaps = gaps_in(plan)
+        self._gaps = torch.tensor(gaps, device=device) if gaps else None
+        self.shards: list[Shard] = []
+        self.set_bounds(bounds_of([plan], self.team.size)[0])
+
+    def set_bounds(self, bounds: Sequence[int]) -> None:
+        """Cut the bucket at these offsets (see `plan.shards.bounds_of`); its shards are gone."""
+        self.bounds = tuple(bounds)
+        position = self.team.position
+        self.start = bounds[position]
+        self.stop = max(self.start, min(bounds[position + 1], self.plan.numel))
+        self._in_bucket = self._gradients[self.start : self.stop]
+        self._reduced = torch.zeros_like(self._in_bucket) if self._outlives_bucket else self._in_bucket
+        self.gradient = self._reduced
+        """The reduced gradients of this rank's span, in the type of the parameters."""
+        if self._gradients.dtype is not self.dtype:
+            self.gradient = torch.empty(
+                self.stop - self.start, dtype=self.dtype, device=self._gradients.device
+            )
+        self.shards = []
+
+    def make_shard(self, piece: Piece, find_together: Callable[[Tensor], None]) -> Shard:
+        """One piece of this span; its gradient is handed to it from now on."""
+        at = piece.start - self.start
+        if piece.is_whole:
+            assert piece.parameter is not None
+            position = self.plan.parameters.index(piece.parameter)
+            values, gradient = self.views[position], view_like(self.gradient, at, self.members[position])
+        else:
+            values = self.values[piece.start : piece.stop]
+            gradient = self.gradient[at : at + piece.stop - piece.start]
+        shard = Shard(piece, values, gradient, find_together)
+        self.shards.append(shard)
+        return shard
+
+    # ------------------------------------------------------------------ during backward
+
+    def take_over(self) -> None:
+        """The gradients are in the bucket: give their memory back."""
+        if self._gaps is not None:  # clipping by a norm that is not finite has made them NaN, perhaps
+            self._gradients.index_fill_(0, self._gaps, 0)
+        for member, stand_in in zip(self.members, self.stand_ins, strict=True):
+            if member.grad is not None:
+                member.grad = stand_in
+
+    def collect(self) -> None:
+        """The span is reduced."""
+        if self._reduced is not self._in_bucket:
+            self._reduced.copy_(self._in_bucket)
+
+    def divide(self, divisor: float) -> None:
+        """Divide what this rank has reduced."""
+        self._reduced.div_(divisor)
+
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
+        """The span is reduced: let the shards' `.grad` be it. Those of `skip`, parameter indices, get none."""
+        if any_missing:
+            for index, member, stand_in in zip(
+                self.plan.parameters, self.members, self.stand_ins, strict=True
+            ):
+                if index not in skip:
+                    member.grad = stand_in
+        if self.gradient is not self._reduced:
+            self.gradient.copy_(self._reduced)
+        for shard in self.shards:
+            shard.parameter.grad = None if shard.piece.parameter in skip else shard.guarded
+
+    def parts(self) -> list[tuple[int, Tensor]]:
+        """The reduced gradients of this span, cut by parameter index."""
+        cuts = []
+        for index, offset, numel in zip(
+            self.plan.parameters, self.plan.offsets, self.plan.numels, strict=True
+        ):
+            start, stop = max(offset, self.start), min(offset + numel, self.stop)
+            if start < stop:
+                cuts.append((index, self.gradient[start - self.start : stop - self.start]))
+        return cuts
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether what was reduced last still counts: nobody has cleared the gradients of all parameters since."""
+        return any(type(member.grad) is StandIn for member in self.members)
+
+    # ------------------------------------------------------------------ the parameters
+
+    def take_values(self) -> None:
+        """Copy the parameters' values to where they are to be."""
+        with torch.no_grad():
+            for member, view in zip(self.members, self.views, strict=True):
+                view.copy_(member)
+
+    def adopt(self) -> None:
+        """Let the parameters be views of the flat tensor."""
+        for member, view in zip(self.members, self.views, strict=True):
+            member.data = view
+
+    def check_adopted(self) -> None:
+        """Raise where somebody has put other memory under a parameter."""
+        for member, view, stand_in in zip(self.members, self.views, self.stand_ins, strict=True):
+            if member.data_ptr() != view.data_ptr():
+                raise SynclineError(
+                    f"{stand_in._name} has other memory than it was given: with sharded=True the parameters are parts "
+                    "of one tensor, which the optimizer steps. Change values in place, inside of "
+                    "sl.write_shared(module); move or convert a module before it is wrapped"
+                )
+
+
+def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """The part of `flat` for one parameter, with the parameter's strides where these are dense.
+
+    Same strides make the optimizer's fused kernels and autograd's accumulation run on plain memory
+    (channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
+    """
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def order_of(parameter: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which `view_like` lays out elements, slowest first.
+
+    Example:
+        >>> weight = torch.zeros(2, 3, 4, 5)
+        >>> order_of(weight), order_of(weight.contiguous(memory_format=torch.channels_last))
+        ((0, 1, 2, 3), (0, 2, 3, 1))
+    """
+    dims = range(parameter.dim())
+    if not is_dense(parameter):
+        return tuple(dims)
+    strides: tuple[int, ...] = parameter.stride()
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))

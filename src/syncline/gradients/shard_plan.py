@@ -1,0 +1,203 @@
+"""Which rank owns which part of which bucket, and in which pieces an optimizer steps it: pure functions of plain data.
+
+A bucket's flat tensor is cut into one span a rank: the rank reduces it, and steps the parameters that lie there. Where
+an optimizer treats all elements alike, the spans are equal and their borders fall anywhere; where it looks at a
+parameter as a whole, borders fall between parameters. A span is stepped in pieces: one tensor for all that lies
+together and belongs to one parameter group.
+
+Method: optimizer state sharding (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020, section 5.1), over buckets as in Megatron-LM's distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from syncline.gradients.bucket_plan import BucketPlan
+
+__all__ = ["ALIGNMENT_NUMEL", "Piece", "bounds_of", "gaps_in", "pieces_of", "spans_in"]
+
+
+ALIGNMENT_NUMEL = 32
+"""Spans and parameters begin at multiples of so many elements: 64 bytes, a cache line, in bfloat16.
+
+Memory that is aligned as torch aligns its own makes matrix products of shared parameters as fast, and their bits the
+same. What lies between two parameters is nobody's: its gradient is zero, and nobody reads its value.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What an optimizer steps as one tensor."""
+
+    bucket: int
+    """Index of the bucket."""
+    start: int
+    """The first element, counted in the bucket's flat tensor."""
+    stop: int
+    """Behind the last element."""
+    group: int
+    """Index of the parameter group."""
+    parameter: int | None = None
+    """The parameter that alone lies here, by index, where pieces are cut between parameters; else None."""
+    is_whole: bool = False
+    """All of that parameter, to be stepped in its own shape."""
+
+
+def bounds_of(
+    plans: Sequence[BucketPlan], num_ranks: int, *, whole: Collection[int] = ()
+) -> list[tuple[int, ...]]:
+    """For each bucket num_ranks + 1 offsets: rank r owns the elements from the r-th to the next.
+
+    Buckets without a parameter of `whole` are cut into equal spans; their padding makes that possible. In the others
+    each rank gets a run of whole parameters, so that over all buckets the largest share is as small as such runs allow
+    when bucket by bucket is looked at.
+
+    Args:
+        plans: the buckets, padded to a multiple of the number of ranks.
+        num_ranks: how many ranks share them.
+        whole: indices of the parameters that must not be cut.
+
+    Example:
+        >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
+        >>> spec = ParameterSpec(name="w", numel=5, itemsize_bytes=4, dtype="float32", device="cpu")
+        >>> caps = BucketCaps(cap_bytes=100, first_cap_bytes=100)
+        >>> plans = plan_buckets([spec] * 3, [0, 1, 2], caps=caps, tail_numel=0, multiple_of=2)
+        >>> bounds_of(plans, 2), bounds_of(plans, 2, whole=[1])
+        ([(0, 8, 16)], [(0, 10, 16)])
+    """
+    loads = [0] * num_ranks
+    bounds = []
+    for plan in plans:
+        total = plan.numel + plan.padding_numel
+        if whole and not set(whole).isdisjoint(plan.parameters):
+            cuts = _balanced_cuts(plan, loads)
+        else:
+            each, rest = divmod(total, num_ranks)
+            assert not rest, f"bucket {plan.index} of {total} elements is not padded for {num_ranks} ranks"
+            cuts = [rank * each for rank in range(num_ranks)]
+        bounds.append((*cuts, total))
+        for rank in range(num_ranks):
+            start, stop = bounds[-1][rank : rank + 2]
+            loads[rank] += max(0, min(stop, plan.numel) - start)
+    return bounds
+
+
+def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
+    """Where each rank's run of whole parameters begins: the largest load afterwards is as small as can be."""
+    sizes = plan.numels
+    low, high = max(loads), max(loads) + plan.numel
+    while low < high:  # the smallest limit under which all parameters find a place
+        limit = (low + high) // 2
+        if _fill(sizes, loads, limit) is None:
+            low = limit + 1
+        else:
+            high = limit
+    first_of = _fill(sizes, loads, low)
+    assert first_of is not None
+    return [plan.offsets[first] if first < len(sizes) else plan.numel for first in first_of]
+
+
+def _fill(sizes: Sequence[int], loads: Sequence[int], limit: int) -> list[int] | None:
+    """The first parameter of each rank's run if no rank may have more than `limit`; None where that is too little."""
+    first_of = []
+    at = 0
+    for load in loads:
+        first_of.append(at)
+        while at < len(sizes) and load + sizes[at] <= limit:
+            load += sizes[at]
+            at += 1
+    return first_of if at == len(sizes) else None
+
+
+def pieces_of(
+    plans: Sequence[BucketPlan],
+    bounds: Sequence[Sequence[int]],
+    rank: int,
+    group_of: Mapping[int, int],
+    *,
+    whole: bool = False,
+    by_parameter: bool = False,
+) -> list[Piece]:
+    """What one rank steps for one optimizer, in the order of the buckets.
+
+    Args:
+        plans: the buckets.
+        bounds: see `bounds_of`.
+        rank: whose pieces.
+        group_of: by parameter index, the optimizer's parameter group. Parameters that are not named here belong to
+            another optimizer, or to none.
+        whole: each piece is one parameter, uncut.
+        by_parameter: pieces end where a parameter does.
+
+    Example:
+        >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
+        >>> spec = ParameterSpec(name="w", numel=5, itemsize_bytes=4, dtype="float32", device="cpu")
+        >>> caps = BucketCaps(cap_bytes=100, first_cap_bytes=100)
+        >>> plans = plan_buckets([spec] * 3, [0, 1, 2], caps=caps, tail_numel=0, multiple_of=2)
+        >>> [(p.start, p.stop, p.group) for p in pieces_of(plans, [(0, 8, 16)], 1, {0: 0, 1: 0, 2: 1})]
+        [(8, 10, 0), (10, 15, 1)]
+    """
+    pieces: list[Piece] = []
+    for plan, cuts in zip(plans, bounds, strict=True):
+        first, last = cuts[rank], cuts[rank + 1]
+        previous: Piece | None = None
+        for index, offset, numel in zip(plan.parameters, plan.offsets, plan.numels, strict=True):
+            start, stop = max(first, offset), min(last, offset + numel)
+            if index not in group_of:
+                previous = None
+            if index not in group_of or start >= stop:
+                continue
+            group = group_of[index]
+            assert not whole or (start, stop) == (offset, offset + numel), f"parameter {index} was cut"
+            alone = whole or by_parameter
+            if previous is not None and not alone and previous.group == group:
+                start = previous.start
+                pieces.pop()
+            previous = Piece(
+                bucket=plan.index,
+                start=start,
+                stop=stop,
+                group=group,
+                parameter=index if alone else None,
+                is_whole=whole,
+            )
+            pieces.append(previous)
+    return pieces
+
+
+def gaps_in(plan: BucketPlan) -> list[int]:
+    """The elements between parameters, which belong to none.
+
+    Example:
+        >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 8), num_large=0,
+        ...     numel=11, tail_numel=0, itemsize_bytes=4, numels=(6, 3))
+        >>> gaps_in(plan)
+        [6, 7]
+    """
+    gaps: list[int] = []
+    end = 0
+    for offset, numel in zip(plan.offsets, plan.numels, strict=True):
+        gaps += range(end, offset)
+        end = offset + numel
+    return gaps
+
+
+def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """The parameters that lie between two elements of a bucket: position in the bucket, and from where to where.
+
+    The last two are counted from the parameter's own first element.
+
+    Example:
+        >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 6), num_large=0,
+        ...     numel=9, tail_numel=0, itemsize_bytes=4, numels=(6, 3))
+        >>> spans_in(plan, 2, 8)
+        [(0, 2, 6), (1, 0, 2)]
+    """
+    found = []
+    for position, (offset, numel) in enumerate(zip(plan.offsets, plan.numels, strict=True)):
+        from_, to = max(start, offset), min(stop, offset + numel)
+        if from_ < to:
+            found.append((position, from_ - offset, to - offset))
+    return found

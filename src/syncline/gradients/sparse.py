@@ -1,0 +1,184 @@
+"""A bucket of one sparse gradient (an embedding with `sparse=True`): rows are gathered, not added up in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline._torch.tensors import num_entries, stored_indices, stored_values
+from syncline.errors import SynclineError
+from syncline.gradients.bucket import BucketState, Lifecycle
+from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.comm_hook import CommHook, GradBucket
+from syncline.transport.base import Transport, Work
+
+__all__ = ["SparseBucket"]
+
+
+class SparseBucket(Lifecycle):
+    """Sums one sparse gradient over ranks, whose rows differ from rank to rank.
+
+    Each rank contributes the rows it touched. All learn all rows, in rank order, and add up those of one index in
+    that order, so every rank ends with the same bits. Traffic grows with the rows that were touched, not with the
+    size of the embedding.
+
+    Args:
+        plan: of one parameter.
+        parameters: all parameters of the module, by index.
+        transport: what the rows travel by.
+        comm_hook: what reduces the gradient in their place; as in torch it gets a sparse tensor.
+        is_last: whether the hook is told that this is the last bucket.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[Tensor],
+        transport: Transport,
+        *,
+        comm_hook: CommHook | None = None,
+        is_last: bool = False,
+    ) -> None:
+        super().__init__(plan, [parameters[plan.parameters[0]]])
+        self._parameter = self.members[0]
+        self._transport = transport
+        self._comm_hook = comm_hook
+        self._is_last = is_last
+        self._scale = 1.0
+        self._mine: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
+        self._work: Work | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def view_of(self, position: int) -> None:
+        """Nothing is copied before the launch."""
+
+    def fill(self, scale: float, missing: frozenset[int]) -> None:
+        """Take the rows there are. A gradient that is missing has none, unless it is left over."""
+        gradient = self._parameter.grad
+        self._mine = None if gradient is None else _as_sparse(gradient)
+        self._scale = scale
+
+    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
+        """Contribute no rows: a rank that has no inputs left."""
+        self._mine = None
+        self.send(tail=tail, trigger=None)
+
+    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
+        """Tell the others how many rows there are."""
+        assert tail is None
+        self.trigger = trigger
+        self._transition(BucketState.IN_FLIGHT)
+        self.launched_at = time.perf_counter()
+        if self._comm_hook is not None:
+            buffer = _no_rows(self._parameter) if self._mine is None else self._mine
+            bucket = GradBucket(
+                index=self.plan.index,
+                buffer=buffer,
+                parameters=self.members,
+                gradients=(),  # torch's are none, too
+                is_last=self._is_last,
+            )
+            self._future = self._comm_hook(bucket)
+            return
+        num_rows = 0 if self._mine is None else num_entries(self._mine)
+        self._work = self._transport.all_gather(
+            self._num_rows, torch.tensor([num_rows], device=self._num_rows.device)
+        )
+
+    def wait(self) -> None:
+        """Gather the rows of all ranks and add them up, or take the hook's result."""
+        start = time.perf_counter()
+        if self._future is not None:
+            self._sum = self._checked(self._future.wait())
+        else:
+            assert self._work is not None
+            self._work.wait()
+            self._sum = self._gathered([int(n) for n in self._num_rows.tolist()])
+        self._work = self._future = None
+        self.waited_seconds = time.perf_counter() - start
+        self._transition(BucketState.REDUCED)
+
+    def _checked(self, result: object) -> Tensor:
+        if isinstance(result, list | tuple) and len(result) == 1:
+            (result,) = result
+        assert self._comm_hook is not None
+        expected = tuple(self._parameter.shape)
+        if not isinstance(result, Tensor) or result.shape != expected:
+            got = (
+                f"one of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            )
+            raise SynclineError(
+                f"communication hook {self._comm_hook.name}, bucket {self.plan.index} of a sparse gradient: expected "
+                f"its future to hold a tensor of shape {expected}, got {got}: return the bucket's buffer, reduced"
+            )
+        return result
+
+    def _gathered(self, num_rows: Sequence[int]) -> Tensor:
+        parameter, size = self._parameter, self._transport.size
+        widest = max(num_rows)
+        row_shape = parameter.shape[1:]
+        indices = torch.zeros(widest, dtype=torch.int64, device=parameter.device)
+        values = torch.zeros((widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
+        if self._mine is not None:
+            indices[: num_entries(self._mine)] = stored_indices(self._mine)[0]
+            torch.mul(stored_values(self._mine), self._scale, out=values[: num_entries(self._mine)])
+        all_indices = torch.zeros(size * widest, dtype=torch.int64, device=parameter.device)
+        all_values = torch.zeros((size * widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
+        if widest:
+            self._transport.all_gather(all_indices, indices).wait()
+            self._transport.all_gather(all_values.view(-1), values.view(-1)).wait()
+        kept = torch.cat(
+            [torch.arange(rank * widest, rank * widest + n) for rank, n in enumerate(num_rows)]
+        ).to(parameter.device)
+        summed = torch.sparse_coo_tensor(
+            all_indices[kept][None], all_values[kept], parameter.shape, check_invariants=False
+        )
+        return summed.coalesce()
+
+    def own(self) -> Tensor:
+        """As of a dense bucket: the rows that this rank contributes."""
+        return self._parameter.new_zeros(0) if self._mine is None else stored_values(self._mine)
+
+    def own_parts(self) -> list[tuple[int, Tensor]]:
+        """The same, with the parameter's index."""
+        return [(self.plan.parameters[0], self.own())]
+
+    def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+        """As of a dense bucket: the rows of the sum."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return self._parameter.new_zeros(0), []
+        values = stored_values(gradient) if gradient.is_sparse else gradient
+        return values, [(self.plan.parameters[0], values)]
+
+    def divide(self, divisor: float) -> None:
+        """Divide the summed rows."""
+        assert self._sum is not None
+        stored_values(self._sum).div_(divisor)
+
+    def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
+        """Make `.grad` the sum, unless no rank used the parameter. The sum has no graph."""
+        if self.plan.parameters[0] not in skip:
+            self._parameter.grad = self._sum
+        self._mine = self._sum = None
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
+        parameter.new_zeros(0, *parameter.shape[1:]),
+        parameter.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+def _as_sparse(gradient: Tensor) -> Tensor:
+    """Rows of `gradient`, those of one index added up."""
+    return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)

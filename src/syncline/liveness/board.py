@@ -1,0 +1,208 @@
+"""Who is where: the step, phase and bucket that each rank is in, and the call that it waits in.
+
+`Board` is this rank's own, written by whoever does the work; a `Place` is what the others see of it: a snapshot
+that travels as text. Errors about a rank that is missing are made of places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from syncline.liveness.store_messages import decode
+
+__all__ = ["EVAL_FORWARD", "FORWARD", "MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
+
+
+MAIN_LANE = "main"
+"""The lane that every transport begins with; see `Transport.lane`."""
+
+_BEFORE = "before the first step"
+
+FORWARD = "forward"
+"""The phase of a forward of a wrapper in training mode."""
+
+EVAL_FORWARD = "forward in eval mode"
+
+
+class Board:
+    """Where this rank is. Plain attributes, for they are written in the hot path of every step.
+
+    Attributes:
+        step: the training step under way, from 1; None before the first.
+        phase: what is done in it, in words.
+        bucket: the bucket of gradients that is waited for or sent; None where there is none.
+        opening: what is being agreed on or called, "sl.mean", say; None where nothing is (see `opening.py`).
+    """
+
+    __slots__ = ("bucket", "opening", "phase", "step")
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.phase = _BEFORE
+        self.bucket: int | None = None
+        self.opening: str | None = None
+
+    @contextmanager
+    def called(self, title: str) -> Iterator[None]:
+        """All collectives inside belong to the call of this name, where that is not part of another."""
+        before = self.opening
+        self.opening = before or title
+        try:
+            yield
+        finally:
+            self.opening = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A call that a rank has been waiting in for a while."""
+
+    lane: str
+    """On which lane."""
+    call: int | None
+    """Which collective of that lane, from 1; None for a message, which only two ranks count."""
+    words: str
+    """What was called."""
+    number: int = 0
+    """How many long waits the rank had before: two sightings with one number are of one wait."""
+    blocks_rank: bool = True
+    """Whether the rank does nothing else meanwhile: no other thread of it has ever started a collective."""
+    is_torchs: bool = False
+    """Whether it is a call of torch.distributed's own; then the lane is a group of torch's, see `torch_calls.py`."""
+
+    def __str__(self) -> str:
+        if self.is_torchs:
+            return f"{self.words} (call {self.call} on {self.lane})"
+        nth = "a message" if self.call is None else f"call {self.call}"
+        return f"{self.words} ({nth} on the {self.lane} lane)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank was when it was last seen.
+
+    Example:
+        >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
+        step 12, backward, bucket 0, at train.py:34 in main
+        >>> Place.from_json(Place(step=1).to_json()) == Place(step=1)
+        True
+    """
+
+    step: int | None = None
+    phase: str = _BEFORE
+    bucket: int | None = None
+    opening: str | None = None
+    wait: Wait | None = None
+    """The call that it waits in; None while it does not, or has only just begun to."""
+    num_started: dict[str, int] = field(default_factory=dict)
+    """How many collectives it has started, by lane."""
+    code: str | None = None
+    """Where in the user's code it is."""
+    has_left: bool = False
+    """Whether it has ended in good order, by shutdown() or at the end of its program."""
+    seen: float = 0.0
+    """When, in seconds since the epoch."""
+
+    @staticmethod
+    def of(
+        board: Board,
+        *,
+        wait: Wait | None = None,
+        num_started: dict[str, int] | None = None,
+        code: str | None = None,
+        has_left: bool = False,
+        seen: float = 0.0,
+    ) -> Place:
+        """A snapshot of `board`, with what its transport knows."""
+        return Place(
+            step=board.step,
+            phase=board.phase,
+            bucket=board.bucket,
+            opening=board.opening,
+            wait=wait,
+            num_started=num_started or {},
+            code=code,
+            has_left=has_left,
+            seen=seen,
+        )
+
+    def is_as(self, other: Place) -> bool:
+        """Whether the rank has stayed where it was, whichever line of code it is in."""
+        return replace(self, code=other.code, seen=other.seen) == other
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether it waits in a forward for the module's buffers."""
+        if self.phase == FORWARD and self.wait is not None:  # where SyncBatchNorm waits as well
+            return self.wait.lane.startswith("buffers") or self.wait.words.startswith("broadcast")
+        return self.phase == EVAL_FORWARD
+
+    def is_in(self, wait: Wait) -> bool:
+        """Whether the rank waits in the same call, whatever it called there."""
+        return self.wait is not None and (self.wait.lane, self.wait.call) == (wait.lane, wait.call)
+
+    def to_json(self) -> str:
+        """As text."""
+        fields = dict(vars(self))  # `dataclasses.asdict` copies whatever is inside, ten times as slow
+        if self.wait is not None:
+            fields["wait"] = vars(self.wait)
+        return json.dumps(fields)
+
+    @staticmethod
+    def from_json(text: str) -> Place:
+        """What `to_json` made."""
+        return decode(Place, text, "the place of a rank")
+
+    def __str__(self) -> str:
+        words = [_BEFORE if self.step is None else f"step {self.step}"]
+        if self.phase != _BEFORE:
+            words.append(self.phase)
+        if self.bucket is not None:
+            words.append(f"bucket {self.bucket}")
+        if self.has_left:
+            words.append("has left in good order")
+            return ", ".join(words)
+        if self.wait is not None:
+            called = self.wait if self.opening is None else replace(self.wait, words=self.opening)
+            words.append(f"waiting in {called}")
+        elif self.opening is not None:
+            words.append(f"in {self.opening}")
+        if self.code is not None:
+            words.append(f"at {self.code}")
+        return ", ".join(words)
+
+
+_MAX_LINES = 32
+
+
+def who_is_where(
+    places: Mapping[int, Place], *, size: int, here: int | None = None, now: float | None = None
+) -> str:
+    """A line a rank.
+
+    Args:
+        places: where ranks were seen.
+        size: number of ranks.
+        here: the rank that says so; None if all say the same.
+        now: seconds since the epoch, to tell how old what was seen of others is; None leaves that out.
+
+    Example:
+        >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}
+        >>> print(who_is_where(seen, size=3, here=2, now=12.5))
+          rank 0: it has reported nothing
+          rank 1: step 2, forward (last report 2.5 s ago)
+          rank 2: step 3, backward
+    """
+    lines = []
+    for rank in range(min(size, _MAX_LINES)):
+        place = places.get(rank)
+        words = "it has reported nothing" if place is None else str(place)
+        if place is not None and now is not None and rank != here:
+            words += f" (last report {max(0.0, now - place.seen):.1f} s ago)"
+        lines.append(f"  rank {rank}: {words}")
+    if size > _MAX_LINES:
+        lines.append(f"  and {size - _MAX_LINES} more ranks")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""Can the ranks still go on? Proofs from where they were seen, as pure functions.
+
+A rank is named as stuck only where it cannot be otherwise. A place that was seen may be old, so a wait counts when
+it was seen twice (`steady`), and only on a rank on which no other thread starts collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from syncline.liveness.board import Place, Wait
+
+__all__ = ["absent_ranks", "different_calls", "left_ranks", "steady", "stuck_among", "stuck_ranks"]
+
+
+Places = Mapping[int, Place]
+
+
+def absent_ranks(wait: Wait, places: Places) -> list[int]:
+    """Ranks that had not started the call of `wait` when they were last seen."""
+    return [rank for rank, place in sorted(places.items()) if _is_absent(wait, place)]
+
+
+def left_ranks(wait: Wait, places: Places) -> list[int]:
+    """Ranks that will never start the call of `wait`, for they have left in good order."""
+    return [rank for rank in absent_ranks(wait, places) if places[rank].has_left]
+
+
+def different_calls(places: Places) -> list[int]:
+    """Ranks that wait in one collective, by its number, but called it differently; empty if all called the same.
+
+    Example:
+        >>> different_calls({rank: Place(wait=Wait(lane="main", call=1, words=f"{rank}")) for rank in range(2)})
+        [0, 1]
+    """
+    words: dict[tuple[str, int], set[str]] = {}
+    # Calls of torch's own are left out: it counts messages as well, which not all ranks send.
+    waits = {
+        rank: place.wait
+        for rank, place in sorted(places.items())
+        if place.wait is not None and not place.wait.is_torchs
+    }
+    for wait in waits.values():
+        if wait.call is not None:
+            words.setdefault((wait.lane, wait.call), set()).add(wait.words)
+    return [
+        rank for rank, wait in waits.items() if wait.call is not None and len(words[wait.lane, wait.call]) > 1
+    ]
+
+
+def stuck_ranks(places: Places) -> list[int]:
+    """Ranks that wait for each other in different calls, so that none of them can ever go on.
+
+    Rank A waits for rank B if B has not started A's call. B cannot start it while it waits itself, and if it waits
+    for A, or for another rank that does, this is the end.
+    """
+    waits_for: dict[int, Collection[int]] = {}
+    for rank, place in places.items():
+        if place.wait is not None and place.wait.blocks_rank:
+            waits_for[rank] = absent_ranks(place.wait, places)
+    return stuck_among(waits_for)
+
+
+def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
+    """The largest set of waiting ranks each of which waits for a member of the set.
+
+    Args:
+        waits_for: for each rank that waits, and so does nothing else, the ranks without which it waits on.
+
+    Example:
+        >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
+        [0, 1, 3]
+    """
+    stuck = set(waits_for)
+    while going_on := {rank for rank in stuck if stuck.isdisjoint(waits_for[rank])}:
+        stuck -= going_on
+    return sorted(stuck)
+
+
+def steady(earlier: Places, later: Places) -> dict[int, Place]:
+    """The later places, in which only those waits count that were seen before."""
+    return {
+        rank: place if rank in earlier and earlier[rank].wait == place.wait else replace(place, wait=None)
+        for rank, place in later.items()
+    }
+
+
+def _is_absent(wait: Wait, place: Place) -> bool:
+    # A lane that a rank does not know of was closed there: nothing follows from that.
+    return wait.call is not None and place.num_started.get(wait.lane, wait.call) < wait.call

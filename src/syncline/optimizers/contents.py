@@ -1,0 +1,164 @@
+"""What an optimizer consists of, and its Python numbers (learning rates, step counts), which travel as tensors.
+
+The floating state of an optimizer, which meets when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.trees import leaves, map_leaves
+
+__all__ = [
+    "OptimizerNumbers",
+    "floating_state",
+    "is_setting",
+    "keep_saved_types",
+    "optimizer_leaves",
+    "parameters_of",
+]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all its groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """State and settings: `state[3].exp_avg` (of the fourth parameter over all groups), `param_groups[0].lr`."""
+    for path, node in _nodes(optimizer):
+        yield from leaves(node, path)
+
+
+def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give what an optimizer has loaded of one parameter the types in which it was saved.
+
+    Args:
+        state: what it has, where torch has turned floating-point tensors into the parameter's type; changed.
+        saved: what was saved.
+    """
+    for name, value in saved.items():
+        now = state.get(name)
+        if type(value) is not Tensor or type(now) is not Tensor or value.dtype == now.dtype:
+            continue
+        if value.is_floating_point() and value.shape == now.shape:
+            state[name] = torch.empty_like(now, dtype=value.dtype).copy_(value)
+
+
+def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The dictionaries of an optimizer's state and settings, without the parameters themselves."""
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        # `state` is a defaultdict: asking it for a parameter without state would make one.
+        if parameter in optimizer.state:
+            yield f"state[{index}]", optimizer.state[parameter]
+    for index, group in enumerate(optimizer.param_groups):
+        yield f"param_groups[{index}]", {key: value for key, value in group.items() if key != "params"}
+
+
+class OptimizerNumbers:
+    """An optimizer's integers and floats as two tensors: to be broadcast, then written back.
+
+    Other settings (switches, names) are not sent; they are part of the description, so that a difference is
+    told before anything is sent.
+
+    Args:
+        optimizer: whose numbers.
+        settings: send those of the parameter groups, too; with False they stay as they are, and their values are
+            part of the description.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> numbers = OptimizerNumbers(optimizer)
+        >>> _ = numbers.tensors[1].fill_(0.5)
+        >>> numbers.write_back()
+        >>> optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["nesterov"]
+        (0.5, False)
+    """
+
+    def __init__(self, optimizer: Optimizer, *, settings: bool = True) -> None:
+        self._optimizer = optimizer
+        found = list(optimizer_leaves(optimizer))
+        sent = [(path, leaf) for path, leaf in found if settings or not is_setting(path)]
+        self._integers = {path: leaf for path, leaf in sent if _is_integer(leaf)}
+        self._floats = {path: leaf for path, leaf in sent if isinstance(leaf, float)}
+        self.tensors: tuple[Tensor, Tensor] = (
+            torch.tensor(list(self._integers.values()), dtype=torch.int64),
+            torch.tensor(list(self._floats.values()), dtype=torch.float64),
+        )
+        """What to send: int64 and float64, on the CPU."""
+        self.lines: list[str] = [
+            f"{path}  {_described(leaf) if settings or not is_setting(path) else _valued(leaf)}"
+            for path, leaf in found
+            if not isinstance(leaf, Tensor) or (not settings and is_setting(path))
+        ]
+        """A description for `agree`."""
+        for index, group in enumerate(optimizer.param_groups):
+            self.lines.append(f"param_groups[{index}].params  {len(group['params'])} tensors")
+
+    def write_back(self) -> None:
+        """Make what is in `tensors` the optimizer's numbers."""
+        received: dict[str, Any] = {}
+        for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
+            received.update(zip(numbers, tensor.tolist(), strict=True))
+        nodes = dict(_nodes(self._optimizer))
+        for index, group in enumerate(self._optimizer.param_groups):
+            # The node of a group is a copy without its parameters.
+            _write(group, f"param_groups[{index}]", nodes.pop(f"param_groups[{index}]"), received)
+        for path, node in nodes.items():
+            _write(node, path, node, received)
+
+
+def is_setting(path: str) -> bool:
+    """Whether what `optimizer_leaves` found there belongs to a parameter group, not to the state."""
+    return path.startswith("param_groups[")
+
+
+def _write(into: dict[str, Any], path: str, node: dict[str, Any], received: dict[str, Any]) -> None:
+    into.update(map_leaves(node, lambda path, leaf: received.get(path, leaf), path))
+
+
+def _is_integer(leaf: Any) -> bool:
+    return isinstance(leaf, int) and not isinstance(leaf, bool)
+
+
+def _described(leaf: Any) -> str:
+    if _is_integer(leaf) or isinstance(leaf, float):
+        return "an integer" if _is_integer(leaf) else "a float"
+    return repr(leaf) if isinstance(leaf, bool | str | None) else type(leaf).__name__
+
+
+def _valued(leaf: Any) -> str:
+    """A setting in words that are equal on two ranks if its value is."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {leaf.tolist()}"
+    if isinstance(leaf, float):
+        return repr(float(leaf))  # numpy's are written differently
+    return repr(leaf) if isinstance(leaf, int | str | None) else type(leaf).__name__
+
+
+def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """Momenta and the like, by name; not step counts, nor anything else of one element.
+
+    Example:
+        >>> import torch
+        >>> parameter = torch.ones(2, requires_grad=True)
+        >>> optimizer = torch.optim.AdamW([parameter])
+        >>> parameter.sum().backward()
+        >>> optimizer.step()
+        >>> [name for name, _ in floating_state(optimizer)]
+        ['state[0].exp_avg', 'state[0].exp_avg_sq']
+    """
+    return [
+        (name, leaf)
+        for name, leaf in optimizer_leaves(optimizer)
+        if isinstance(leaf, Tensor)
+        and name.startswith("state[")
+        and not name.endswith(".step")
+        and (leaf.is_floating_point() or leaf.is_complex())
+        and leaf.dim()
+    ]

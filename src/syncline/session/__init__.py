@@ -1,0 +1,11 @@
+"""Who this process is among the ranks. `init` runs: arguments, rendezvous, transports, world.
+
+Imports: errors, differences, checks, environment, _torch, liveness, transport.
+
+arguments.py     check the arguments of `sl.init`, and write them as lines that ranks compare
+process.py       what a rank leaves for its launcher: an error file; and its end when the launcher ends
+rendezvous.py    how ranks meet at the store, compare arguments and agree on a backend
+stop_request.py  was this process asked to stop?
+transports.py    choose the engine, the same on all ranks
+world.py         World, init, shutdown, and the transport of a group
+"""

@@ -1,0 +1,314 @@
+"""How the ranks of a job meet at the launcher's store and agree on a backend, before the first collective.
+
+Every rank says at the store who it is and what it gave `sl.init`. So a rank that does not come is named when the time
+is up, two processes that claim one rank are both told, different arguments are one error on all ranks before any
+process group exists, and all ranks choose the same backend from the same facts.
+
+Sockets that listen at one address: a store of torch listens on every interface of the host unless given one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from syncline._torch.process_groups import Store, TCPStore
+from syncline.differences import describe_difference, refusal_of
+from syncline.environment import Environment
+from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
+from syncline.liveness.store_messages import SignedStore, decode
+
+__all__ = [
+    "REMEDY",
+    "TITLE",
+    "Presence",
+    "backend_for",
+    "bound_socket",
+    "connect",
+    "interface_of",
+    "is_loopback",
+    "meet",
+]
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only processes of this host can connect to `address`.
+
+    A host name may mean something else on another host, so it does not count, except for "localhost".
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.7"), is_loopback("node1")
+        (True, True, False, False)
+    """
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(address: str, port: int) -> socket.socket:
+    """Bind a TCP socket to one address of this host, so that a store can listen with it.
+
+    Args:
+        address: a name or an IP address.
+        port: 0 for any free one.
+
+    Raises:
+        OSError: this host does not have the address, or the port is in use.
+    """
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, where = next((row for row in found if row[0] == socket.AF_INET), found[0])
+    bound = socket.socket(family, kind, protocol)
+    try:
+        # As torch does: connections of an ended job that the kernel still remembers do no harm.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has `address`; None where it cannot be determined.
+
+    Example:
+        >>> interface_of("127.0.0.1")
+        'lo'
+    """
+    try:
+        wanted = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+        names = [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return None
+    if is_loopback(str(wanted)):
+        return "lo" if "lo" in names else None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in names:
+            if _address_of(name, any_socket) == wanted:
+                return name
+    return None
+
+
+def _address_of(interface: str, any_socket: socket.socket) -> str | None:
+    import fcntl  # not on Windows
+
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+    except OSError:  # the interface has no IPv4 address
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+TITLE = "sl.init"
+
+REMEDY = 'Give sl.init the same on every rank; where only some have a GPU, device="cpu" on all.'
+"""What to do where the ranks gave `sl.init` different arguments."""
+
+_READ_SECONDS = 10.0
+"""How long the rank that opened the store waits, before it raises, for the others to have read why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """What a rank says of itself at the store."""
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    gpu: str | None
+    """The unique id of the GPU it uses; None on the CPU."""
+    asked: list[str] = field(default_factory=list)
+    """What it gave `sl.init`, a line per argument; the same on all ranks."""
+    fault: list[str] | None = None
+    """Why it cannot join, where its arguments make no sense: the class of its error, and the text."""
+
+    @staticmethod
+    def of_this_process(
+        env: Environment, device: torch.device, asked: Sequence[str] = (), fault: Exception | None = None
+    ) -> Presence:
+        return Presence(
+            rank=env.rank,
+            size=env.size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+            asked=list(asked),
+            fault=None if fault is None else [type(fault).__name__, str(fault)],
+        )
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def connect(env: Environment, timeout_seconds: float) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless the launcher has.
+
+    Raises:
+        SynclineError: the port is in use.
+        CollectiveTimeout: nobody listens there.
+    """
+    assert env.master_addr is not None
+    assert env.master_port is not None
+    where = f"{env.master_addr}:{env.master_port} (MASTER_ADDR, MASTER_PORT)"
+    is_master = env.rank == 0 and not env.launcher_has_store
+    bound = None
+    if is_master and is_loopback(env.master_addr):
+        with contextlib.suppress(OSError):  # torch says what is wrong, or shares a store of this process
+            bound = bound_socket(env.master_addr, env.master_port)
+    try:
+        return TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.size,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,  # `meet` waits, and names those who do not come
+            multi_tenant=True,
+            master_listen_fd=None if bound is None else bound.detach(),
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if is_master and "address already in use" in str(error).lower():
+            raise SynclineError(
+                f"rank 0 cannot listen on {where}: the port is in use. Give the job another MASTER_PORT; "
+                "`syncline run` finds a free one by itself"
+            ) from error
+        raise CollectiveTimeout(
+            f"rank {env.rank} of {env.size} found nobody at {where} within {timeout_seconds:g} s. Is rank 0 "
+            f"running, and may this host reach that port? ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
+    """Wait until all ranks are present; what they said, in rank order.
+
+    Args:
+        store: empty, and the same for all ranks.
+        mine: this rank.
+        timeout_seconds: how long to wait for the last.
+
+    Raises:
+        SynclineError: another process claims this rank, or the ranks count differently.
+        ContractMismatch: the ranks gave `sl.init` different arguments; the same text on every rank.
+        TypeError, ValueError: the arguments of some ranks make no sense; the same text on every rank.
+        CollectiveTimeout: not all ranks came; the text names those missing.
+        PeerLost: the process that opened the store has ended.
+    """
+    try:
+        return _meet(store, mine, timeout_seconds)
+    except dist.DistNetworkError as error:
+        raise PeerLost(
+            f"rank {mine.rank} of {mine.size} lost the store in init, before all ranks had come: the process that "
+            "opened it (rank 0, or the launcher) has ended. Look at its log, its last lines say why "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    keys = [f"rank {rank}" for rank in range(mine.size)]
+    said = json.dumps(asdict(mine))
+    messages = SignedStore(store)
+    held = messages.set_first(keys[mine.rank], said)
+    if held != said:
+        other = _parsed(held, mine.rank)
+        raise SynclineError(
+            f"two processes are rank {mine.rank}: {other}, and {mine}. Give each its own RANK; if the first is "
+            "left from an earlier job, end it or use another MASTER_PORT"
+        )
+    try:
+        everyone = [_parsed(text, rank) for rank, text in enumerate(messages.multi_get(keys))]
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not messages.has(key)]
+        raise CollectiveTimeout(
+            f"rank {mine.rank} waited {timeout_seconds:g} s in init, but {_ranks(missing)} of {mine.size} did not "
+            "come. Did they fail before sl.init(), or does their host not reach rank 0?"
+        ) from error
+    sizes = {presence.size for presence in everyone}
+    if len(sizes) > 1:
+        counts = ", ".join(f"rank {p.rank} ({p}) says {p.size}" for p in everyone)
+        raise SynclineError(
+            f"the ranks do not agree on the number of ranks: {counts}. Set one WORLD_SIZE for all"
+        )
+    difference = _difference(everyone)
+    if difference is not None:
+        _let_all_read(store, mine, timeout_seconds)
+        raise difference
+    return everyone
+
+
+def _difference(everyone: Sequence[Presence]) -> Exception | None:
+    """Why these ranks cannot form one group; None if they can."""
+    faults = {p.rank: (p.fault[0], p.fault[1], None) for p in everyone if p.fault is not None}
+    if faults:
+        return refusal_of(TITLE, faults, "refused, no rank has joined")
+    text = describe_difference(TITLE, [p.asked for p in everyone], remedy=REMEDY)
+    return None if text is None else ContractMismatch(text)
+
+
+def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
+    """Keep the store until all ranks have read what was said: it ends with the process that opened it."""
+    keys = [f"rank {rank} has read" for rank in range(mine.size)]
+    with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
+        store.set(keys[mine.rank], "")
+        if mine.rank == 0:
+            store.wait(keys, timedelta(seconds=min(timeout_seconds, _READ_SECONDS)))
+
+
+def _parsed(text: str, rank: int) -> Presence:
+    """What a process said of itself as this rank."""
+    where = f"key 'rank {rank}' at the store"
+    found = decode(Presence, text, where)
+    if found.rank != rank:
+        raise SynclineError(f"{where}: expected a message of rank {rank}, got one of rank {found.rank}")
+    if found.fault is not None and len(found.fault) != 2:
+        raise SynclineError(f"{where}: expected the class of an error and its text, got {found.fault}")
+    return found
+
+
+def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
+    """The torch.distributed backend that serves all ranks, the same answer on each.
+
+    Args:
+        everyone: all ranks; `meet` has seen to it that all use a GPU, or none does.
+        warn: say so if ranks share a GPU (on one rank of a host is enough).
+    """
+    if everyone[0].gpu is None:
+        return "gloo"
+    num_gpus = len({presence.gpu for presence in everyone})
+    if num_gpus == len(everyone):
+        return "cpu:gloo,cuda:nccl"
+    if warn:
+        warnings.warn(
+            f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one for each rank, so tensors on GPUs "
+            "travel by Gloo, through the CPU: good for trying out, slow for training. Start one process a GPU "
+            '(syncline run -n gpu), or call init(device="cpu")',
+            stacklevel=4,
+        )
+    return "cpu:gloo,cuda:gloo"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3" or "ranks 0, 1, 2, 3 and 12 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

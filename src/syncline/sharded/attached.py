@@ -1,0 +1,374 @@
+"""One optimizer whose parameters are this rank's shards of the module's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
+from syncline.errors import SynclineError
+from syncline.gradients.shard import Shard, Share
+from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
+from syncline.optimizers.contents import keep_saved_types
+from syncline.optimizers.weak_methods import unbound, weakly_bound
+from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
+from syncline.sharded.state import gather_state, share_state, slice_state
+from syncline.transport.base import Transport
+
+__all__ = ["AttachedShards", "is_sharded"]
+
+
+_METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+"""The methods of an attached optimizer that are replaced."""
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Return whether an optimizer's state differs from rank to rank, because each steps its shard."""
+    return isinstance(optimizer, Optimizer) and has_sharded_state(optimizer)
+
+
+class AttachedShards(ShardedState):
+    """Gives an optimizer this rank's shards instead of the module's parameters.
+
+    The optimizer stays the same object with the same parameter groups, so that schedulers and scalers go on. Its
+    `state_dict` and `load_state_dict` speak torch's ordinary form; checkpoints take this rank's shard of it.
+
+    Args:
+        optimizer: of trained parameters of one module (frozen ones may be among them).
+        index_of: by identity, the index of each trained parameter.
+        names: of the trained parameters.
+        shares: of all buckets.
+        lane: between the ranks.
+        whole: step whole parameters, in their own shape.
+        by_parameter: end flat spans where a parameter does.
+        find_together: see `ShardGradient`.
+        around_step: called with this object and the plain step; decides when the ranks may write.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        index_of: Mapping[int, int],
+        names: Sequence[str],
+        shares: Sequence[Share],
+        lane: Transport,
+        whole: bool,
+        by_parameter: bool,
+        find_together: Callable[[Tensor], None],
+        around_step: Callable[[AttachedShards, Callable[[], Any]], Any],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.whole = whole
+        self.shards: list[Shard] = []
+        self._names = names
+        self._shares = shares
+        self._lane = lane
+        self._by_parameter = by_parameter
+        self._find_together = find_together
+        self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        """The parameters as they were given, group by group."""
+        self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
+        self._positions = {
+            index_of[id(parameter)]: position
+            for position, parameter in enumerate(p for group in self.groups for p in group)
+            if id(parameter) in index_of
+        }
+        """By index of a trained parameter, where it stands over all groups."""
+        self.group_of = {
+            index_of[id(parameter)]: at
+            for at, group in enumerate(self.groups)
+            for parameter in group
+            if id(parameter) in index_of
+        }
+        self.shares = [share for share in shares if not set(share.plan.parameters).isdisjoint(self.group_of)]
+        """Of the buckets that this optimizer steps something of."""
+        self.members = [p for share in self.shares for p in share.members]
+        self._native_load = unbound(optimizer, optimizer.load_state_dict)
+        self._put_methods(around_step)
+        attach_sharded_state(optimizer, self)
+        given = {index: optimizer.state.get(self._parameter(index), {}) for index in self.group_of}
+        flat = [p for group in self.groups for p in group]
+        trained = set(self._positions.values())
+        self._idle_state = {
+            position: optimizer.state[parameter]
+            for position, parameter in enumerate(flat)
+            if position not in trained and parameter in optimizer.state
+        }
+        """Of frozen parameters, by position: some optimizers make it when they are made."""
+        optimizer.state.clear()
+        self.cut()
+        for shard, state in self._sliced(given):
+            optimizer.state[shard.parameter] = state
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one whose methods call this; they alone keep this object once the wrapper is gone."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def _parameter(self, index: int) -> Tensor:
+        flat = [p for group in self.groups for p in group]
+        return flat[self._positions[index]]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is anything to lose by being cut anew."""
+        return bool(self.optimizer.state)
+
+    def cut(self) -> None:
+        """Make the shards, by the shares' present bounds, and give them to the optimizer."""
+        for share in self._shares:
+            share.shards = [shard for shard in share.shards if shard not in self.shards]
+        pieces = pieces_of(
+            [share.plan for share in self._shares],
+            [share.bounds for share in self._shares],
+            self._shares[0].team.position,
+            self.group_of,
+            whole=self.whole,
+            by_parameter=self._by_parameter,
+        )
+        share_of = {share.plan.index: share for share in self._shares}
+        self.shards = [
+            share_of[piece.bucket].make_shard(piece, self._find_together)
+            for piece in (*pieces, *self._empty_pieces(pieces))
+        ]
+        for at, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [shard.parameter for shard in self.shards if shard.piece.group == at]
+
+    def _empty_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """A piece of nothing for each type of parameters that this rank has none of: a GradScaler makes one call for
+        each type that it finds, and all ranks have to make the same ones.
+        """
+        found = {self._shares[piece.bucket].dtype for piece in pieces}
+        empty = []
+        for share in self.shares:
+            if share.dtype not in found:
+                found.add(share.dtype)
+                group = next(self.group_of[i] for i in share.plan.parameters if i in self.group_of)
+                empty.append(Piece(bucket=share.plan.index, start=share.start, stop=share.start, group=group))
+        return empty
+
+    # ------------------------------------------------------------------ what the optimizer is asked for
+
+    def _put_methods(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
+        optimizer: Any = self.optimizer
+        inner_step, inner_zero = unbound(optimizer, optimizer.step), unbound(optimizer, optimizer.zero_grad)
+
+        @functools.wraps(inner_step)
+        def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
+            if closure is not None:
+                raise ValueError(
+                    "with sharded=True step() takes no closure, for all backwards must be over before anyone writes "
+                    "the parameters: run the backward, then step()"
+                )
+            return around_step(self, functools.partial(inner_step, self_, **kwargs))
+
+        @functools.wraps(inner_zero)
+        def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
+            for group in self.groups:
+                for parameter in group:
+                    parameter.grad = None
+            inner_zero(self_, set_to_none=True)
+
+        @functools.wraps(optimizer.state_dict)
+        def state_dict(self_: Optimizer) -> dict[str, Any]:
+            return self._state_dict()
+
+        @functools.wraps(optimizer.load_state_dict)
+        def load_state_dict(self_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._load_shards(state_dict, {})
+
+        def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
+            raise ValueError(
+                "with sharded=True an attached optimizer has the parameters that it was attached with: add the group "
+                "before ddp.attach(optimizer)"
+            )
+
+        methods: tuple[Callable[..., Any], ...] = (
+            step,
+            zero_grad,
+            add_param_group,
+            state_dict,
+            load_state_dict,
+        )
+        for method in methods:
+            method.__dict__.pop("__wrapped__", None)
+            setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
+
+    def release(self, successor: str) -> None:
+        """Let go of the optimizer, of which nothing can be used any more.
+
+        Args:
+            successor: the class of the optimizer that takes its place.
+        """
+        optimizer: Any = self.optimizer
+        kind = type(optimizer).__name__
+
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            raise SynclineError(
+                f"this {kind} was replaced, and its state is gone with its shards: an optimizer of its parameters, of "
+                f"class {successor}, was attached after it. Use that one"
+            )
+
+        for name in _METHODS:
+            setattr(optimizer, name, refuse)
+        attach_sharded_state(optimizer, _Released(refuse))
+        for share in self._shares:
+            share.shards = [shard for shard in share.shards if shard not in self.shards]
+        for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
+            group["params"] = parameters
+        optimizer.state.clear()
+        self.shards = []
+
+    def use_plain_gradients(self) -> None:
+        """Let the optimizer's kernels see plain tensors, and nothing where nothing counts."""
+        counts = {share.plan.index: share.has_gradients for share in self.shares}
+        for shard in self.shards:
+            gradient = shard.parameter.grad
+            if gradient is shard.guarded or gradient is shard.gradient:
+                is_there = counts[shard.piece.bucket] and shard.gradient.numel()
+                shard.parameter.grad = shard.gradient if is_there else None
+
+    # ------------------------------------------------------------------ saved and loaded
+
+    def _state_dict(self) -> dict[str, Any]:
+        """torch's ordinary form, the same on every rank; a collective call."""
+        shards, states = self._shards_with_states()
+        with torch.no_grad():
+            gathered = gather_state(shards, states, self.shares, self._lane)
+        result = self._in_ordinary_form(gathered)
+        for hook in state_dict_post_hooks(self.optimizer):
+            changed = hook(self.optimizer, result)
+            result = result if changed is None else changed
+        return result
+
+    def _shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of torch's ordinary form, with its span of a tensor as a `TensorPart`; local.
+
+        Joined over all ranks (`join_parts`) it is what `state_dict` gives. Where several teams of ranks have the same,
+        only the first team saves it. Hooks that are to see the ordinary form do: then it is gathered, as by
+        `state_dict`.
+        """
+        if state_dict_post_hooks(self.optimizer):
+            return self._state_dict()
+        shards, states = self._shards_with_states()
+        if shards and self._lane.rank not in self._shares[0].team.members:
+            shards, states = [], []
+        with torch.no_grad():
+            return self._in_ordinary_form(share_state(shards, states, self.shares))
+
+    def _shards_with_states(self) -> tuple[list[Shard], list[dict[str, Any]]]:
+        optimizer: Any = self.optimizer
+        for hook in state_dict_pre_hooks(self.optimizer):
+            hook(optimizer)
+        shards = [shard for shard in self.shards if shard.piece.start < shard.piece.stop]
+        return shards, [optimizer.state.get(shard.parameter, {}) for shard in shards]
+
+    def _in_ordinary_form(self, state_of: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        optimizer: Any = self.optimizer
+        groups, position = [], 0
+        for group, parameters, names in zip(
+            optimizer.param_groups, self.groups, self._param_names, strict=True
+        ):
+            packed = {key: value for key, value in group.items() if key != "params"}
+            if names is not None:
+                packed["param_names"] = names
+            groups.append({**packed, "params": list(range(position, position + len(parameters)))})
+            position += len(parameters)
+        state = {self._positions[index]: state_of[index] for index in state_of if index in self._positions}
+        state.update(self._idle_state)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        """Load this rank's shard of torch's ordinary form, where tensors may be in parts.
+
+        Args:
+            state: that form.
+            types: in which parameters were saved, by `id`. Where that is the type that one has now, its state keeps the
+                types in which it was saved; elsewhere it gets the parameter's, as torch does it.
+        """
+        saved = state["param_groups"]
+        lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
+        if lengths != expected:
+            raise ValueError(
+                f"expected the state of parameter groups of {expected} parameters, got {lengths}: load what the same "
+                "optimizer saved, sharded or not"
+            )
+        ids = [parameter_id for group in saved for parameter_id in group["params"]]
+        state_of = {
+            index: state["state"].get(ids[position], {}) for index, position in self._positions.items()
+        }
+        at = {id(shard.parameter): number for number, shard in enumerate(self.shards)}
+        with torch.no_grad():
+            sliced = self._sliced(state_of)
+        packed = {at[id(shard.parameter)]: entries for shard, entries in sliced}
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                "params": [at[id(parameter)] for parameter in own["params"]],
+            }
+            for group, own in zip(saved, self.optimizer.param_groups, strict=True)
+        ]
+        trained = set(self._positions.values())
+        idle_state = {
+            position: copy.deepcopy(whole_of(state["state"][its_id]))
+            for position, its_id in enumerate(ids)
+            if position not in trained and its_id in state["state"]
+        }
+        self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
+        self._idle_state = idle_state
+        share_of = {share.plan.index: share for share in self._shares}
+        for shard, entries in sliced:
+            share, piece = share_of[shard.piece.bucket], shard.piece
+            spans = spans_in(share.plan, piece.start, piece.stop)
+            if any(types.get(id(share.members[at])) == share.dtype for at, _, _ in spans):
+                with torch.no_grad():
+                    keep_saved_types(self.optimizer.state[shard.parameter], entries)
+
+    def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
+        share_of = {share.plan.index: share for share in self._shares}
+        found = []
+        for shard in self.shards:
+            state = slice_state(shard, share_of[shard.piece.bucket], state_of, self._names)
+            if state:
+                found.append((shard, state))
+        return found
+
+    # ------------------------------------------------------------------ in words
+
+    def describe(self) -> str:
+        """For agreement and contract: what is stepped how."""
+        kind = type(self.optimizer).__name__
+        if self.whole:
+            return f"{kind} by whole parameters"
+        return f"{kind} by flat spans" + (" within parameters" if self._by_parameter else "")
+
+    def own_numel(self) -> int:
+        """Elements that this rank steps."""
+        return sum(shard.piece.stop - shard.piece.start for shard in self.shards)
+
+
+class _Released(ShardedState):
+    """Stands for the state of an optimizer that was replaced: it can be neither saved nor loaded.
+
+    Args:
+        refuse: raises the error that says so.
+    """
+
+    def __init__(self, refuse: Callable[..., NoReturn]) -> None:
+        self._refuse = refuse
+
+    def _shard_state_dict(self) -> dict[str, Any]:
+        self._refuse()
+
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        self._refuse()

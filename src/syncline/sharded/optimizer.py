@@ -1,0 +1,315 @@
+"""`sharded=True`: each rank reduces and steps its share; on one host over one copy of the parameters.
+
+One step, in order:
+
+1. backward reduces each bucket so that this rank's span holds the mean (`gradients/shard.py`);
+2. `clip_grad_norm_` adds up the spans' norms; a GradScaler's infinities are agreed on (`gradients/shard.py`);
+3. `step` waits until every rank's backward is over, for nobody may write what another still reads;
+4. this rank's shards are stepped;
+5. one copy: a barrier, then everybody reads. A copy on each rank: the spans are gathered.
+
+Which optimizers treat all elements alike, so that a flat span of several parameters is as good as each of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from syncline.gradients.shard import Share
+from syncline.gradients.shard_plan import bounds_of
+from syncline.optimizers.weak_methods import weakly
+from syncline.sharded.attached import AttachedShards
+from syncline.sharded.one_copy import OneCopy, one_copy_of, remember_one_copy
+from syncline.transport.base import Transport
+
+__all__ = ["Sharding", "is_elementwise"]
+
+
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+
+_REFUSED = {
+    optim.LBFGS: "it needs all parameters at once",
+    optim.SparseAdam: "its gradients are sparse, and cannot be cut into spans",
+}
+
+
+def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
+    """Whether flat spans will do; whole parameters otherwise.
+
+    Args:
+        optimizer: which. Of a type that is not known, whole parameters are right if the update of a parameter depends
+            on that parameter alone (Muon, Shampoo, LAMB, Adafactor).
+        given: what the user says; None: as is known of the type.
+
+    Raises:
+        ValueError: neither will do.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> is_elementwise(optim.AdamW([weight]), None), is_elementwise(optim.Adafactor([weight]), None)
+        (True, False)
+    """
+    for kind, reason in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(
+                f"sharded=True: {type(optimizer).__name__} cannot step a share, for {reason}: wrap the module without "
+                "sharded=True"
+            )
+    return type(optimizer) in _ELEMENTWISE if given is None else given
+
+
+class Sharding:
+    """What a module with `sharded=True` needs at the step.
+
+    Making one is a collective call: it moves the parameters to where they are to be.
+
+    Args:
+        module: whose parameters.
+        named: the trained parameters, by index.
+        shares: of all buckets.
+        lane: between the ranks, for this alone.
+        by_parameter: whether flat spans end where a parameter does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: Sequence[tuple[str, Tensor]],
+        shares: Sequence[Share],
+        lane: Transport,
+        *,
+        by_parameter: bool,
+    ) -> None:
+        self.optimizers: list[AttachedShards] = []
+        self._names = [name for name, _ in named]
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
+        self._shares = list(shares)
+        self._lane = lane
+        self._by_parameter = by_parameter
+        self._team = shares[0].team
+        self._private = [share for share in shares if not share.is_common]
+        self.num_copies = 0 if self._private else lane.size // self._team.size
+        """How many hosts have one copy of the parameters each; 0 where each rank has its own."""
+        for share in shares:
+            if self._team.position == 0 or not share.is_common:
+                share.take_values()
+        lane.barrier().wait()  # who is first in a team has written what all of it are about to see
+        for share in shares:
+            share.adopt()
+        former = one_copy_of(module)
+        rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
+        self.copy = OneCopy(
+            [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(shares)
+        )
+        remember_one_copy(module, self.copy)
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        elementwise: bool | None,
+        *,
+        has_begun: bool,
+        replaced: Sequence[Optimizer] = (),
+    ) -> AttachedShards:
+        """Give an optimizer this rank's shards.
+
+        Args:
+            optimizer: which.
+            elementwise: whether flat spans will do; None: as is known of its type.
+            has_begun: whether gradients have been reduced already, by the present bounds.
+            replaced: attached ones that it takes the place of.
+
+        Raises:
+            ValueError: it has parameters that are not sharded, or whole parameters can no longer be had.
+        """
+        whole = not is_elementwise(optimizer, elementwise)
+        gone = [one for one in self.optimizers if any(one.optimizer is other for other in replaced)]
+        staying = [one for one in self.optimizers if one not in gone]
+        taken = {index for attached in staying for index in attached.group_of}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._check_parameter(parameter, optimizer, taken)
+        own = {self._index_of[id(p)] for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+        if whole:
+            self._move_bounds(own, staying, has_begun=has_begun)
+        for one in gone:
+            one.release(type(optimizer).__name__)
+        self.optimizers = staying
+        attached = AttachedShards(
+            optimizer,
+            index_of=self._index_of,
+            names=self._names,
+            shares=self._shares,
+            lane=self._lane,
+            whole=whole,
+            by_parameter=self._by_parameter,
+            find_together=weakly(self._find_together),
+            around_step=self._around_step,
+        )
+        self.optimizers.append(attached)
+        stepped = {index for one in self.optimizers for index in one.group_of}
+        for share in self._shares:
+            for index, stand_in in zip(share.plan.parameters, share.stand_ins, strict=True):
+                stand_in.is_stepped = index in stepped
+        for share in attached.shares:
+            for shard in share.shards:  # what was reduced before counts
+                if share.has_gradients and shard in attached.shards:
+                    shard.parameter.grad = shard.guarded
+        return attached
+
+    def _check_parameter(self, parameter: Tensor, optimizer: Optimizer, taken: set[int]) -> None:
+        index = self._index_of.get(id(parameter))
+        kind = type(optimizer).__name__
+        if index is None and (parameter.requires_grad or id(parameter) not in self._frozen):
+            raise ValueError(
+                f"this {kind} has a parameter of shape {tuple(parameter.shape)} that is not sharded (of another "
+                "module, or under ignore=): with sharded=True give such parameters an optimizer of their own, and do "
+                "not attach it"
+            )
+        if index in taken:
+            raise ValueError(
+                f"{self._names[index or 0]} belongs to an optimizer that was attached before: each parameter is "
+                "stepped by one"
+            )
+
+    def _move_bounds(self, whole: set[int], staying: Sequence[AttachedShards], *, has_begun: bool) -> None:
+        """Let no border of a span fall into a parameter of `whole`, nor into those that were attached as such."""
+        for attached in staying:
+            if attached.whole:
+                whole = whole | set(attached.group_of)
+        bounds = bounds_of([share.plan for share in self._shares], self._team.size, whole=whole)
+        changed = [
+            share for share, cuts in zip(self._shares, bounds, strict=True) if share.bounds != tuple(cuts)
+        ]
+        again = [attached for attached in staying if not {*attached.shares}.isdisjoint(changed)]
+        if changed and (has_begun or any(attached.has_state for attached in again)):
+            raise ValueError(
+                "an optimizer that steps whole parameters has to be attached before the first backward, and before "
+                "optimizers that have state already"
+            )
+        for share, cuts in zip(self._shares, bounds, strict=True):
+            if share in changed:
+                share.set_bounds(cuts)
+        for attached in again:
+            attached.cut()
+
+    # ------------------------------------------------------------------ the step
+
+    def _around_step(self, attached: AttachedShards, step: Callable[[], Any]) -> Any:
+        self._lane.board.phase = "optimizer.step(), before this rank writes its share"
+        self.copy.wait_to_write()
+        attached.use_plain_gradients()
+        result = step()
+        self._lane.board.phase = "optimizer.step(), after this rank has written its share"
+        if self._private:
+            self._gather(attached)
+        self.copy.wait_to_read(attached.members)
+        self._lane.board.phase = "after step"
+        return result
+
+    @torch.no_grad()
+    def _gather(self, attached: AttachedShards) -> None:
+        lane, works = self._lane, []
+        for share in attached.shares:
+            if share.is_common:
+                continue
+            each = share.values.numel() // lane.size
+            bounds = share.bounds
+            if all(bounds[rank] == rank * each for rank in range(lane.size + 1)):
+                own = share.values[bounds[lane.rank] : bounds[lane.rank + 1]].clone()
+                works.append(lane.all_gather(share.values, own))
+                continue
+            works += [
+                lane.broadcast(share.values[bounds[rank] : bounds[rank + 1]], rank)
+                for rank in range(lane.size)
+                if bounds[rank] < bounds[rank + 1]
+            ]
+        for work in works:
+            work.wait()
+
+    def _find_together(self, found: Tensor) -> None:
+        """A GradScaler's infinity on one rank is one on all."""
+        self._lane.board.phase = "GradScaler, looking for infinities"
+        told = found.detach().reshape(1).to(self._lane.sending_device(found.device))
+        self._lane.all_reduce(told, "max").wait()
+        found.copy_(told.view(found.shape))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """See `DistributedDataParallel.clip_grad_norm_`; a collective call."""
+        if not norm_type > 0:
+            raise ValueError(f"with sharded=True expected norm_type above 0, got {norm_type}")
+        counting = [share for share in self._shares if share.has_gradients]
+        gradients = [share.gradient for share in counting if share.gradient.numel()]
+        total = self._total_norm(gradients, float(norm_type), counting)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return total
+
+    def _total_norm(self, gradients: Sequence[Tensor], order: float, counting: Sequence[Share]) -> Tensor:
+        """Each rank's norm is gathered and all combine a team's in rank order: the same bits everywhere."""
+        lane = self._lane
+        lane.board.phase = "clip_grad_norm_"
+        device = lane.sending_device(self._shares[0].values.device)
+        parts = [_norm(gradient, order).to(device) for gradient in gradients]
+        own = torch.linalg.vector_norm(
+            torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device), order
+        )
+        norms = torch.zeros(lane.size, dtype=torch.float64, device=device)
+        lane.all_gather(norms, own.view(1)).wait()
+        total = torch.linalg.vector_norm(norms[list(self._team.members)], order)
+        dtype = torch.float32
+        for share in counting[:1]:
+            dtype = share.dtype.to_real()
+        for share in counting[1:]:
+            dtype = torch.promote_types(dtype, share.dtype.to_real())
+        rounded: Tensor = total.to(dtype).to(self._shares[0].values.device)
+        return rounded
+
+    # ------------------------------------------------------------------ in words
+
+    def describe(self) -> list[str]:
+        """What all ranks must have attached alike; a line an optimizer."""
+        return [
+            f"{attached.describe()}, parameters {zlib.crc32(repr(sorted(attached.group_of.items())).encode()):08x}"
+            for attached in self.optimizers
+        ]
+
+
+def _norm(gradient: Tensor, order: float) -> Tensor:
+    """In double precision, whatever order the elements are in."""
+    dtype = torch.complex128 if gradient.dtype.is_complex else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    return norm
+
+
+def _check_adopted(shares: Sequence[Share]) -> None:
+    for share in shares:
+        share.check_adopted()

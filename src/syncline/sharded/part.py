@@ -1,0 +1,187 @@
+"""A tensor of which each rank has a part, and how the whole is put together again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "PartedTensor",
+    "ShardedState",
+    "TensorPart",
+    "attach_sharded_state",
+    "has_sharded_state",
+    "join_parts",
+    "sharded_state_of",
+    "whole_of",
+]
+
+
+_ATTRIBUTE = "_syncline_sharded_state"
+"""The attribute of an optimizer by which its `ShardedState` is found."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorPart:
+    """Some of a tensor's elements: those that lie together where a rank has them.
+
+    Elements are counted in the order in which memory has them, which need not be that of the dimensions: those of a
+    channels_last weight are counted channels last.
+    """
+
+    values: Tensor
+    """(numel of the part,)"""
+    start: int
+    """The first of them, counted in the whole."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    order: tuple[int, ...]
+    """The whole's dimensions, slowest first: where `whole.permute(order).flatten()` has the values."""
+
+    @property
+    def stop(self) -> int:
+        """Behind the last element."""
+        return self.start + self.values.numel()
+
+
+class PartedTensor:
+    """All parts of one tensor. It is put together where it is asked for, so many of them cost no memory.
+
+    Args:
+        parts: in any order. Where two have the same elements, one of them counts.
+
+    Raises:
+        ValueError: they are not parts of one tensor, or there are gaps.
+
+    Example:
+        >>> def part(start, *values):
+        ...     return TensorPart(values=torch.tensor(values), start=start, shape=(2, 2), order=(1, 0))
+        >>> PartedTensor([part(3, 4), part(0, 1, 2, 3)]).whole()
+        tensor([[1, 3],
+                [2, 4]])
+        >>> PartedTensor([part(3, 4), part(0, 1)])
+        Traceback (most recent call last):
+        ValueError: of 4 elements, those from 1 to 3 are missing
+    """
+
+    def __init__(self, parts: Sequence[TensorPart]) -> None:
+        self._parts = sorted(parts, key=lambda part: (part.start, part.stop))
+        first = self._parts[0]
+        self.shape = torch.Size(first.shape)
+        self.dtype = first.values.dtype
+        self.device = first.values.device
+        kinds = {(part.shape, part.order, part.values.dtype) for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"parts of one tensor have different shapes, orders or types: {sorted(map(str, kinds))}"
+            )
+        numel, end = self.shape.numel(), 0
+        for part in [*self._parts, None]:
+            start = numel if part is None else part.start
+            if start > end:
+                raise ValueError(f"of {numel} elements, those from {end} to {start} are missing")
+            end = end if part is None else max(end, part.stop)
+
+    def dim(self) -> int:
+        """How many dimensions the whole has."""
+        return len(self.shape)
+
+    def whole(self) -> Tensor:
+        """The tensor, in memory of its own; strides are those of its dimensions' order."""
+        order = self._parts[0].order
+        flat = torch.empty(self.shape.numel(), dtype=self.dtype, device=self.device)
+        for part in self._parts:
+            flat[part.start : part.stop] = part.values
+        turned = flat.view([self.shape[dim] for dim in order])
+        return turned.permute([order.index(dim) for dim in range(len(order))])
+
+
+class ShardedState(ABC):
+    """A state of which each rank has a shard, which it saves and loads without the other ranks."""
+
+    @abstractmethod
+    def _shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard of the state; tensors that are split are `TensorPart`s. Local."""
+
+    @abstractmethod
+    def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
+        """Load this rank's shard from the joined state of all ranks, and keep none of its tensors. Local.
+
+        Args:
+            state: the shards of all ranks, joined by `join_parts`: split tensors are `PartedTensor`s.
+            types: by `id` of a parameter, the type in which it was saved (see `keep_types`).
+        """
+
+
+def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
+    """Let `sharded_state_of` find the state of an optimizer."""
+    setattr(optimizer, _ATTRIBUTE, state)
+
+
+def sharded_state_of(one: object) -> ShardedState | None:
+    """Return the sharded state of an object, or None if every rank has all of its state.
+
+    Example:
+        >>> sharded_state_of(torch.optim.SGD([torch.zeros(1)])) is None
+        True
+    """
+    found = one if isinstance(one, ShardedState) else getattr(one, _ATTRIBUTE, None)
+    return found if isinstance(found, ShardedState) else None
+
+
+def has_sharded_state(one: object) -> bool:
+    """Return whether each rank has only a shard of the object's state."""
+    return sharded_state_of(one) is not None
+
+
+def join_parts(states: Sequence[Any]) -> Any:
+    """One state of what each rank has of it: dicts joined by their keys, parts to `PartedTensor`s.
+
+    What is no part is taken from the first that has it.
+
+    Args:
+        states: of each rank, in rank order.
+
+    Raises:
+        ValueError: parts do not make a whole; its place is named.
+
+    Example:
+        >>> halves = [TensorPart(values=torch.ones(1), start=i, shape=(2,), order=(0,)) for i in range(2)]
+        >>> joined = join_parts([{"step": 3, 0: {"momentum": halves[0]}}, {0: {"momentum": halves[1]}, 1: {}}])
+        >>> whole_of(joined)
+        {'step': 3, 0: {'momentum': tensor([1., 1.])}, 1: {}}
+    """
+    return _joined(states, "")
+
+
+def _joined(states: Sequence[Any], place: str) -> Any:
+    if isinstance(states[0], TensorPart):
+        try:
+            return PartedTensor([part for part in states if isinstance(part, TensorPart)])
+        except ValueError as error:
+            raise ValueError(f"{place[1:]}: {error}") from None
+    if not isinstance(states[0], dict) or isinstance(states[0], Counter):
+        return states[0]
+    found: dict[Any, list[Any]] = {}
+    for state in states:
+        for key, value in state.items():
+            found.setdefault(key, []).append(value)
+    return {key: _joined(values, f"{place}.{key}") for key, values in found.items()}
+
+
+def whole_of(state: Any) -> Any:
+    """The same with each `PartedTensor` put together, in dicts, lists and tuples."""
+    if isinstance(state, PartedTensor):
+        return state.whole()
+    if isinstance(state, dict) and not isinstance(state, Counter):
+        return {key: whole_of(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(whole_of(value) for value in state)
+    return state

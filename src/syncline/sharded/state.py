@@ -1,0 +1,302 @@
+"""An optimizer's state: from torch's ordinary form, by parameter, to the shards that this rank steps, and back.
+
+A value that has the form of its parameter is cut as the parameter is. A number (or a tensor of no dimension: the step
+count) belongs to all of a parameter. Any other tensor is possible only where the parameter is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.gradients.shard import Shard, Share, order_of, view_like
+from syncline.gradients.shard_plan import spans_in
+from syncline.sharded.part import PartedTensor, TensorPart
+from syncline.transport.base import Transport
+
+__all__ = ["gather_state", "share_state", "slice_state"]
+
+
+ParameterState = dict[str, Any]
+"""What an optimizer remembers of one parameter, or of one shard."""
+
+
+# ---------------------------------------------------------------------- from the ordinary form
+
+
+def slice_state(
+    shard: Shard, share: Share, state_of: Mapping[int, ParameterState], names: Sequence[str]
+) -> ParameterState:
+    """The state of one shard.
+
+    Args:
+        shard: which.
+        share: where it lies.
+        state_of: by parameter index, in torch's ordinary form, where tensors may be in parts (`PartedTensor`); not
+            changed, and nothing of it is kept.
+        names: of the parameters, by index.
+
+    Raises:
+        ValueError: it cannot be cut, or parameters in one piece have different step counts.
+    """
+    spans = spans_in(share.plan, shard.piece.start, shard.piece.stop)
+    indices = [share.plan.parameters[position] for position, _, _ in spans]
+    present = [index for index in indices if state_of.get(index)]
+    if not present:
+        return {}
+    for index in indices:
+        if set(state_of.get(index, ())) != set(state_of[present[0]]):
+            raise _differ(names[present[0]], names[index], "one has state that the other has not")
+    sliced: ParameterState = {}
+    for key, first in state_of[present[0]].items():
+        values = [state_of[index][key] for index in indices]
+        if shard.piece.is_whole:
+            sliced[key] = _own(first)
+        elif _is_cut(first, share.members[spans[0][0]], key):
+            piece = shard.piece
+            tensors = (value for value in values if isinstance(value, Tensor | PartedTensor))
+            dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+            cut = sliced[key] = torch.zeros(
+                piece.stop - piece.start, dtype=dtype, device=first.device
+            )  # what lies between parameters stays zero
+            for value, index, (position, from_, to) in zip(values, indices, spans, strict=True):
+                at = share.plan.offsets[position] - piece.start
+                cut[at + from_ : at + to] = _flat(value, share.members[position], names[index], key)[from_:to]
+        else:
+            for index, value in zip(indices, values, strict=True):
+                if isinstance(value, Tensor | PartedTensor) and value.dim():
+                    raise _uncuttable(names[index], key, value)
+                if not _equal(value, first):
+                    raise _differ(names[indices[0]], names[index], f"{key} is {first} and {value}")
+            sliced[key] = _own(first)
+    return sliced
+
+
+def _own(value: Any) -> Any:
+    """A copy of a tensor, put together if it is in parts."""
+    if isinstance(value, PartedTensor):
+        return value.whole()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_cut(value: Any, member: Tensor, key: str) -> bool:
+    return isinstance(value, Tensor | PartedTensor) and value.shape == member.shape and key != "step"
+
+
+def _flat(value: Any, member: Tensor, name: str, key: str) -> Tensor:
+    """The elements in the order of the bucket."""
+    if not isinstance(value, Tensor | PartedTensor) or value.shape != member.shape:
+        raise _uncuttable(name, key, value)
+    if isinstance(value, PartedTensor):
+        value = value.whole()
+    flat = torch.empty(member.numel(), dtype=value.dtype, device=value.device)
+    view_like(flat, 0, member).copy_(value)
+    return flat
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return bool(torch.equal(a, b))
+    return bool(a == b)
+
+
+def _differ(first: str, second: str, how: str) -> ValueError:
+    return ValueError(
+        f"the optimizer's state cannot be put into flat spans: {first} and {second} lie in one, but {how}. "
+        "Wrap the module with find_unused_parameters=True (spans then end where a parameter does), or attach with "
+        "elementwise=False"
+    )
+
+
+def _uncuttable(name: str, key: str, value: Any) -> ValueError:
+    form = tuple(value.shape) if isinstance(value, Tensor | PartedTensor) else type(value).__name__
+    return ValueError(
+        f"the optimizer's state {key} of {name} has not the parameter's form ({form}), so it cannot be cut into flat "
+        "spans: ddp.attach(optimizer, elementwise=False) shards by whole parameters"
+    )
+
+
+# ---------------------------------------------------------------------- this rank's share, as it is
+
+
+def share_state(
+    shards: Sequence[Shard], states: Sequence[ParameterState], shares: Sequence[Share]
+) -> dict[int, ParameterState]:
+    """By parameter index, what this rank has, in torch's ordinary form but for what is cut: of that it has parts.
+
+    Nothing is sent, and nothing is copied but what lies otherwise than its parameter.
+
+    Args:
+        shards: this rank's, of one optimizer.
+        states: what the optimizer remembers of each.
+        shares: of all buckets.
+    """
+    share_of = {share.plan.index: share for share in shares}
+    found: dict[int, ParameterState] = {}
+    for shard, state in zip(shards, states, strict=True):
+        share, piece = share_of[shard.piece.bucket], shard.piece
+        for position, from_, to in spans_in(share.plan, piece.start, piece.stop) if state else ():
+            member = share.members[position]
+            at = share.plan.offsets[position] + from_ - piece.start
+            order = order_of(member)
+            found[share.plan.parameters[position]] = {
+                key: TensorPart(
+                    values=value.permute(order).reshape(-1)
+                    if piece.is_whole
+                    else value[at : at + to - from_],
+                    start=from_,
+                    shape=tuple(member.shape),
+                    order=order,
+                )
+                if _is_like_shard(value, shard, key)
+                else value
+                for key, value in state.items()
+            }
+    return found
+
+
+def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
+    """Whether a value has the form of what is stepped; a step count has none, also where a parameter has none."""
+    return (
+        isinstance(value, Tensor)
+        and value.shape == shard.parameter.shape
+        and not (value.dim() == 0 and key == "step")
+    )
+
+
+# ---------------------------------------------------------------------- to the ordinary form
+
+
+def gather_state(
+    shards: Sequence[Shard],
+    states: Sequence[ParameterState],
+    shares: Sequence[Share],
+    lane: Transport,
+) -> dict[int, ParameterState]:
+    """By parameter index, the state of all ranks' shards in torch's ordinary form; a collective call.
+
+    Args:
+        shards: this rank's, of one optimizer.
+        states: what the optimizer remembers of each.
+        shares: of all buckets.
+        lane: between the ranks.
+    """
+    mine = [_described(shard, state) for shard, state in zip(shards, states, strict=True)]
+    rows = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(mine).encode())]
+    gathered: dict[int, ParameterState] = {}
+    own = {
+        (shard.piece.bucket, shard.piece.start): state for shard, state in zip(shards, states, strict=True)
+    }
+    for share in shares:
+        members = share.team.members
+        keys = {
+            key: dtype
+            for rank in members
+            for bucket, _, _, values in rows[rank]
+            if bucket == share.plan.index
+            for key, (kind, dtype, _) in values.items()
+            if kind == "cut"
+        }
+        flats = {}
+        for key, dtype in keys.items():
+            flat = torch.zeros(share.values.numel(), dtype=getattr(torch, dtype), device=share.values.device)
+            for shard in shards:
+                if shard.piece.bucket == share.plan.index and key in own[share.plan.index, shard.piece.start]:
+                    _place(flat, shard, share, own[share.plan.index, shard.piece.start][key])
+            _spread(flat, share.bounds, members, lane)
+            flats[key] = flat
+        for rank in members:
+            for bucket, start, stop, values in rows[rank]:
+                if bucket == share.plan.index and values:
+                    state = own.get((bucket, start), {}) if rank == lane.rank else {}
+                    ready = dict(_values(values, state, rank, lane, share.values.device))
+                    _assemble(gathered, share, start, stop, values, ready, flats)
+    return gathered
+
+
+def _described(shard: Shard, state: ParameterState) -> list[Any]:
+    values: dict[str, tuple[str, str | None, Any]] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            values[key] = ("number", None, value)
+        elif _is_like_shard(value, shard, key):
+            values[key] = ("cut", _dtype_name(value), None)
+        elif value.dim() == 0:
+            values[key] = ("scalar", _dtype_name(value), (value.item(), value.is_cpu))
+        else:
+            values[key] = ("tensor", _dtype_name(value), list(value.shape))
+    return [shard.piece.bucket, shard.piece.start, shard.piece.stop, values]
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _place(flat: Tensor, shard: Shard, share: Share, value: Tensor) -> None:
+    if shard.piece.is_whole:
+        assert shard.piece.parameter is not None
+        member = share.members[share.plan.parameters.index(shard.piece.parameter)]
+        view_like(flat, shard.piece.start, member).copy_(value)
+    else:
+        flat[shard.piece.start : shard.piece.stop].copy_(value)
+
+
+def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: Transport) -> None:
+    """Each member has its span; then all ranks have all."""
+    works = [
+        lane.broadcast(flat[start:stop], rank)
+        for rank, (start, stop) in zip(members, pairwise(bounds), strict=True)
+        if start < stop
+    ]
+    for work in works:
+        work.wait()
+
+
+def _values(
+    described: Mapping[str, Any], state: ParameterState, rank: int, lane: Transport, device: torch.device
+) -> Iterator[tuple[str, Any]]:
+    """What is not cut: numbers, and tensors of other forms, which the rank that has them broadcasts."""
+    for key, (kind, dtype, told) in described.items():
+        if kind == "number":
+            yield key, told
+        elif kind == "scalar":  # a step count may be on the CPU while its parameter is not
+            number, is_on_cpu = told
+            yield (
+                key,
+                torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if is_on_cpu else device),
+            )
+        elif kind == "tensor":
+            value = torch.zeros(told, dtype=getattr(torch, dtype), device=lane.sending_device(device))
+            if rank == lane.rank:
+                value.copy_(state[key])
+            lane.broadcast(value, rank).wait()
+            yield key, value
+
+
+def _assemble(
+    gathered: dict[int, ParameterState],
+    share: Share,
+    start: int,
+    stop: int,
+    described: Mapping[str, Any],
+    ready: Mapping[str, Any],
+    flats: Mapping[str, Tensor],
+) -> None:
+    """Give the parameters that lie in one piece what was gathered of it."""
+    for position, _, _ in spans_in(share.plan, start, stop):
+        index = share.plan.parameters[position]
+        if index in gathered:
+            continue  # its first piece, on an earlier rank, has told
+        state = gathered[index] = {}
+        for key in described:
+            if key in flats:
+                view = view_like(flats[key], share.plan.offsets[position], share.members[position])
+                state[key] = view.clone(memory_format=torch.preserve_format)
+            else:
+                state[key] = ready[key].clone() if isinstance(ready[key], Tensor) else ready[key]

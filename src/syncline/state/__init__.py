@@ -1,1 +1,0 @@
-"""State that outlives the process: what belongs to a training run, on disk and back."""

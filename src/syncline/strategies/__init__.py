@@ -1,0 +1,37 @@
+"""Strategies: when and how parameters meet (pure; `syncline.strategies.execution` carries them out).
+
+Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
+compression.
+
+actions.py           what a strategy can ask for: plain values
+base.py              Strategy: an immutable description with a pure `decide`
+diloco.py            DiLoCo, and how parameters are divided into fragments
+every_step.py        gradients are averaged in each backward
+gossip.py            Gossip, and which rank sends to which
+local_sgd.py         LocalSGD
+manual.py            Manual: the user says when
+parameter_server.py  ParameterServer
+workers.py           ranks that average gradients among themselves between rounds
+"""
+
+from __future__ import annotations
+
+from syncline.strategies.base import Progress, Spec, Strategy
+from syncline.strategies.diloco import DiLoCo
+from syncline.strategies.every_step import EveryStep
+from syncline.strategies.gossip import Gossip
+from syncline.strategies.local_sgd import LocalSGD
+from syncline.strategies.manual import Manual
+from syncline.strategies.parameter_server import ParameterServer
+
+__all__ = [
+    "DiLoCo",
+    "EveryStep",
+    "Gossip",
+    "LocalSGD",
+    "Manual",
+    "ParameterServer",
+    "Progress",
+    "Spec",
+    "Strategy",
+]

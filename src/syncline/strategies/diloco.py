@@ -1,0 +1,322 @@
+"""DiLoCo: many local steps, then one step of an outer optimizer on how far the ranks have moved; also in fragments.
+
+How parameters are divided into fragments, which meet at different steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.checks import checked_count, checked_function, checked_number, store
+from syncline.contract import Rule, Rules
+from syncline.strategies.actions import (
+    Action,
+    AdvanceOuter,
+    Average,
+    AverageBuffers,
+    Message,
+    ReceiveOuter,
+    RestartOuter,
+    SendOuter,
+)
+from syncline.strategies.base import (
+    Mechanism,
+    OuterCopies,
+    Progress,
+    Spec,
+    Strategy,
+    every_words,
+    value_in_words,
+)
+from syncline.strategies.workers import (
+    OWN_OPTIMIZER,
+    EverythingWithin,
+    after_warmup,
+    checked_within,
+    gradients_rule,
+    warmup_backward,
+    warmup_words,
+    workers_of,
+)
+from syncline.words import format_count
+
+__all__ = ["DiLoCo", "OuterFactory", "plan_fragments"]
+
+
+def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
+    """Divide parameters into so many runs of neighbours, as equal in elements as their sizes allow.
+
+    Args:
+        sizes_numel: elements of each parameter, in the module's order.
+        num_fragments: how many.
+
+    Returns:
+        For each fragment the indices of its parameters: each index once, none of the fragments empty. The largest
+        fragment is as small as it can be.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments.
+
+    Example:
+        >>> plan_fragments([100, 1, 1, 50, 60], 2)
+        ((0, 1, 2), (3, 4))
+    """
+    if not 1 <= num_fragments <= len(sizes_numel):
+        raise ValueError(
+            f"expected between 1 and {len(sizes_numel)} fragments, for there are {len(sizes_numel)} parameters; "
+            f"got {num_fragments}"
+        )
+    low, high = max(sizes_numel), sum(sizes_numel)
+    while low < high:  # the smallest cap with which that many fragments do
+        cap = (low + high) // 2
+        if len(_filled(sizes_numel, cap)) <= num_fragments:
+            high = cap
+        else:
+            low = cap + 1
+    fragments = _filled(sizes_numel, low)
+    while len(fragments) < num_fragments:  # there is room for more: part the largest that can be parted
+        at = max(
+            (i for i in range(len(fragments)) if len(fragments[i]) > 1),
+            key=lambda i: sum(sizes_numel[j] for j in fragments[i]),
+        )
+        whole = fragments[at]
+        cut = min(
+            range(1, len(whole)),
+            key=lambda k: max(sum(sizes_numel[j] for j in whole[:k]), sum(sizes_numel[j] for j in whole[k:])),
+        )
+        fragments[at : at + 1] = [whole[:cut], whole[cut:]]
+    return tuple(tuple(fragment) for fragment in fragments)
+
+
+def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
+    """Runs of neighbours, each as long as the cap allows."""
+    fragments: list[list[int]] = []
+    filled = cap_numel + 1
+    for index, size in enumerate(sizes_numel):
+        if filled + size > cap_numel:
+            fragments.append([])
+            filled = 0
+        fragments[-1].append(index)
+        filled += size
+    return fragments
+
+
+OuterFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+"""Makes an optimizer of the parameters that it is given."""
+
+_NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class _State(NamedTuple):
+    num_ranks: int
+    has_workers: bool
+    under_way: tuple[tuple[int, int], ...]
+    """Fragments whose average is under way, with the step at which it was begun, oldest first."""
+    equal_at: int
+    """The last step after which all fragments met at once, so that all ranks were equal."""
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy[_State]):
+    """Step locally; every `every` steps an outer optimizer steps on the mean distance that the ranks have moved.
+
+    The outer gradient of a parameter is what it was at the last outer step, minus what it is now, averaged over ranks.
+    With plain SGD(lr=1) as outer this is local SGD; Nesterov momentum makes it far better (Douillard et al. 2023,
+    arXiv 2311.08105). The optimizer has to be attached.
+
+    Streaming (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module meet at different steps,
+    so that peaks on the network are lower; with `delay`, a fragment's average travels while the ranks go on computing;
+    `compression` encodes outer gradients, say `sl.compression.Quantize(4)`.
+
+    Args:
+        every: steps from one meeting of a fragment to the next.
+        outer: makes the outer optimizer of the parameters that it is given (copies of the module's): any of torch's.
+        fragments: into how many parts the parameters are divided; each meets every `every` steps, one after the other.
+        delay: steps from sending an outer gradient to applying it; less than `every`.
+        mixing: how much of this rank's own values stays when a fragment's new ones arrive, from 0 up to, not including,
+            1. None: none, but what was learnt during the delay, which is added to the new values.
+        compression: how outer gradients are encoded; None: not at all.
+        warmup: so many first steps are synchronous.
+        every_step_within: see `LocalSGD`.
+
+    Raises:
+        TypeError, ValueError: an argument is out of bounds.
+
+    Example:
+        >>> strategy = DiLoCo(every=4, fragments=2, delay=1)
+        >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10, 10)))
+        >>> for step in (1, 2, 3, 4, 5):
+        ...     state, actions = strategy.at_step(state, Progress(step=step))
+        ...     print(step, [type(action).__name__ for action in actions])
+        1 []
+        2 ['SendOuter']
+        3 ['ReceiveOuter']
+        4 ['AverageBuffers', 'SendOuter']
+        5 ['ReceiveOuter']
+    """
+
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"num_ranks", "has_workers"})
+
+    every: int
+    outer: OuterFactory = _NESTEROV
+    fragments: int = 1
+    delay: int = 0
+    mixing: float | None = None
+    compression: Any = None
+    warmup: int = 0
+    every_step_within: EverythingWithin = None
+
+    def __post_init__(self) -> None:
+        store(
+            self,
+            every=checked_count("every", self.every, at_least=1),
+            fragments=checked_count("fragments", self.fragments, at_least=1),
+            delay=checked_count("delay", self.delay, at_least=0),
+            warmup=checked_count("warmup", self.warmup, at_least=0),
+            every_step_within=checked_within(self.every_step_within),
+        )
+        if self.mixing is not None:
+            store(self, mixing=checked_number("mixing", self.mixing, at_least=0, below=1))
+        checked_function(
+            "outer",
+            self.outer,
+            "a function that makes an optimizer of the parameters that it is given, say "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.7)",
+        )
+        if self.compression is not None and (
+            isinstance(self.compression, type) or not hasattr(self.compression, "encoder")
+        ):
+            raise TypeError(
+                f"expected compression to be one of sl.compression, say Quantize(4), or None, got {self.compression!r}"
+            )
+        if self.fragments > self.every:
+            raise ValueError(
+                f"expected at most one fragment a step: every={self.every}, got fragments={self.fragments}"
+            )
+        if self.delay >= self.every:
+            raise ValueError(
+                f"expected a delay below every={self.every}, so that a fragment is under way once at a time; "
+                f"got {self.delay}"
+            )
+
+    @property
+    def _mixing(self) -> float | None:
+        return 0.0 if self.mixing is None and not self.delay else self.mixing
+
+    def init(self, spec: Spec) -> _State:
+        plan_fragments(spec.sizes_numel, self.fragments)  # which refuses too many
+        has_workers = workers_of(self.every_step_within, spec) is not None
+        return _State(num_ranks=spec.num_ranks, has_workers=has_workers, under_way=(), equal_at=0)
+
+    def mechanism(self, spec: Spec) -> Mechanism:
+        fragments = plan_fragments(spec.sizes_numel, self.fragments)
+        return OuterCopies(fragments, self.outer, self.compression, keeps_sent=self._mixing is None)
+
+    def workers(self, spec: Spec) -> tuple[int, ...] | None:
+        return workers_of(self.every_step_within, spec)
+
+    def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
+        return warmup_backward(progress, self.warmup, has_workers=state.has_workers)
+
+    def at_step(
+        self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
+    ) -> tuple[_State, tuple[Action, ...]]:
+        step = progress.step
+        if step <= self.warmup:
+            return self._at_warmup_step(state, step)
+        actions: list[Action] = []
+        for fragment, begun in state.under_way:
+            age = step - begun
+            if age == self.delay:
+                actions.append(ReceiveOuter(fragment, self._mixing))
+                state = self._received(state, fragment)
+            elif age == (self.delay + 1) // 2:  # half-way: an encoding may have a second phase
+                actions.append(AdvanceOuter(fragment))
+        for fragment in self._due(step - self.warmup):
+            if fragment == self.fragments - 1:
+                actions.append(AverageBuffers())
+            actions.append(SendOuter(fragment))
+            if self.delay:
+                state = state._replace(under_way=(*state.under_way, (fragment, step)))
+            else:
+                actions.append(ReceiveOuter(fragment, self._mixing))
+                state = self._received(state, fragment)
+                if self.fragments == 1 and not self._mixing:
+                    state = state._replace(equal_at=step)
+        return state, tuple(actions)
+
+    def _at_warmup_step(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
+        state = state._replace(equal_at=step)
+        if state.has_workers:  # see LocalSGD: they meet with the others at every step
+            return state, (Average(), RestartOuter())
+        return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
+
+    def _due(self, since: int) -> list[int]:
+        """The fragments whose turn it is, so many steps after the warm-up: one after the other, evenly spread."""
+        return [
+            fragment
+            for fragment in range(self.fragments)
+            if since >= (first := (fragment + 1) * self.every // self.fragments)
+            and (since - first) % self.every == 0
+        ]
+
+    def _received(self, state: _State, fragment: int) -> _State:
+        under_way = tuple(entry for entry in state.under_way if entry[0] != fragment)
+        return state._replace(under_way=under_way)
+
+    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+        if state.equal_at == progress.step:
+            # Nothing was learnt since; an outer step would only go where its momentum leads.
+            return state, (Average(), RestartOuter()) if state.num_ranks > 1 else ()
+        actions: list[Action] = []
+        for fragment, _ in state.under_way:
+            actions.append(ReceiveOuter(fragment, self._mixing))
+            state = self._received(state, fragment)
+        state, more = self._meet_all(state, progress.step)
+        return state, (*actions, *more)
+
+    def _meet_all(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
+        actions: list[Action] = [AverageBuffers()]
+        for fragment in range(self.fragments):
+            actions += [SendOuter(fragment), ReceiveOuter(fragment, 0.0)]
+            state = self._received(state, fragment)
+        return state._replace(equal_at=step), tuple(actions)
+
+    def rules(self, spec: Spec) -> Rules:
+        often = every_words(self.every)
+        if self.fragments > 1:
+            often += f", in {self.fragments} fragments by turns"
+        after = after_warmup(self.warmup)
+        encoded = "" if self.compression is None else f" by {self.compression}"
+        how = f"mean of outer gradients{encoded}, then {value_in_words(self.outer)}"
+        if self.delay:
+            kept = (
+                "added to what was learnt meanwhile"
+                if self.mixing is None
+                else f"{1 - self.mixing:g} of it mixed in"
+            )
+            how += f" {format_count(self.delay, 'step')} later, {kept}"
+        drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
+        return Rules(
+            meets_equal=self.fragments == 1 and not self.delay and not self._mixing,
+            strategy=str(self),
+            gradients=gradients_rule(self.every_step_within, self.warmup),
+            parameters=Rule(f"{often}{after}", how, drift),
+            buffers_when=warmup_words(self.warmup)
+            + (
+                f"{every_words(self.every)}, with the last fragment"
+                if self.fragments > 1
+                else f"{often}, with the parameters"
+            ),
+            buffers_drift=format_count(self.every, "step"),
+            optimizer=OWN_OPTIMIZER,
+            at_step=f"{often}{after}: {how}; else nothing sent",
+            acts_alone=True,
+        )

@@ -1,0 +1,110 @@
+"""One round of gossip: parts of this rank's values go to a few others, and theirs are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.strategies.execution.flat import FlatGroup, flat_groups
+from syncline.transport.base import Transport, Work
+
+__all__ = ["PushSum"]
+
+
+class PushSum:
+    """A rank's values and the weight that goes with them.
+
+    A rank stands for a sum of values, each times a weight, and the sum of those weights; what it computes with is their
+    quotient. It passes parts of both on, so that their totals over all ranks never change but by what the ranks learn.
+    That is added with the rank's own weight, so the ranks tend to what the mean of all ranks, so weighted, would be.
+
+    Args:
+        weights: of all ranks, above 0.
+        transport: what the parts travel by, for nothing else.
+    """
+
+    def __init__(self, weights: Sequence[float], transport: Transport) -> None:
+        mean = sum(weights) / len(weights)
+        self._own = self.weight = weights[transport.rank] / mean
+        self._has_equal = len(set(weights)) == 1
+        self._transport = transport
+        self._written: list[Tensor] = []
+        """What the values were when they were written last, where learning and weight differ in weight."""
+
+    def push(self, tensors: Sequence[Tensor], to: Sequence[int], sources: Sequence[int]) -> None:
+        """Keep an equal part, send one to each of `to`, add what comes from `sources`."""
+        transport = self._transport
+        groups = flat_groups(tensors)
+        values = self._values(groups)
+        share = self.weight / (1 + len(to))
+        weight = torch.tensor([share], dtype=torch.float64, device=transport.control_device)
+        wires = [weight]
+        for group, value in zip(groups, values, strict=True):
+            wires.append(value.to(transport.sending_device(group.device), group.wire_dtype, copy=True))
+        sends: list[Work] = []
+        arrivals: dict[int, list[tuple[Tensor, Work]]] = {}
+        for rank in sorted({*to, *sources}):
+            # Of two that send to each other the lower begins: where the messages of a pair go one after the other
+            # (NCCL), each would wait for the other otherwise.
+            if rank in to and transport.rank < rank:
+                sends += [transport.send(wire, rank) for wire in wires]
+            if rank in sources:
+                blanks = [torch.empty_like(wire) for wire in wires]
+                arrivals[rank] = [(blank, transport.recv(blank, rank)) for blank in blanks]
+            if rank in to and transport.rank > rank:
+                sends += [transport.send(wire, rank) for wire in wires]
+        total, sums = share, [value.mul_(share) for value in values]
+        for rank in sorted(arrivals):  # in the order of the ranks, so that a run can be repeated
+            for _, work in arrivals[rank]:
+                work.wait()
+            (part, _), *others = arrivals[rank]
+            its = part.item()
+            total += its
+            for sum_, (value, _) in zip(sums, others, strict=True):
+                sum_.add_(value.to(sum_.device, sum_.dtype), alpha=its)
+        for work in sends:
+            work.wait()
+        self.weight = total
+        self._write(groups, [sum_.div_(total) for sum_ in sums])
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Make the values of all ranks what they tend to; each counts as at the start again. A collective call."""
+        transport = self._transport
+        groups = flat_groups(tensors)
+        total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
+        transport.all_reduce(total).wait()
+        means = []
+        for group, value in zip(groups, self._values(groups), strict=True):
+            wire = value.mul_(self.weight / total.item()).to(transport.sending_device(group.device))
+            transport.all_reduce(wire).wait()
+            means.append(wire.to(group.device))
+        self.weight = self._own
+        self._write(groups, means)
+
+    def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
+        """The quotients; what was learnt since they were written counts with this rank's own weight."""
+        values = [group.read() for group in groups]
+        if self._has_equal or len(self._written) != len(values):
+            return values
+        factor = self._own / self.weight
+        return [
+            written + factor * (value - written) for value, written in zip(values, self._written, strict=True)
+        ]
+
+    def _write(self, groups: Sequence[FlatGroup], values: Sequence[Tensor]) -> None:
+        for group, value in zip(groups, values, strict=True):
+            group.write(value)
+        if not self._has_equal:
+            self._written = [group.read() for group in groups]  # as rounded
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers, of this rank alone."""
+        return {"weight": self.weight, "written": [written.clone() for written in self._written]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.weight = float(state["weight"])
+        self._written = [written.clone() for written in state["written"]]

@@ -1,0 +1,182 @@
+"""Gossip: ranks average with a few others at a time, and what one has learnt reaches everybody in some rounds.
+
+Who sends to whom in a round of gossip: pure functions of the number of ranks and of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+from syncline.checks import checked_choice, checked_count, checked_number, did_you_mean, store
+from syncline.contract import Rule, Rules
+from syncline.strategies.actions import Action, Average, Message, Push
+from syncline.strategies.base import Mechanism, Progress, PushSumWeight, Spec, Strategy, every_words
+from syncline.strategies.workers import OWN_OPTIMIZER, gradients_rule
+
+__all__ = ["Gossip", "Topology", "neighbours"]
+
+
+Topology = Literal["ring", "exponential", "pairs"]
+
+Edges = tuple[tuple[int, ...], ...]
+"""For each rank, to whom it sends."""
+
+
+def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) -> Edges:
+    """To whom each rank sends in a round.
+
+    "ring": to both neighbours. "exponential": to the rank 1, 2, 4, ... places on, a power of two a round, so that after
+    log2(num_ranks) rounds everybody has heard of everybody. "pairs": the ranks are paired at random, the same way on
+    all of them; with an odd number one is left out.
+
+    Raises:
+        ValueError: an unknown topology.
+
+    Example:
+        >>> neighbours("ring", 4, 0), neighbours("exponential", 4, 1)
+        (((3, 1), (0, 2), (1, 3), (2, 0)), ((2,), (3,), (0,), (1,)))
+        >>> edges = neighbours("pairs", 4, 7, seed=1)
+        >>> all(edges[edges[rank][0]] == (rank,) for rank in range(4))
+        True
+    """
+    if topology not in _EDGES:
+        raise ValueError(
+            f"expected topology to be one of {', '.join(get_args(Topology))}; got {topology!r}"
+            + did_you_mean(topology, _EDGES)
+        )
+    if num_ranks == 1:
+        return ((),)
+    return _EDGES[topology](num_ranks, round, seed)
+
+
+def _ring(num_ranks: int, round: int, seed: int) -> Edges:
+    if num_ranks == 2:
+        return ((1,), (0,))
+    return tuple(((rank - 1) % num_ranks, (rank + 1) % num_ranks) for rank in range(num_ranks))
+
+
+def _exponential(num_ranks: int, round: int, seed: int) -> Edges:
+    hop = 1 << (round % (num_ranks - 1).bit_length())
+    return tuple(((rank + hop) % num_ranks,) for rank in range(num_ranks))
+
+
+def _pairs(num_ranks: int, round: int, seed: int) -> Edges:
+    order = sorted(range(num_ranks), key=lambda rank: (_mixed(seed, round, rank), rank))
+    edges: list[tuple[int, ...]] = [()] * num_ranks
+    for a, b in zip(order[::2], order[1::2], strict=False):
+        edges[a], edges[b] = (b,), (a,)
+    return tuple(edges)
+
+
+def _mixed(*numbers: int) -> int:
+    """A number that looks random and is the same everywhere (the finalizer of splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+_EDGES: dict[str, Callable[[int, int, int], Edges]] = {
+    "ring": _ring,
+    "exponential": _exponential,
+    "pairs": _pairs,
+}
+
+
+class _State(NamedTuple):
+    rank: int
+    num_ranks: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Gossip(Strategy[_State]):
+    """Step locally; every `every` steps each rank sends a part of itself to a few others, and adds up what it gets.
+
+    No collective: nobody waits for more than its neighbours. Push-sum weights travel with the values (stochastic
+    gradient push, Assran et al. 2019, arXiv 1811.10792), so that the ranks tend to the mean over ranks weighted by
+    `weight`, whatever the topology. `ddp.sync_parameters_()` averages over all of them, exactly. The optimizer has to
+    be attached.
+
+    Args:
+        topology: "ring", "exponential" or "pairs"; see `neighbours`.
+        every: steps from one round to the next.
+        weight: how much this rank counts, above 0; it may differ from rank to rank.
+        seed: of the random pairs; the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is out of bounds.
+
+    Example:
+        >>> strategy = Gossip("exponential")
+        >>> state = strategy.init(Spec(rank=0, num_ranks=4, hosts=(0, 0, 0, 0), sizes_numel=(10,)))
+        >>> state, actions = strategy.at_step(state, Progress(step=1))
+        >>> actions, strategy.at_step(state, Progress(step=2))[1]
+        ((Push(to=(1,), sources=(3,)),), (Push(to=(2,), sources=(2,)),))
+    """
+
+    state_type: ClassVar[type[tuple[object, ...]]] = _State
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
+
+    topology: Topology
+    every: int = 1
+    weight: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checked_choice("topology", self.topology, get_args(Topology))
+        store(
+            self,
+            every=checked_count("every", self.every, at_least=1),
+            weight=checked_number("weight", self.weight, above=0),
+            seed=checked_count("seed", self.seed, at_least=0),
+        )
+
+    def init(self, spec: Spec) -> _State:
+        return _State(rank=spec.rank, num_ranks=spec.num_ranks, round=0)
+
+    def mechanism(self, spec: Spec) -> Mechanism:
+        return PushSumWeight(self.weight)
+
+    def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
+        return ()
+
+    def at_step(
+        self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
+    ) -> tuple[_State, tuple[Action, ...]]:
+        if progress.step % self.every or state.num_ranks == 1:
+            return state, ()
+        edges = neighbours(self.topology, state.num_ranks, state.round, self.seed)
+        to = edges[state.rank]
+        sources = tuple(rank for rank, targets in enumerate(edges) if state.rank in targets)
+        state = state._replace(round=state.round + 1)
+        return state, (Push(to, sources),) if to or sources else ()
+
+    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+        return state, (Average(by_weight=True),) if state.num_ranks > 1 else ()
+
+    def rules(self, spec: Spec) -> Rules:
+        often = every_words(self.every)
+        num_sent = max(len(to) for to in neighbours(self.topology, spec.num_ranks, 0, self.seed))
+        whom = {
+            "ring": "both neighbours on a ring" if num_sent > 1 else "the other rank",
+            "exponential": "the rank 1, 2, 4, ... places on",
+            "pairs": f"a partner by lot (seed {self.seed})",
+        }[self.topology]
+        return Rules(
+            strategy=str(replace(self, weight=1.0)),
+            gradients=gradients_rule(None, 0),
+            parameters=Rule(often, f"push-sum with {whom}", "unbounded, shrinks by rounds"),
+            buffers_when=f"{often}, with the parameters",
+            buffers_drift="unbounded, shrinks by rounds",
+            buffers_how="push-sum, floating ones",
+            optimizer=OWN_OPTIMIZER,
+            at_step=(
+                f"{often} parameters (and floating buffers, by their policy) are mixed with {whom}; else nothing sent"
+            ),
+        )

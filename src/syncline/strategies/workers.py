@@ -1,0 +1,97 @@
+"""Ranks that average gradients in every step among themselves, and what becomes of gradients where parameters meet."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from syncline.checks import checked_count, did_you_mean
+from syncline.contract import Rule
+from syncline.strategies.actions import Action, ReduceGradients
+from syncline.strategies.base import Progress, Spec
+from syncline.words import format_count
+
+__all__ = [
+    "OWN_OPTIMIZER",
+    "EverythingWithin",
+    "after_warmup",
+    "checked_within",
+    "gradients_rule",
+    "warmup_backward",
+    "warmup_words",
+    "workers_of",
+]
+
+
+EverythingWithin = Literal["host"] | int | None
+"""Among whom gradients are averaged in every step: the ranks of a host, so many ranks in a row, or nobody."""
+
+
+def checked_within(value: object) -> EverythingWithin:
+    """Check `every_step_within`.
+
+    Raises:
+        TypeError, ValueError: it cannot be that.
+    """
+    if value is None or value == "host":
+        return value
+    if isinstance(value, str):
+        raise ValueError(
+            f'expected every_step_within to be "host", a number of ranks, or None, got {value!r}'
+            + did_you_mean(value, ("host",))
+        )
+    return checked_count("every_step_within", value, at_least=2)
+
+
+OWN_OPTIMIZER = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
+"""What becomes of optimizers where replicas drift."""
+
+
+def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
+    """Which ranks average gradients in every step, by number of their group.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+
+    Example:
+        >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=())
+        >>> workers_of("host", spec), workers_of(2, spec), workers_of(None, spec)
+        ((0, 0, 1, 1), (0, 0, 1, 1), None)
+    """
+    if within is None:
+        return None
+    if spec.num_ranks == 1:
+        return (0,)
+    if within == "host":
+        return spec.hosts
+    if spec.num_ranks % within:
+        raise ValueError(
+            f"every_step_within={within} ranks, but there are {spec.num_ranks}, which is no multiple of it"
+        )
+    return tuple(rank // within for rank in range(spec.num_ranks))
+
+
+def warmup_backward(progress: Progress, warmup: int, *, has_workers: bool) -> tuple[Action, ...]:
+    """What backwards do where parameters are what meets: nothing after the warm-up, but among workers in every step."""
+    if has_workers:
+        return (ReduceGradients("worker"),)
+    return (ReduceGradients(),) if progress.step < warmup else ()
+
+
+def after_warmup(warmup: int) -> str:
+    """What is said of parameters that do not meet before its end."""
+    return f", after {format_count(warmup, 'synchronous step')}" if warmup else ""
+
+
+def warmup_words(warmup: int) -> str:
+    """When buffers meet at first."""
+    return "every step of the warm-up, then " if warmup else ""
+
+
+def gradients_rule(within: EverythingWithin, warmup: int) -> Rule:
+    """What becomes of gradients where parameters are what meets."""
+    if within is not None:
+        among = "the ranks of a host" if within == "host" else f"{within} ranks"
+        return Rule("every backward outside no_sync", f"mean over {among}, all_reduce", "none among them")
+    if warmup:
+        return Rule(f"in the first {format_count(warmup, 'step')}", "mean, all_reduce", "afterwards local")
+    return Rule("never: they stay local", "-", "local values differ")

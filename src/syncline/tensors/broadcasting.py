@@ -1,0 +1,211 @@
+"""Broadcasting many tensors in few collectives."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from syncline._torch.tensors import foreach_copy_
+from syncline.tensors.packing import plan_pieces
+from syncline.tensors.targets import as_bytes, is_plain, mark_written
+from syncline.transport.base import Transport, Work
+
+__all__ = ["TensorBroadcaster", "broadcast_tensors"]
+
+
+def broadcast_tensors(
+    tensors: Sequence[Tensor], transport: Transport, src: int, *, preserve_version: bool = False
+) -> Work:
+    """Copy rank `src`'s tensors into every other rank's, all dtypes together in few collectives.
+
+    Everything is under way at once; `TensorBroadcaster.run` blocks, and bounds the memory for copies.
+
+    Args:
+        tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
+        transport: between the ranks.
+        src: whose values, a rank of the transport. Nothing is written there.
+        preserve_version: see `TensorBroadcaster`.
+
+    Returns:
+        What to wait for; the tensors are not to be touched before.
+    """
+    return TensorBroadcaster(tensors, transport, preserve_version=preserve_version).start(src)
+
+
+class TensorBroadcaster:
+    """Broadcasts the same tensors again and again; planned once, its buffers reused.
+
+    Tensors from 1 MiB on travel from where they are; smaller ones are packed, as raw bytes, into pieces of up
+    to 32 MiB. Tensors that are not contiguous travel by a contiguous copy. A tensor on the CPU travels by the
+    transport's control device where the engine cannot send from the CPU (NCCL).
+
+    Args:
+        tensors: what to broadcast: the same shapes and dtypes on all ranks, in the same order; strides may
+            differ. Held by identity: when a module's buffer is replaced, make a new broadcaster.
+        transport: between the ranks.
+        preserve_version: hide the writing from autograd. Otherwise a backward through a graph that saved one
+            of the tensors before they were overwritten is torch's usual error.
+
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> def program(transport):
+        ...     x, n = torch.full((2,), float(transport.rank)), torch.tensor(transport.rank)
+        ...     TensorBroadcaster([x, n], transport).start(1).wait()
+        ...     return x.tolist(), n.item(), transport.statistics().num_calls
+        >>> run_ranks(2, program)[0]
+        ([1.0, 1.0], 1, {'broadcast': 1})
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], transport: Transport, *, preserve_version: bool = False
+    ) -> None:
+        self._transport = transport
+        self._tensors = list(tensors) if transport.size > 1 else []
+        self._written = [] if preserve_version else [t for t in self._tensors if t.numel()]
+        self._pieces: list[_Piece] = []
+        self._addresses: list[int] = []
+        self._under_way: _Broadcast | None = None
+        self._plan()
+
+    @property
+    def num_collectives(self) -> int:
+        """Broadcasts that one `start` or `run` makes."""
+        return len(self._pieces)
+
+    def start(self, src: int = 0) -> Work:
+        """Broadcast from rank `src`, everything under way at once.
+
+        The packed copies are kept for the next call. A previous broadcast that was not waited for is waited
+        for first.
+        """
+        self._prepare()
+        is_source = self._transport.rank == src
+        works = [(piece, piece.launch(self._transport, src)) for piece in self._pieces]
+        self._under_way = _Broadcast(works, [] if is_source else self._written, is_source=is_source)
+        return self._under_way
+
+    def run(self, src: int = 0) -> None:
+        """Broadcast from rank `src` and wait, with at most two packed copies of up to 32 MiB at a time."""
+        self._prepare()
+        is_source = self._transport.rank == src
+        under_way: deque[_Broadcast] = deque()
+        for piece in self._pieces:
+            if len(under_way) == 2:
+                under_way.popleft().wait()
+            work = piece.launch(self._transport, src)
+            under_way.append(_Broadcast([(piece, work)], [], is_source=is_source, keep_copies=False))
+        for broadcast in under_way:
+            broadcast.wait()
+        if not is_source:
+            mark_written(self._written)
+
+    def _prepare(self) -> None:
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
+        # `tensor.data = other` and `set_` leave the identity and move the memory.
+        if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
+            self._plan()
+
+    def _plan(self) -> None:
+        devices = [self._transport.sending_device(tensor.device) for tensor in self._tensors]
+        sizes_bytes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        # `.data` shares the memory, but neither graph nor version counter: writing to it is always allowed.
+        self._pieces = [
+            _Piece([self._tensors[i].data for i in piece], devices[piece[0]])
+            for piece in plan_pieces(sizes_bytes, devices)
+        ]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+
+
+class _Piece:
+    """Tensors of one collective, sent as bytes: in place if it is one contiguous tensor, else by a copy."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._device = device
+        self._num_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        # Bytes of contiguous tensors can be copied as they are, at any offset. Others (strided, or with a
+        # pending conjugation) are first copied to a contiguous twin.
+        self._strided = [tensor for tensor in tensors if not is_plain(tensor)]
+        self._tensors = tensors
+        self._twins: list[Tensor] = []
+        self._bytes: list[Tensor] = []
+        self._wire: Tensor | None = None
+        self._slots: list[Tensor] = []
+
+    def launch(self, transport: Transport, src: int) -> Work:
+        if self._wire is None:
+            self._allocate()
+        assert self._wire is not None
+        if transport.rank == src:
+            with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+                for twin, tensor in zip(self._twins, self._strided, strict=True):
+                    twin.copy_(tensor)
+                if self._slots:
+                    foreach_copy_(self._slots, self._bytes)
+        return transport.broadcast(self._wire, src)
+
+    @torch.inference_mode()  # see `launch`
+    def land(self) -> None:
+        """Write what has arrived into the tensors."""
+        if self._slots:
+            foreach_copy_(self._bytes, self._slots)
+        # One by one: the batched call cannot write to a tensor with a pending conjugation.
+        for twin, tensor in zip(self._twins, self._strided, strict=True):
+            tensor.copy_(twin)
+
+    def drop_copies(self) -> None:
+        self._twins, self._bytes, self._slots, self._wire = [], [], [], None
+
+    def _allocate(self) -> None:
+        self._twins = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in self._strided]
+        twins = iter(self._twins)
+        self._bytes = [as_bytes(t if is_plain(t) else next(twins)) for t in self._tensors]
+        if len(self._bytes) == 1 and self._bytes[0].device == self._device:
+            self._wire = self._bytes[0]
+            return
+        self._wire = torch.empty(sum(self._num_bytes), dtype=torch.uint8, device=self._device)
+        self._slots = list(torch.split(self._wire, self._num_bytes))
+
+
+class _Broadcast(Work):
+    """Pieces under way; `wait` writes what arrives, piece by piece."""
+
+    __slots__ = ("_is_source", "_keep_copies", "_works", "_written")
+
+    def __init__(
+        self,
+        works: Sequence[tuple[_Piece, Work]],
+        written: Sequence[Tensor],
+        *,
+        is_source: bool,
+        keep_copies: bool = True,
+    ) -> None:
+        self._works = deque(works)
+        self._written = written
+        self._is_source = is_source
+        self._keep_copies = keep_copies
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        if not self._works:
+            return
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        try:
+            while self._works:
+                piece, work = self._works[0]
+                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                if not self._is_source:
+                    piece.land()
+                if not self._keep_copies:
+                    piece.drop_copies()
+                self._works.popleft()
+        finally:
+            if self._written:
+                mark_written(self._written)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for _, work in self._works)

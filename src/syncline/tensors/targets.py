@@ -1,0 +1,241 @@
+"""Which tensors a target consists of, by name, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from syncline.checks import what_it_is
+from syncline.optimizers.contents import optimizer_leaves
+from syncline.trees import leaves
+
+__all__ = [
+    "as_bytes",
+    "as_flat",
+    "check_dense",
+    "distinct_tensors",
+    "is_dense",
+    "is_plain",
+    "mark_written",
+    "named_tensors",
+    "parts_of",
+    "walk",
+]
+
+
+_OWN_MEMORY = (Tensor, nn.Parameter)
+"""Types that are neither lazy nor made of other tensors, as other subclasses may be."""
+
+
+# ---------------------------------------------------------------------- which tensors
+
+
+def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, Tensor]]:
+    """The tensors of a target with their names, in an order that is the same on every rank.
+
+    A tensor that occurs twice (tied weights, or another view of exactly the same memory) is listed once, by
+    its first name.
+
+    Args:
+        target: a Module (parameters, then buffers, non-persistent ones too), an Optimizer (tensors of its
+            state and of its parameter groups; not the parameters), a Tensor, or dicts, lists and tuples of
+            tensors (dicts in the order of their keys' text).
+        for_writing: whether they have to be such that they can be written in place.
+
+    Raises:
+        TypeError: something else, or a leaf that is no tensor; its path is named.
+        ValueError: a tensor that `check_dense` refuses, or one that cannot be written in place (expanded).
+
+    Example:
+        >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    """
+    return distinct_tensors(walk(target), for_writing=for_writing)
+
+
+def distinct_tensors(
+    walked: Iterable[tuple[str, Tensor]], *, for_writing: bool = True
+) -> list[tuple[str, Tensor]]:
+    """Those of `walk` that `named_tensors` lists; it says what is refused."""
+    seen: dict[int, list[Tensor]] = {}
+    named: list[tuple[str, Tensor]] = []
+    for name, tensor in walked:
+        check_dense(name, tensor)
+        if for_writing:
+            _check_writable(name, tensor)
+        others = seen.setdefault(tensor.data_ptr() or id(tensor), [])
+        if not others or not any(_identity(tensor) == _identity(other) for other in others):
+            others.append(tensor)
+            named.append((name, tensor))
+    return named
+
+
+def walk(target: Any) -> list[tuple[str, Tensor]]:
+    """All tensors of a target with their names, some of them more than once; see `named_tensors`.
+
+    Raises:
+        TypeError: it is or contains something else.
+    """
+    if isinstance(target, nn.Module):
+        kind = type(target)
+        if kind.named_parameters is nn.Module.named_parameters and (
+            kind.named_buffers is nn.Module.named_buffers
+        ):
+            return _walk_module(target)
+        return [*target.named_parameters(), *target.named_buffers()]
+    return list(_walk_optimizer(target) if isinstance(target, Optimizer) else _walk_tree(target))
+
+
+def _walk_module(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """As named_parameters() and named_buffers() would, in one walk; what is tied more than once."""
+    parameters: list[tuple[str, Tensor]] = []
+    buffers: list[tuple[str, Tensor]] = []
+    _collect(module, "", set(), parameters, buffers)
+    return parameters + buffers
+
+
+def _collect(
+    module: nn.Module,
+    prefix: str,
+    seen: set[nn.Module],
+    parameters: list[tuple[str, Tensor]],
+    buffers: list[tuple[str, Tensor]],
+) -> None:
+    seen.add(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            parameters.append((prefix + name, parameter))
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            buffers.append((prefix + name, buffer))
+    for name, inner in module._modules.items():
+        if inner is not None and inner not in seen:
+            _collect(inner, f"{prefix}{name}.", seen, parameters, buffers)
+
+
+def _walk_optimizer(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in optimizer_leaves(optimizer):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+
+
+def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in leaves(tree):
+        if not isinstance(leaf, Tensor):
+            where = f" at {path}" if path else ""
+            raise TypeError(
+                f"expected the target to be a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors, "
+                f"got {what_it_is(leaf)}{where}: take it out, or make it a tensor"
+            )
+        yield path or "tensor", leaf
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose values are not simply in its own memory, whatever the engine.
+
+    Raises:
+        ValueError: it is lazy, nested, sparse, quantized, on the meta device, or a subclass that wraps others
+            (DTensor).
+
+    Example:
+        >>> check_dense("x", torch.eye(2).to_sparse())
+        Traceback (most recent call last):
+        ValueError: expected x to be a dense tensor, got torch.sparse_coo: pass its values, or to_dense()
+    """
+    if type(tensor) not in _OWN_MEMORY and is_lazy(tensor):
+        raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
+    if tensor.is_nested:
+        raise ValueError(f"expected {name} to be a dense tensor, got a nested one: pass its parts (unbind())")
+    if type(tensor) not in _OWN_MEMORY and hasattr(tensor, "__tensor_flatten__"):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass those (to_local())"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"expected {name} to be a dense tensor, got {tensor.layout}: pass its values, or to_dense()"
+        )
+    if tensor.is_quantized:
+        raise ValueError(
+            f"expected {name} to be a dense tensor, got a quantized one ({tensor.dtype}): pass int_repr(), or "
+            "dequantize()"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device, it has no values: materialize it first (to_empty)")
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    if tensor.is_contiguous():
+        return  # so are empty ones
+    repeats = any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if repeats:
+        raise ValueError(
+            f"{name} is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): several elements "
+            "share one place in memory and cannot be written; clone() it first"
+        )
+
+
+def _identity(tensor: Tensor) -> object:
+    if tensor.numel() == 0:
+        return id(tensor)
+    # The address includes the storage offset.
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+
+
+# ---------------------------------------------------------------------- what they are made of
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the memory holds the values one after the other: no strides, no pending conjugation or sign."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Count an in-place change for autograd: a backward through a graph that saved one of them is torch's usual error.
+
+    Inference tensors are in no graph, and have no counter.
+    """
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
+    """Views of at most `cap_bytes` each that make up a tensor, row by row: cut by its shape alone.
+
+    Example:
+        >>> [part.shape[0] for part in parts_of(torch.zeros(5, 2), 17)]
+        [2, 2, 1]
+    """
+    if tensor.nbytes <= cap_bytes or tensor.numel() == 1:
+        return [tensor]
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    row_bytes = tensor.nbytes // tensor.shape[dim]
+    rows = tensor.split(max(1, cap_bytes // row_bytes), dim)
+    return [part for row in rows for part in parts_of(row, cap_bytes)]
+
+
+def as_flat(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor, (numel,). (`view(-1)` leaves a single element whatever stride it has.)"""
+    return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor as bytes, (numel * element_size,)."""
+    return as_flat(tensor).view(torch.uint8)

@@ -1,0 +1,52 @@
+"""Where ranks of one host meet: a port that stays free until a store listens there, and variables that say so."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from syncline.environment import Environment
+
+__all__ = ["held_port", "variables_of_rank"]
+
+
+_CAN_HOLD = sys.platform == "linux"
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A TCP port of this host that nobody else is given meanwhile; a store may listen there.
+
+    The kernel does not give a port that is bound to those who ask for any. On Linux, a socket that asks for this very
+    port gets it all the same, if both say SO_REUSEADDR and none listens yet: so do torch's stores and ours. Elsewhere
+    it is a port that was free a moment ago.
+
+    Example:
+        >>> from torch.distributed import TCPStore
+        >>> with held_port() as port:
+        ...     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        >>> store.port == port
+        True
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        if not _CAN_HOLD:
+            holder.close()
+        yield port
+
+
+def variables_of_rank(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell one of `size` ranks on this host, whose store listens at `port`."""
+    return Environment(
+        launcher="environment",
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        master_addr="127.0.0.1",
+        master_port=port,
+    ).variables()

@@ -1,0 +1,250 @@
+"""An MPI as a competitor: a process tree of its own that is told when it is its turn, and sleeps in between.
+
+What is measured on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+import torch
+
+from syncline.tools.bench.timing import Timer
+from syncline.transport.base import Transport
+
+__all__ = ["MPI", "MPIPeer", "describe_machine", "find_mpi", "num_cores", "short_name", "total_memory_bytes"]
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """The memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine and what runs on it, as plain data."""
+    return {
+        "cpu": _cpu_model(),
+        "architecture": platform.machine(),
+        "num_cores": num_cores(),
+        "memory_bytes": total_memory_bytes(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "syncline": metadata.version("syncline"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()
+
+
+_PEER = Path(__file__).with_name("mpi_peer.py")
+
+_START_SECONDS = 60.0
+
+_ANSWER_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPI:
+    """An MPI that is installed."""
+
+    name: str
+    """"Open MPI 5.0.11", say."""
+    python: str
+    """A Python whose mpi4py stands on it."""
+    mpiexec: str
+    """What starts its ranks."""
+
+    def command(self, num_ranks: int, socket_path: str) -> list[str]:
+        """What starts the ranks of the measurement."""
+        options: list[str] = []
+        if self.name.startswith("Open MPI"):
+            options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+            if os.geteuid() == 0:
+                options.append("--allow-run-as-root")
+        return [self.mpiexec, *options, "-n", str(num_ranks), self.python, str(_PEER), socket_path]
+
+
+def short_name(version: str) -> str:
+    """What `MPI_Get_library_version` says, in two or three words.
+
+    Example:
+        >>> short_name("Open MPI v5.0.11, package: Open MPI user@localhost Distribution")
+        'Open MPI 5.0.11'
+        >>> short_name("MPICH Version:      5.0.2")
+        'MPICH 5.0.2'
+        >>> short_name("Intel(R) MPI Library 2021.18 for Linux* OS")
+        'Intel MPI 2021.18'
+    """
+    first = version.strip().splitlines()[0] if version.strip() else "MPI"
+    number = re.search(r"\d+(\.\d+)+", first)
+    for mark, name in (("Open MPI", "Open MPI"), ("Intel", "Intel MPI"), ("MPICH", "MPICH")):
+        if mark in first:
+            return f"{name} {number.group()}" if number else name
+    return first[:24]
+
+
+def find_mpi(python: str) -> MPI:
+    """The MPI under this Python's mpi4py.
+
+    Raises:
+        ValueError: there is none, or it does not work; the text says why.
+    """
+    code = "from mpi4py import MPI; import numpy; print(MPI.Get_library_version())"
+    try:
+        asked = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=_START_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{python}: {error}") from None
+    if asked.returncode:
+        last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
+        raise ValueError(f"mpi4py of {python} does not work: {last[0]}")
+    beside = Path(python).with_name("mpiexec")
+    mpiexec = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise ValueError(f"mpi4py of {python} works, but there is no mpiexec beside it or on PATH")
+    return MPI(name=short_name(asked.stdout), python=python, mpiexec=mpiexec)
+
+
+class MPIPeer:
+    """The ranks of one MPI, started by one of ours; a context manager.
+
+    Raises:
+        RuntimeError: they did not come, or ended; the text has their last words.
+    """
+
+    def __init__(self, mpi: MPI, *, num_ranks: int) -> None:
+        self.mpi = mpi
+        self._folder = tempfile.TemporaryDirectory(prefix="syncline_mpi_", ignore_cleanup_errors=True)
+        self._connections: list[socket.socket] = []
+        self._lines: list[TextIO] = []
+        path = str(Path(self._folder.name) / "turn")
+        self._words = (Path(self._folder.name) / "words").open("w+")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(num_ranks)
+            listener.settimeout(0.2)
+            self._process = subprocess.Popen(
+                mpi.command(num_ranks, path),
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder.name,
+            )
+            try:
+                self._meet(listener, num_ranks)
+            except BaseException:
+                self.close()
+                raise
+
+    def _meet(self, listener: socket.socket, num_ranks: int) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._connections) < num_ranks:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise self._error("its ranks did not start") from None
+                continue
+            connection.settimeout(_ANSWER_SECONDS)
+            self._connections.append(connection)
+            self._lines.append(connection.makefile("rw", encoding="utf-8"))
+        sizes = {hello["size"] for hello in self._answers()}
+        if sizes != {num_ranks}:
+            raise self._error(
+                f"expected {num_ranks} ranks that know each other, got worlds of {sorted(sizes)}"
+            )
+
+    def __enter__(self) -> MPIPeer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prepare(self, numel: int) -> None:
+        """Let the ranks reduce so many fp32 elements from now on."""
+        self._say({"numel": numel})
+        if not all(answer["is_right"] for answer in self._answers()):
+            raise self._error("its sum is wrong")
+
+    def seconds_for(self, num_calls: int, op: Literal["sum", "mean"]) -> float:
+        """What so many reductions take, of the slowest of its ranks."""
+        self._say({"op": op, "calls": num_calls})
+        return float(max(answer["seconds"] for answer in self._answers()))
+
+    def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
+        """As a competitor; for the rank that started it."""
+
+        def seconds_for(num_calls: int) -> float:
+            transport.barrier().wait()
+            return self.seconds_for(num_calls, op)
+
+        return seconds_for
+
+    def close(self) -> None:
+        """End its ranks."""
+        for lines, connection in zip(self._lines, self._connections, strict=True):
+            with contextlib.suppress(OSError):
+                lines.close()
+            connection.close()
+        self._connections, self._lines = [], []
+        for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
+            if signal_number is not None:
+                self._process.send_signal(signal_number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
+                break
+        self._words.close()
+        self._folder.cleanup()
+
+    def _say(self, request: dict[str, object]) -> None:
+        try:
+            for lines in self._lines:
+                lines.write(json.dumps(request) + "\n")
+                lines.flush()
+        except OSError:
+            raise self._error("it ended early") from None
+
+    def _answers(self) -> list[dict[str, Any]]:
+        try:
+            lines = [lines.readline() for lines in self._lines]
+        except OSError as error:
+            raise self._error(f"no answer ({error})") from None
+        if not all(lines):
+            raise self._error("it ended early")
+        return [json.loads(line) for line in lines]
+
+    def _error(self, what: str) -> RuntimeError:
+        self._words.seek(0)
+        words = " ".join(self._words.read().split())[-400:]
+        return RuntimeError(f"{self.mpi.name}: {what}" + (f"; it said: {words}" if words else ""))

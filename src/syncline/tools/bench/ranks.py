@@ -1,0 +1,195 @@
+"""The program of each rank: python -m syncline.tools.bench.ranks PLAN, where PLAN is JSON.
+
+The arguments that the programs in benchmarks/ have in common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from syncline.session.world import init, shutdown, transport_of
+from syncline.tools.bench.mpi import MPI, MPIPeer, describe_machine
+from syncline.tools.bench.tables import size_text
+from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
+from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of
+from syncline.transport.base import Transport
+
+__all__ = ["Plan", "RoundsParser", "main", "measure"]
+
+
+class RoundsParser(argparse.ArgumentParser):
+    """--rounds, --quick and --json; a program adds its own.
+
+    What it gives has `rounds`, which is `quick` where that was asked for, `quick` and `json`.
+
+    Args:
+        about: the program's docstring, of which the first line is shown.
+        rounds: as a rule.
+        quick: as many to see whether it runs.
+
+    Example:
+        >>> parser = RoundsParser("What it costs.", rounds=40, quick=3)
+        >>> parser.parse_figures([]).rounds, parser.parse_figures(["--quick"]).rounds
+        (40, 3)
+    """
+
+    def __init__(self, about: str | None, *, rounds: int, quick: int) -> None:
+        super().__init__(description=about.splitlines()[0] if about else None)
+        self._num_quick = quick
+        self.add_argument("--rounds", type=int, default=rounds)
+        self.add_argument(
+            "--quick", action="store_true", help=f"{quick} short rounds: figures without meaning"
+        )
+        self.add_argument("--json", type=Path, help="where to write the figures")
+
+    def parse_figures(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """As `parse_args`."""
+        arguments = self.parse_args(argv)
+        if arguments.quick:
+            arguments.rounds = self._num_quick
+        return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure, and how often."""
+
+    sizes_bytes: Sequence[int]
+    """Payloads of all_reduce."""
+    num_rounds: int = 20
+    """Rounds of all_reduce."""
+    turn_seconds: float = 0.01
+    """How long a competitor's turn should take, where one call takes less."""
+    models: Sequence[str] = ()
+    """The models to train, by name."""
+    num_step_rounds: int = 20
+    """Rounds of training steps."""
+    num_steps: int = 2
+    """Steps of one competitor in one round."""
+    mpis: Sequence[Mapping[str, str]] = ()
+    """The MPIs to take part, as fields of `MPI`."""
+    with_sum: bool = False
+    """Whether ours and the MPIs also reduce without the division."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure what the plan says and write it down: PLAN OUTPUT."""
+    plan, output = Plan(**json.loads(argv[0])), Path(argv[1])
+    found = measure(plan)
+    if found is not None:
+        output.write_text(json.dumps(found))
+
+
+def measure(plan: Plan) -> dict[str, Any] | None:
+    """Measure, on all ranks together.
+
+    Returns:
+        What was seen, for `summary.summarize`; None on ranks other than 0.
+    """
+    torch.set_num_threads(1)
+    machine = describe_machine()  # its load is that from before
+    world = init(device="cpu")
+    transport = transport_of(None)
+    notes: list[str] = []
+    backend = backend_group(notes)
+    found = {
+        "machine": machine,
+        "plan": asdict(plan),
+        "num_ranks": world.size,
+        "transport": transport.name,
+        "all_reduce": _all_reduce(plan, transport, backend, notes),
+        "steps": [_steps(model, plan, transport, backend, notes) for model in plan.models],
+        "notes": notes,
+    }
+    shutdown()
+    return found if world.rank == 0 else None
+
+
+def _all_reduce(
+    plan: Plan, transport: Transport, backend: dist.ProcessGroup | None, notes: list[str]
+) -> list[dict[str, Any]]:
+    rows = []
+    with _peers(plan, transport, notes) as peers:
+        for number, size_bytes in enumerate(plan.sizes_bytes, start=1):
+            _say(f"all_reduce of {size_text(size_bytes)}, {number} of {len(plan.sizes_bytes)}", transport)
+            numel = size_bytes // 4
+            calls = checked(
+                engines(numel, transport=transport, backend=backend, with_sum=plan.with_sum),
+                rank=transport.rank,
+                size=transport.size,
+            )
+            timers = {name: timer(call, transport) for name, call in calls.items()}
+            timers |= _timers_of_peers(peers, numel, plan, transport)
+            num_calls = calls_for(timers, seconds=plan.turn_seconds, most=2000, transport=transport)
+            seconds = alternate(timers, num_rounds=plan.num_rounds, num_calls=num_calls, transport=transport)
+            rows.append({"payload_bytes": size_bytes, "num_calls": num_calls, "seconds": seconds})
+    return rows
+
+
+@contextlib.contextmanager
+def _peers(plan: Plan, transport: Transport, notes: list[str]) -> Iterator[dict[str, MPIPeer | None]]:
+    """The MPIs that came, by name; rank 0 holds them, the others only know of them."""
+    with contextlib.ExitStack() as stack:
+        mine: dict[str, MPIPeer | None] = {}
+        for fields in plan.mpis if transport.rank == 0 else ():
+            mpi = MPI(**fields)
+            _say(f"starting {mpi.name}", transport)
+            try:
+                mine[mpi.name] = stack.enter_context(MPIPeer(mpi, num_ranks=transport.size))
+            except RuntimeError as error:
+                notes.append(str(error))
+        names = json.loads(transport.all_gather_bytes(json.dumps(list(mine)).encode())[0])
+        yield {name: mine.get(name) for name in names}
+
+
+def _timers_of_peers(
+    peers: Mapping[str, MPIPeer | None], numel: int, plan: Plan, transport: Transport
+) -> dict[str, Timer]:
+    def watch(_: int) -> float:
+        transport.barrier().wait()
+        return 0.0
+
+    found: dict[str, Timer] = {}
+    ops: list[Literal["mean", "sum"]] = ["mean", "sum"] if plan.with_sum else ["mean"]
+    for name, peer in peers.items():
+        if peer is not None:
+            peer.prepare(numel)
+        for op in ops:
+            shown = name if op == "mean" else f"{name}, sum only"
+            found[shown] = peer.timer(op, transport) if peer is not None else watch
+    return found
+
+
+def _steps(
+    model: str, plan: Plan, transport: Transport, backend: dist.ProcessGroup | None, notes: list[str]
+) -> dict[str, Any]:
+    _say(f"training steps of a GPT of {model} parameters", transport)
+    steps = steps_of(model, rank=transport.rank, backend=backend, notes=notes)
+    timers = {name: timer(step, transport) for name, step in steps.items()}
+    num_calls = dict.fromkeys(timers, plan.num_steps)
+    seconds = alternate(timers, num_rounds=plan.num_step_rounds, num_calls=num_calls, transport=transport)
+    return {
+        "model": f"GPT {model}",
+        "num_parameters": num_parameters_of(model),
+        "num_steps": plan.num_steps,
+        "seconds": seconds,
+    }
+
+
+def _say(text: str, transport: Transport) -> None:
+    if transport.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,224 @@
+"""Pure: sizes as people write them, and figures as text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["judged", "parse_size", "report", "seconds_text", "size_text", "table"]
+
+
+_MAX_WIDTH = 110
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "64K" or "1.5M"; a K is 1024 bytes.
+
+    Raises:
+        ValueError: it is no size, or not a multiple of 4 bytes, which fp32 needs.
+
+    Example:
+        >>> parse_size("64K"), parse_size("1MiB"), parse_size("400")
+        (65536, 1048576, 400)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"expected a size such as 1K, 64K or 25M, got {text!r}")
+    size_bytes = float(found.group(1)) * _UNITS[found.group(2).upper()]
+    if size_bytes < 4 or size_bytes % 4:
+        raise ValueError(f"{text}: expected a multiple of 4 bytes, from 4: the elements are fp32")
+    return int(size_bytes)
+
+
+def size_text(size_bytes: int) -> str:
+    """As `parse_size` reads it.
+
+    Example:
+        >>> size_text(65536), size_text(25 * 2**20), size_text(400)
+        ('64 KiB', '25 MiB', '400 B')
+    """
+    for unit in "GMK":
+        if size_bytes >= _UNITS[unit]:
+            return f"{size_bytes / _UNITS[unit]:.4g} {unit}iB"
+    return f"{size_bytes} B"
+
+
+def judged(
+    found: tuple[float, float, float],
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    form: str = "{:.2f}",
+) -> str:
+    """A figure, its interval, and whether it meets its goal: judged by the median.
+
+    "within noise" says that the interval holds both answers.
+
+    Args:
+        found: the median and its interval.
+        at_most: the goal; or `at_least`.
+        form: of each figure.
+
+    Example:
+        >>> judged((1.1, 1.0, 1.3), at_most=1.2), judged((1.1, 1.0, 1.2), at_most=1.2)
+        ('1.10 [1.00, 1.30] met, within noise', '1.10 [1.00, 1.20] met')
+        >>> judged((9.0, 8.0, 10.0), at_least=10, form="{:.0f}x"), judged((4.0, 3.0, 4.5), at_least=5)
+        ('9x [8x, 10x] not met, within noise', '4.00 [3.00, 4.50] not met')
+    """
+    assert (at_most is None) != (at_least is None)
+    answers = {one <= at_most if at_most is not None else one >= (at_least or 0) for one in found[1:]}
+    middle, low, high = found
+    is_met = middle <= at_most if at_most is not None else middle >= (at_least or 0)
+    noise = ", within noise" if len(answers) > 1 else ""
+    return f"{form.format(middle)} [{form.format(low)}, {form.format(high)}] {'met' if is_met else 'not met'}{noise}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a unit.
+
+    Example:
+        >>> seconds_text(2.345e-6), seconds_text(0.0139), seconds_text(1.5)
+        ('2.35 us', '13.9 ms', '1.50 s')
+    """
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds)} s"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns two spaces apart: the first to the left, the others to the right. The first row is the header.
+
+    Example:
+        >>> print(table([["size", "a"], ["1 KiB", "2 us"]]))
+        size      a
+        1 KiB  2 us
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def report(summary: Mapping[str, Any]) -> str:
+    """Everything that was measured, to read."""
+    parts = [_head(summary)]
+    rows = summary["all_reduce"]
+    if rows:
+        parts.append("all_reduce, mean of fp32: time a call\n" + _times(rows))
+        parts.append(
+            "Payload bytes / time, GB/s (copy: each rank copies a tensor of this size)\n" + _bandwidths(rows)
+        )
+        parts.append("Times as fast as Gloo [95 % interval]\n" + _ratios(rows))
+        if any("share_of_copy" in row["engines"].get("syncline", {}) for row in rows):
+            parts.append("Speed against that copy, which moves as many bytes\n" + _shares(rows))
+    parts += [_steps(row) for row in summary["steps"]]
+    if summary["notes"]:
+        parts.append("\n".join(["Left out", *(f"  {note}" for note in summary["notes"])]))
+    return "\n\n".join(parts)
+
+
+def _head(summary: Mapping[str, Any]) -> str:
+    machine, num_ranks, plan = summary["machine"], summary["num_ranks"], summary["plan"]
+    cores = machine["num_cores"]
+    where = f"{cores} cores of {machine['cpu'] or 'an unnamed CPU'} ({machine['architecture']})"
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "syncline"))
+    lines = [
+        f"{num_ranks} ranks x 1 thread on {where}, load {machine['load']:.2f}",
+        f"{versions} over {summary['transport']}, Python {machine['python']}, {machine['system']}",
+        f"medians over {plan['num_rounds']} rounds in which the engines take turns; of the slowest rank",
+    ]
+    if num_ranks > cores:
+        lines.append(
+            f"more ranks than cores: {num_ranks} ranks share {cores}, so times include waiting for a core"
+        )
+    if machine["load"] > 0.5 * cores:
+        lines.append("the machine was not idle when this began: expect wide intervals")
+    if "shared memory" not in summary["transport"]:
+        lines.append("no shared memory between these ranks: syncline ran over the engine named above")
+    return "\n".join(lines)
+
+
+def _names(rows: Sequence[Mapping[str, Any]], key: str | None = None) -> list[str]:
+    """The engines, in order; those that have the figure `key`."""
+    names = dict.fromkeys(name for row in rows for name in row["engines"])
+    return [name for name in names if key is None or any(key in row["engines"].get(name, {}) for row in rows)]
+
+
+def _by_size(rows: Sequence[Mapping[str, Any]], names: Sequence[str], cell: Callable[[Any], str]) -> str:
+    """A line for each engine, a column for each size; one table below the other where they are too many."""
+    columns = [
+        [size_text(row["payload_bytes"]), *(cell(row["engines"][name]) for name in names)] for row in rows
+    ]
+    widths = [max(map(len, column)) + 2 for column in columns]
+    room = _MAX_WIDTH - max(map(len, names)) - 2
+    num_blocks = max(1, math.ceil(sum(widths) / room))
+    a_block = math.ceil(len(columns) / num_blocks)
+    blocks = [[["", *names], *columns[at : at + a_block]] for at in range(0, len(columns), a_block)]
+    return "\n".join(_indented(table(list(zip(*block, strict=True)))) for block in blocks)
+
+
+def _times(rows: Sequence[Mapping[str, Any]]) -> str:
+    return _by_size(rows, _names(rows), lambda figures: seconds_text(figures["median_seconds"]))
+
+
+def _bandwidths(rows: Sequence[Mapping[str, Any]]) -> str:
+    return _by_size(
+        rows, _names(rows), lambda figures: _three_digits(figures["payload_bytes_per_second"] / 1e9)
+    )
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = _names(rows, "times_as_fast_as_gloo")
+    return _by_size(rows, names, lambda figures: _interval_text(figures["times_as_fast_as_gloo"]))
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = _names(rows, "share_of_copy")
+    return _by_size(rows, names, lambda figures: _percent_text(figures["share_of_copy"]))
+
+
+def _steps(row: Mapping[str, Any]) -> str:
+    rival = row["rival"]
+    title = (
+        f"{row['model']} ({row['num_parameters'] / 1e6:.2f} M parameters), forward, backward, fused AdamW\n"
+        f"  ratio: to {rival}, the better one; exposed: what a step takes longer than one that is "
+        "not synchronized"
+    )
+    body = [
+        [
+            name,
+            seconds_text(figures["median_seconds"]),
+            _interval_text(figures["ratio"]),
+            _percent_text(figures["exposed"]) if "exposed" in figures else "-",
+        ]
+        for name, figures in row["competitors"].items()
+    ]
+    return f"{title}\n" + _indented(table([["step", "time", "ratio", "exposed"], *body]))
+
+
+def _interval_text(found: Mapping[str, float]) -> str:
+    middle, low, high = (_three_digits(found[name]) for name in ("median", "low", "high"))
+    return f"{middle} [{low}, {high}]"
+
+
+def _percent_text(found: Mapping[str, float]) -> str:
+    return f"{found['median']:.0%} [{found['low']:.0%}, {found['high']:.0%}]"
+
+
+def _three_digits(number: float) -> str:
+    if abs(number) < 0.0995:
+        return f"{number:.1g}"
+    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,188 @@
+"""Competitors take turns, round by round, so that a drift of the machine's speed meets all of them.
+
+Pure: from what the ranks saw, round by round, to figures.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from syncline.session.world import World, transport_of
+from syncline.transport.base import Transport
+
+__all__ = ["Timer", "alternate", "calls_for", "median_interval", "ratio", "summarize", "take_turns", "timer"]
+
+
+Timer = Callable[[int], float]
+"""Makes so many calls and returns the seconds they took on this rank; all ranks call it together."""
+
+_NUM_DRAWS = 2000
+
+
+def timer(call: Callable[[], object], transport: Transport) -> Timer:
+    """Times `call` on ranks that start together, until all have ended (ranks that share a core may not overlap).
+
+    Args:
+        call: what is measured, the same on all ranks.
+        transport: the ranks.
+    """
+
+    def seconds_for(num_calls: int) -> float:
+        transport.barrier().wait()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        transport.barrier().wait()
+        return time.perf_counter() - start
+
+    return seconds_for
+
+
+def alternate(
+    timers: Mapping[str, Timer], *, num_rounds: int, num_calls: Mapping[str, int], transport: Transport
+) -> dict[str, list[float]]:
+    """Seconds a call, by competitor and round, of the slowest rank.
+
+    Args:
+        timers: the competitors, the same ones on all ranks. Their order is another in each round.
+        num_rounds: rounds that count; two more come before them to warm up.
+        num_calls: calls of a competitor in one round.
+        transport: the ranks.
+    """
+    mine: dict[str, list[float]] = {name: [] for name in timers}
+    for round_index in range(-2, num_rounds):
+        order = list(timers)
+        random.Random(round_index).shuffle(order)  # the same order on all ranks
+        for name in order:
+            seconds = timers[name](num_calls[name])
+            if round_index >= 0:
+                mine[name].append(seconds / num_calls[name])
+    slowest = _slowest([seconds for rounds in mine.values() for seconds in rounds], transport)
+    return {name: slowest[i * num_rounds : (i + 1) * num_rounds] for i, name in enumerate(mine)}
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]], *, num_rounds: int, num_steps: int, world: World
+) -> dict[str, list[float]]:
+    """Seconds a step, by competitor and round, of the slowest rank.
+
+    Args:
+        steps: what makes one step of each competitor, the same ones on all ranks.
+        num_rounds: rounds that count; two more come before them to warm up.
+        num_steps: steps of one competitor in one round.
+        world: the ranks.
+    """
+    transport = transport_of(None)
+    assert transport.size == world.size
+    timers = {name: timer(step, transport) for name, step in steps.items()}
+    num_calls = dict.fromkeys(timers, num_steps)
+    return alternate(timers, num_rounds=num_rounds, num_calls=num_calls, transport=transport)
+
+
+def calls_for(
+    timers: Mapping[str, Timer], *, seconds: float, most: int, transport: Transport
+) -> dict[str, int]:
+    """How many calls of each competitor take about `seconds`; from 1 to `most`, the same on all ranks."""
+    for warm_up in timers.values():
+        warm_up(1)
+    found = _slowest([measure(3) / 3 for measure in timers.values()], transport)
+    return {
+        name: max(1, min(most, math.ceil(seconds / max(one, 1e-9))))
+        for name, one in zip(timers, found, strict=True)
+    }
+
+
+def _slowest(seconds: Sequence[float], transport: Transport) -> list[float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    transport.all_reduce(slowest, "max").wait()
+    return [float(one) for one in slowest.tolist()]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its bootstrapped 95 % confidence interval.
+
+    Example:
+        >>> median_interval([1.0] * 5)
+        (1.0, 1.0, 1.0)
+    """
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(_NUM_DRAWS))
+    return statistics.median(values), medians[_NUM_DRAWS // 40], medians[-_NUM_DRAWS // 40 - 1]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Median of the rounds' ratios and its bootstrapped 95 % confidence interval."""
+    return median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+Interval = dict[str, float]
+
+_COPY, _GLOO, _LOCAL, _OURS = "copy", "gloo", "not synchronized", "syncline"
+
+
+def summarize(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw measurement with medians, bandwidths and ratios, every round kept.
+
+    An interval is the median over rounds with its bootstrapped 95 % confidence interval; a ratio is that of the two
+    times of one round.
+
+    Args:
+        raw: what `ranks.measure` returns.
+    """
+    return {
+        **raw,
+        "all_reduce": [_all_reduce(row) for row in raw["all_reduce"]],
+        "steps": [_steps(row) for row in raw["steps"]],
+    }
+
+
+def _all_reduce(row: Mapping[str, Any]) -> dict[str, Any]:
+    seconds: Mapping[str, Sequence[float]] = row["seconds"]
+    found = {}
+    for name, rounds in seconds.items():
+        figures = _figures(rounds)
+        figures["payload_bytes_per_second"] = row["payload_bytes"] / figures["median_seconds"]
+        if name != _COPY and name != _GLOO and _GLOO in seconds:
+            figures["times_as_fast_as_gloo"] = _interval(ratio(seconds[_GLOO], rounds))
+        if name == _COPY:
+            # A byte is read and a byte is written.
+            figures["moved_bytes_per_second"] = 2 * figures["payload_bytes_per_second"]
+        elif name.startswith(_OURS) and _COPY in seconds:
+            figures["share_of_copy"] = _interval(ratio(seconds[_COPY], rounds))
+        figures["num_calls"] = row["num_calls"][name]
+        figures["rounds_seconds"] = list(rounds)
+        found[name] = figures
+    return {"payload_bytes": row["payload_bytes"], "engines": found}
+
+
+def _steps(row: Mapping[str, Any]) -> dict[str, Any]:
+    seconds: Mapping[str, Sequence[float]] = row["seconds"]
+    theirs = [name for name in seconds if _GLOO in name]
+    rival = min(theirs, key=lambda name: statistics.median(seconds[name]))
+    found = {}
+    for name, rounds in seconds.items():
+        figures = _figures(rounds)
+        figures["ratio"] = _interval(ratio(rounds, seconds[rival]))
+        if name != _LOCAL:
+            exposed = [(a - b) / b for a, b in zip(rounds, seconds[_LOCAL], strict=True)]
+            figures["exposed"] = _interval(median_interval(exposed))
+        figures["rounds_seconds"] = list(rounds)
+        found[name] = figures
+    kept = {name: row[name] for name in ("model", "num_parameters", "num_steps")}
+    return {**kept, "rival": rival, "competitors": found}
+
+
+def _figures(rounds: Sequence[float]) -> dict[str, Any]:
+    middle, low, high = median_interval(rounds)
+    return {"median_seconds": middle, "low_seconds": low, "high_seconds": high}
+
+
+def _interval(found: tuple[float, float, float]) -> Interval:
+    return dict(zip(("median", "low", "high"), found, strict=True))

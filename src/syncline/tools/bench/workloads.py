@@ -1,0 +1,285 @@
+"""all_reduce of fp32 by each engine, and the copy that it is held against.
+
+The models that are trained: small GPTs, by size.
+
+One training step of a small GPT, unsynchronized and by each wrapper.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncline.ddp.wrapper import DistributedDataParallel
+from syncline.torch_backend import register_backend
+from syncline.transport.base import ReduceOp, Transport
+from syncline.verbs import all_reduce_
+
+__all__ = [
+    "COPY",
+    "GLOO",
+    "GPT",
+    "IN_PLACE",
+    "LOCAL",
+    "OURS",
+    "OURS_SUM",
+    "SHARDED",
+    "SIZES",
+    "Block",
+    "GPTConfig",
+    "backend_group",
+    "can_shard",
+    "checked",
+    "engines",
+    "num_parameters_of",
+    "random_batch",
+    "steps_of",
+    "wrappers",
+]
+
+
+OURS = "syncline"
+
+OURS_SUM = "syncline, sum only"
+
+IN_PLACE = "syncline, in place"
+
+VERB = "sl.all_reduce_"
+
+BACKEND = "backend syncline"
+
+GLOO = "gloo"
+
+COPY = "copy"
+
+
+def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
+    """A group of all ranks on the backend "syncline"; None where there is none, and why in `notes`."""
+    try:
+        register_backend()
+        group: dist.ProcessGroup = dist.new_group(backend="syncline")
+    except Exception as error:
+        notes.append(f'no torch.distributed group on the backend "syncline": {_first_line(error)}')
+        return None
+    return group
+
+
+def engines(
+    numel: int, *, transport: Transport, backend: dist.ProcessGroup | None, with_sum: bool = False
+) -> dict[str, tuple[Callable[[], object], Tensor]]:
+    """What makes one all_reduce of `numel` elements, and the tensor that it reduces, by engine.
+
+    Args:
+        numel: elements of fp32.
+        transport: ours; its ranks are those of torch's default group, which is Gloo.
+        backend: a group on our torch.distributed backend.
+        with_sum: also ours without the division.
+    """
+    plain = torch.ones(numel)
+    size = transport.size
+
+    def ours(tensor: Tensor, op: ReduceOp = "mean") -> Callable[[], object]:
+        return lambda: transport.all_reduce(tensor, op).wait()
+
+    def by_torch(group: dist.ProcessGroup | None, divide: bool) -> Callable[[], object]:
+        def reduce() -> None:
+            dist.all_reduce(plain, dist.ReduceOp.SUM if divide else dist.ReduceOp.AVG, group=group)
+            if divide:
+                plain.div_(size)
+
+        return reduce
+
+    found: dict[str, tuple[Callable[[], object], Tensor]] = {OURS: (ours(plain), plain)}
+    if transport.reduces_in_place:
+        allocated = transport.allocate(numel, torch.float32, torch.device("cpu"))
+        found[IN_PLACE] = (ours(allocated), allocated)
+    if with_sum:
+        found[OURS_SUM] = (ours(plain, "sum"), plain)
+    found[VERB] = (lambda: all_reduce_(plain, op="mean"), plain)
+    if backend is not None:
+        found[BACKEND] = (by_torch(backend, divide=False), plain)
+    found[GLOO] = (by_torch(None, divide=True), plain)
+    target = torch.empty(numel)
+    found[COPY] = (lambda: target.copy_(plain), plain)
+    return found
+
+
+def checked(
+    found: Mapping[str, tuple[Callable[[], object], Tensor]], *, rank: int, size: int
+) -> dict[str, Callable[[], object]]:
+    """The calls alone, each shown to reduce right, and its tensor left at 0.
+
+    Raises:
+        RuntimeError: an engine's result is wrong.
+    """
+    for name, (call, tensor) in found.items():
+        tensor.fill_(rank + 1)
+        call()
+        expected = size * (size + 1) / 2
+        if name == COPY:
+            continue
+        if name != OURS_SUM:
+            expected /= size
+        if not torch.allclose(tensor, torch.tensor(expected)):
+            raise RuntimeError(f"{name}: expected {expected:g} from all_reduce, got {tensor[:3].tolist()}")
+    for _, tensor in found.values():
+        tensor.zero_()
+    return {name: call for name, (call, _) in found.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A GPT and the batch it is trained on."""
+
+    vocabulary: int
+    width: int
+    num_layers: int
+    num_heads: int
+    context: int
+    batch_size: int
+
+
+SIZES: dict[str, GPTConfig] = {
+    "0.3M": GPTConfig(vocabulary=84, width=96, num_layers=3, num_heads=4, context=64, batch_size=4),
+    "5M": GPTConfig(vocabulary=1000, width=256, num_layers=6, num_heads=8, context=64, batch_size=2),
+    "19M": GPTConfig(vocabulary=1000, width=512, num_layers=6, num_heads=8, context=64, batch_size=1),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.num_heads = config.num_heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.norm_feed_forward = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, time, width) -> the same
+        batch, time, width = x.shape
+        heads = self.query_key_value(self.norm_attention(x)).view(batch, time, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(batch, time, width))
+        feed_forward: Tensor = self.down(F.gelu(self.up(self.norm_feed_forward(x))))
+        return x + feed_forward
+
+
+class GPT(nn.Module):
+    """A decoder that returns the mean cross entropy of its predictions."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, time) twice -> ()
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def random_batch(config: GPTConfig, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, each (batch, context)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.batch_size, config.context)
+    tokens = torch.randint(config.vocabulary, shape, generator=generator)
+    return tokens, torch.randint(config.vocabulary, shape, generator=generator)
+
+
+LOCAL = "not synchronized"
+
+SHARDED = "syncline, sharded"
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def can_shard() -> bool:
+    """Whether our class takes `sharded=True`."""
+    return "sharded" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
+    """How each competitor wraps the module.
+
+    Args:
+        backend: a group on our torch.distributed backend, for torch's own class; None leaves it out.
+    """
+    theirs: Any = nn.parallel.DistributedDataParallel
+    ours: Any = DistributedDataParallel
+    found: dict[str, Wrap] = {
+        LOCAL: lambda module: module,
+        "torch DDP, gloo": lambda module: theirs(module),
+        "torch DDP, gloo, bucket view": lambda module: theirs(module, gradient_as_bucket_view=True),
+    }
+    if backend is not None:
+        found["torch DDP, backend syncline"] = lambda module: theirs(
+            module, process_group=backend, gradient_as_bucket_view=True
+        )
+    found["syncline"] = lambda module: ours(module)
+    found["syncline, bucket view"] = lambda module: ours(module, gradient_as_bucket_view=True)
+    if can_shard():
+        found[SHARDED] = lambda module: ours(module, sharded=True)
+    return found
+
+
+def steps_of(
+    model: str, *, rank: int, backend: dist.ProcessGroup | None, notes: list[str]
+) -> dict[str, Callable[[], None]]:
+    """One step of each competitor: a replica of its own, fused AdamW, the same batch each time.
+
+    Args:
+        model: a name in `SIZES`.
+        rank: seeds the batch.
+        backend: as in `wrappers`.
+        notes: gets the reason where a competitor cannot be had.
+    """
+    torch.manual_seed(0)
+    base = GPT(SIZES[model])
+    batch = random_batch(SIZES[model], seed=rank)
+    found = {}
+    for name, wrap in wrappers(backend).items():
+        try:
+            found[name] = _step_of(wrap(copy.deepcopy(base)), batch, attaches=name == SHARDED)
+        except (ValueError, NotImplementedError) as error:
+            notes.append(f"{name}: {error}")
+    return found
+
+
+def num_parameters_of(model: str) -> int:
+    """Parameters of the GPT `model`."""
+    return sum(parameter.numel() for parameter in GPT(SIZES[model]).parameters())
+
+
+def _step_of(module: nn.Module, batch: tuple[torch.Tensor, ...], *, attaches: bool) -> Callable[[], None]:
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    if attaches:
+        optimizer = module.attach(optimizer)  # type: ignore[operator]
+
+    def step() -> None:
+        module(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

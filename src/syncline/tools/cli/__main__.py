@@ -1,0 +1,10 @@
+"""`python -m syncline.tools.cli` is `syncline`."""
+
+from __future__ import annotations
+
+import sys
+
+from syncline.tools.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""`syncline bench`: our engine against Gloo (and MPI) on this machine; a table, JSON, a picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from syncline import environment
+from syncline.tools.bench.mpi import find_mpi, total_memory_bytes
+from syncline.tools.bench.plot import SUFFIXES, can_plot, plot
+from syncline.tools.bench.ranks import Plan
+from syncline.tools.bench.tables import parse_size, report, size_text
+from syncline.tools.bench.timing import summarize
+from syncline.tools.cli.options import CommandParser, UsageError
+from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.rendezvous import config_for_this_host
+from syncline.tools.launch.supervise import Job, supervise, worker_command
+
+__all__ = ["main"]
+
+
+_HELP = """\
+usage: syncline bench [-n RANKS] [options]
+
+Measure on this machine: all_reduce by size and a training step, ours against
+Gloo, and against MPI where mpi4py is installed. The engines take turns in one
+set of processes, so a busy moment meets all of them. It takes about two minutes;
+keep the machine quiet meanwhile.
+
+  syncline bench                              2 ranks, everything
+  syncline bench -n 4 --sizes 1K,1M,25M --no-steps
+  syncline bench --json bench.json --plot bench.png
+
+  -n RANKS              processes, from 2 (default: 2); each has 1 thread
+  --sizes SIZE[,SIZE]   payloads of all_reduce; a K is 1024 bytes
+                        (default: 1K,16K,64K,256K,1M,4M,25M,100M)
+  --steps, --no-steps   with training steps or without (default: with)
+  --rounds N            how often each engine has its turn (default: 20)
+  --quick               3 short rounds of few sizes and the small model: does it
+                        run? Its figures mean little
+  --json FILE           write everything, each round included
+  --plot FILE           draw it, as .png or .svg; needs matplotlib:
+                        pip install 'syncline[bench]'
+  -h, --help            show this text
+
+docs/benchmarks.md says how it measures. Ctrl-C ends it, without a result.
+"""
+
+_SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"
+
+_QUICK_SIZES = "1K,64K,1M"
+
+_COPIES = 8
+"""Tensors of a size that a rank and its engines hold at most, roughly."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `syncline bench` with these arguments.
+
+    Returns:
+        0 when it was measured; 2 for wrong usage, before any process was started; else the exit code of the rank
+        that failed first, or 128 + the signal that ended it.
+    """
+    try:
+        args = _parse(argv)
+        plan = _plan(args)
+    except UsageError as error:
+        print(f"syncline bench: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as asked_for_help:
+        return int(asked_for_help.code or 0)
+    with Guardian(environment.for_child({})) as guardian:
+        output = guardian.folder / "measured.json"
+        code = _launch(args.n, [json.dumps(asdict(plan)), str(output)], guardian)
+        if code:
+            return code
+        summary = summarize(json.loads(output.read_text()))
+    print(report(summary))
+    if args.quick:
+        print("\n--quick: these figures show that it runs, not how fast it is")
+    if args.json is not None:
+        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+    if args.plot is not None:
+        plot(summary, args.plot)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser("syncline bench", _HELP)
+    parser.add_argument("-n", type=int, default=2)
+    parser.add_argument("--sizes", action="append")
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_all(argv)
+    if args.n < 2:
+        raise UsageError(f"-n {args.n}: expected at least 2 ranks, as one has nobody to synchronize with")
+    if args.rounds is not None and args.rounds < 2:
+        raise UsageError(f"--rounds {args.rounds}: expected at least 2")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and path.is_dir():
+            raise UsageError(f"{option} {path}: expected a file, this is a folder")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{option} {path}: expected a file in a folder that exists")
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise UsageError(f"{option} {path}: it cannot be written")
+    if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {args.plot}: expected a name that ends in {' or '.join(SUFFIXES)}")
+    if args.plot is not None and not can_plot():
+        raise UsageError("--plot needs matplotlib: pip install 'syncline[bench]', or leave --plot out")
+    return args
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """What to measure.
+
+    Raises:
+        UsageError: it cannot be measured on this host.
+    """
+    texts = args.sizes or [_QUICK_SIZES if args.quick else _SIZES]
+    try:
+        sizes = sorted({parse_size(text) for text in re.split(r"[,\s]+", ",".join(texts).strip(", "))})
+    except ValueError as error:
+        raise UsageError(f"--sizes: {error}") from None
+    needed, there = args.n * sizes[-1] * _COPIES, total_memory_bytes()
+    if needed > there:
+        raise UsageError(
+            f"--sizes {size_text(sizes[-1])}: {args.n} ranks would need about {size_text(needed)} of this host's "
+            f"{size_text(there)}"
+        )
+    models = ("0.3M",) if args.quick else ("0.3M", "5M")
+    return Plan(
+        sizes_bytes=sizes,
+        num_rounds=args.rounds or (3 if args.quick else 20),
+        num_step_rounds=args.rounds or (2 if args.quick else 20),
+        num_steps=1 if args.quick else 2,
+        turn_seconds=0.002 if args.quick else 0.01,
+        models=models if args.steps else (),
+        mpis=_mpis(),
+    )
+
+
+def _mpis() -> list[dict[str, str]]:
+    if importlib.util.find_spec("mpi4py") is None:
+        return []
+    try:
+        return [asdict(find_mpi(sys.executable))]
+    except ValueError as error:
+        print(f"syncline bench: without MPI: {error}", file=sys.stderr)
+        return []
+
+
+def _launch(num_ranks: int, arguments: Sequence[str], guardian: Guardian) -> int:
+    config = config_for_this_host(num_ranks, log_line_prefix_template="syncline bench: ")
+    before = environment.export({"OMP_NUM_THREADS": "1"}, replace=True)
+    try:
+        return supervise(
+            Job(
+                config=config,
+                command=sys.executable,
+                arguments=worker_command(["syncline.tools.bench.ranks", *arguments], is_module=True),
+                scratch=guardian.folder,
+                guardian=guardian,
+            )
+        )
+    finally:
+        environment.restore(before)

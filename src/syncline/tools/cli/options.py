@@ -1,0 +1,186 @@
+"""What `syncline run` understands: torchrun's options, a short name, and a help that can be read.
+
+What commands with options of their own have in common: a help to be read, and errors in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch.distributed.run import get_args_parser
+
+__all__ = ["CommandParser", "UsageError", "parse"]
+
+
+_HELP = """\
+usage: syncline run [-n N] [options] SCRIPT [arguments]
+       syncline run [-n N] [options] -m MODULE [arguments]
+
+Start a program on N processes of this host (or of several) and wait for them.
+Each finds its rank in the environment, where sl.init() looks. Every line shows
+the rank that printed it. When one fails, the others are ended, and its traceback
+is the last thing shown.
+
+  syncline run -n 2 train.py --epochs 2       what follows the script is its own
+  syncline run -n gpu -m package.train        one process for each GPU
+  syncline run -n 8 --nnodes 2 --node-rank 0 --master-addr HOST \\
+      --master-port 29500 train.py            on the second host: --node-rank 1
+
+processes
+  -n, --nproc-per-node N   how many on this host: a number, auto, cpu or gpu
+                           (default: 1)
+  -m, --module             SCRIPT is a module, as in python -m
+  --no-python              SCRIPT is a command, run without python
+  --max-restarts N         when one fails, start all again, N times at most
+                           (default: 0)
+  --shutdown-timeout SEC   how long they may go on after Ctrl-C (default: 5), or
+                           SIGTERM, at which they may save (default: 30)
+
+hosts
+  --nnodes N               how many, or MIN:MAX (default: 1)
+  --node-rank I            which of them this is, from 0
+  --master-addr HOST       the host of rank 0
+  --master-port PORT       a port that is free there (default on one host: any)
+  --host ADDRESS           where this host listens for the others (default: the
+                           loopback on one host; with several every interface,
+                           see docs/security.md)
+  --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone,
+  --local-addr             other ways to meet, as in torchrun
+
+output
+  --log-dir DIR            keep what each process prints in DIR
+  --tee, --redirects, --local-ranks-filter
+                           torchrun's own log files and filters
+  --verbose                also show what torch's launcher logs
+
+These options of torchrun are taken, too:
+{others}
+
+Ctrl-C and SIGTERM go to all processes; a second one kills them. SIGUSR1 goes to
+them, too, and nothing else comes of it. The exit code is that of the process that
+failed first, 75 when all have stopped because they were asked to (see
+sl.Checkpointer.stop_if_asked; they are not started again), 128 + number after
+another end by a signal, and 2 for wrong usage.
+"""
+
+
+class UsageError(Exception):
+    """The command line cannot be carried out; the text says why and what to do."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Torchrun's parser, but its errors are for `main` to show."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def format_help(self) -> str:
+        described = {word for word in re.split(r"[\s,]+", _HELP) if word.startswith("-")} | {"-h"}
+        others = [
+            action.option_strings[0]
+            for action in self._actions
+            if action.option_strings and not described & set(action.option_strings)
+        ]
+        listed = textwrap.wrap(
+            ", ".join(others), 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        return _HELP.format(others="\n".join(listed))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Torchrun's namespace for these arguments.
+
+    `nproc_per_node` may still be a word. `master_port` is None unless it was given. A `--` between script and
+    arguments is dropped.
+
+    Raises:
+        UsageError: an option is unknown, incomplete or of the wrong type, or the script is missing.
+    """
+    torch_parser = get_args_parser()
+    parser = _Parser(prog="syncline run", parents=[torch_parser], add_help=False, conflict_handler="resolve")
+    parser.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--host")
+    if not any(action.dest == "shutdown_timeout" for action in torch_parser._actions):  # torch 2.11
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
+    if isinstance(parser.get_default("master_port"), int):  # torch 2.11's default, not a wish of the user
+        parser.set_defaults(master_port=None)
+    try:
+        found, unknown = parser.parse_known_args(list(argv))
+    except UsageError as error:
+        unknown = _unknown_options(parser, argv) if "required" in str(error) else []
+        if not unknown:
+            raise UsageError(_in_plain_words(str(error))) from None
+    if unknown:
+        raise UsageError(_about_unknown(parser, unknown[0]))
+    if found.training_script_args[:1] == ["--"]:
+        del found.training_script_args[0]
+    return found
+
+
+def _unknown_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """For a line without a script, where every word that looks like an option should be one of ours."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    words = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+    return [word for word in words if not any(option.startswith(word) for option in known)]
+
+
+def _about_unknown(parser: argparse.ArgumentParser, option: str) -> str:
+    known = [known for action in parser._actions for known in action.option_strings]
+    name = option.partition("=")[0]
+    meant = name.replace("_", "-")
+    near = difflib.get_close_matches(meant, known, n=1)
+    if not near:  # "--nporc" is far from "--nproc-per-node", but near to how that begins
+        beginnings = {word[: len(meant)]: word for word in reversed(known) if word.startswith("--")}
+        near = [beginnings[word] for word in difflib.get_close_matches(meant, beginnings, n=1, cutoff=0.75)]
+    remedy = f"did you mean {near[0]}?" if near else "see syncline run --help"
+    return f"unknown option {name}: {remedy} (options of the program follow its name)"
+
+
+def _in_plain_words(message: str) -> str:
+    if "training_script" in message and "required" in message:
+        return "no script given: syncline run -n 2 SCRIPT [arguments]; see syncline run --help"
+    return f"{message}; see syncline run --help"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the options of one command.
+
+    Args:
+        command: its name, "syncline bench".
+        text: its help.
+    """
+
+    def __init__(self, command: str, text: str) -> None:
+        super().__init__(prog=command, allow_abbrev=False)
+        self._text = text
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def format_help(self) -> str:
+        return self._text
+
+    def parse_all(self, argv: Sequence[str], *, what: str = "argument", hint: str = "") -> argparse.Namespace:
+        """Parse arguments of which none may be left.
+
+        Args:
+            argv: what was given.
+            what: what one that is not known is called.
+            hint: what is said of it besides.
+
+        Raises:
+            UsageError: one is not known, or not what it should be.
+        """
+        args, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            raise UsageError(f"unknown {what} {unknown[0]}: {remedy}{hint}")
+        return args

@@ -1,0 +1,344 @@
+"""What the ranks print, line by line, each line named by its rank.
+
+Torch's elastic launcher can do this by way of log files, which grow for as long as the job runs, are polled
+ten times a second, and are cut wherever the last read ended, inside a line too. Here every stream of every
+rank is a named pipe, read by one thread: lines are whole, come at once, and leave nothing on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import selectors
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from syncline.tools.launch.failures import Failure, first_failure, read_last_words
+from syncline.tools.launch.stopping import Ended
+
+__all__ = ["DEFAULT_PREFIX", "Forwarder", "Lines", "RankLogs", "TorchLogs"]
+
+
+DEFAULT_PREFIX = "[rank ${rank}] "
+
+_PROGRESS_SECONDS = 5.0  # a progress bar that redraws itself becomes a line this often
+
+_READ_BYTES = 1 << 16
+
+_MAX_LINE_BYTES = 1 << 20
+
+_TAIL_LINES = 200
+
+
+class Lines:
+    r"""Cuts a stream of bytes into lines, as a log shows them.
+
+    What a progress bar draws with carriage returns becomes a line every few seconds and when it is done.
+
+    Example:
+        >>> lines = Lines()
+        >>> lines.feed(b"one\ntw", now=0.0), lines.feed(b"o\n", now=0.0), lines.finish()
+        ([b'one'], [b'two'], [])
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._drawn_at = 0.0
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """The lines that `data` completes, without their ends; `now` in seconds."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [_as_drawn(line) for line in whole]
+        if b"\r" in self._rest:
+            newest = _as_drawn(self._rest)
+            self._rest = b"\r" + newest
+            if newest.strip() and now - self._drawn_at >= _PROGRESS_SECONDS:
+                self._drawn_at = now
+                lines.append(newest)
+        elif len(self._rest) > _MAX_LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """What is left when the stream ends without a newline."""
+        rest, self._rest = _as_drawn(self._rest), b""
+        return [rest] if rest.strip() else []
+
+
+def _as_drawn(line: bytes) -> bytes:
+    """What stays on a terminal of a line with carriage returns: roughly, what was drawn last."""
+    return next((part for part in reversed(line.split(b"\r")) if part), b"")
+
+
+@dataclass
+class _Stream:
+    pipe_fd: int
+    to_fd: int
+    prefix: bytes
+    copy_fd: int | None
+    lines: Lines = field(default_factory=Lines)
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+
+
+class Forwarder:
+    """One thread that copies from the ranks' pipes to this process's stdout and stderr."""
+
+    def __init__(self) -> None:
+        self._streams: list[_Stream] = []
+        self._selector = selectors.DefaultSelector()
+        self._stop_read_fd, self._stop_write_fd = os.pipe()
+        self._selector.register(self._stop_read_fd, selectors.EVENT_READ)
+        self._closed_fds: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="syncline-output", daemon=True)
+
+    def add(self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None) -> deque[bytes]:
+        """Make the named pipe `pipe` and copy its lines to `to_fd`; call it before `start`.
+
+        Args:
+            pipe: where to make it.
+            to_fd: 1 or 2.
+            prefix: put before each line.
+            copy: a file that gets the same bytes without prefix.
+
+        Returns:
+            The last lines, kept up to date.
+        """
+        os.mkfifo(pipe, 0o600)
+        # Opened for writing as well, the pipe never reports an end while ranks come and go.
+        pipe_fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        copy_fd = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if copy else None
+        stream = _Stream(pipe_fd, to_fd, os.fsencode(prefix), copy_fd)
+        self._streams.append(stream)
+        self._selector.register(pipe_fd, selectors.EVENT_READ, stream)
+        return stream.tail
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Copy what is still in the pipes, then close them. Call it when the ranks are gone."""
+        os.write(self._stop_write_fd, b"x")
+        self._thread.join()
+        self._selector.close()
+        for stream in self._streams:
+            os.close(stream.pipe_fd)
+            if stream.copy_fd is not None:
+                os.close(stream.copy_fd)
+        os.close(self._stop_read_fd)
+        os.close(self._stop_write_fd)
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    stopping = True
+                else:
+                    self._copy(key.data)
+        for stream in self._streams:
+            # A process that a rank left behind may write forever: take what fits into a pipe, not more.
+            for _ in range(32):
+                if not self._copy(stream):
+                    break
+            self._show(stream, stream.lines.finish())
+
+    def _copy(self, stream: _Stream) -> bool:
+        try:
+            data = os.read(stream.pipe_fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if stream.copy_fd is not None:
+            self._write(stream.copy_fd, data)
+        self._show(stream, stream.lines.feed(data, time.monotonic()))
+        return True
+
+    def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+        stream.tail.extend(lines)
+        self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
+
+    def _write(self, fd: int, data: bytes) -> None:
+        """Write all of `data`; where nobody reads any more (`| head`), the job goes on without."""
+        left = memoryview(data)
+        while left and fd not in self._closed_fds:
+            try:
+                left = left[os.write(fd, left) :]
+            except BlockingIOError:
+                select.select([], [fd], [])
+            except OSError:
+                self._closed_fds.add(fd)
+
+
+class RankLogs(LogsSpecs):
+    """Tells torch's launcher where the ranks' output goes: through pipes to a `Forwarder`.
+
+    On a terminal, rank 0 keeps it, so that progress bars and colours work as without a launcher.
+
+    Args:
+        scratch: a private folder for pipes and error files, removed by its owner.
+        keep_in: a folder in which to keep logs, or None.
+        prefix: template of the line prefix, with torch's macros (rank, local_rank, role_name, hostname).
+        say: is told when the workers are restarted, and why.
+    """
+
+    def __init__(
+        self, *, scratch: Path, keep_in: Path | None, prefix: str, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(log_dir=str(keep_in or scratch))
+        self._scratch = scratch
+        self._keep_in = keep_in
+        self._prefix = Template(prefix)
+        self._say = say
+        self._kept: Path | None = None
+        self._forwarder: Forwarder | None = None
+        self._num_attempts = 0
+        self._stderr_tails: dict[int, deque[bytes]] = {}
+        self._error_files: dict[int, str] = {}
+        self._ranks: dict[int, int] = {}
+        self._ended: Ended = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._keep_in or self._scratch)
+
+    @property
+    def kept(self) -> Path | None:
+        """The folder with this job's logs, if they are kept and any worker was started."""
+        return self._kept
+
+    def stderr_tail(self, local_rank: int) -> list[str]:
+        """The last lines that a rank of the latest attempt wrote to stderr, as far as they passed here."""
+        return [line.decode(errors="replace") for line in self._stderr_tails.get(local_rank, ())]
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the pipes of one attempt; torch calls it just before it starts the workers."""
+        self.stop()
+        self._say_restart(envs)
+        self._ended = {}
+        self._ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        forwarder = Forwarder()
+        dest = LogsDest()
+        kept = self._folder_to_keep(envs)
+        folder = self._scratch / f"attempt_{self._num_attempts}"
+        self._num_attempts += 1
+        for local_rank, env in envs.items():
+            rank_folder = folder / str(local_rank)
+            rank_folder.mkdir(parents=True)
+            rank_kept = kept / str(local_rank) if kept else None
+            if rank_kept:
+                rank_kept.mkdir(parents=True)
+            error_file = str((rank_kept or rank_folder) / "error.json")
+            dest.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = error_file
+            prefix = self._prefix.safe_substitute(
+                rank=env["RANK"],
+                local_rank=local_rank,
+                role_name=env.get("ROLE_NAME", ""),
+                hostname=socket.gethostname(),
+            )
+            for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
+                if env["RANK"] == "0" and os.isatty(fd) and not rank_kept:
+                    places[local_rank] = ""  # torch's word for: inherit
+                    continue
+                pipe, copy = rank_folder / name, rank_kept / f"{name}.log" if rank_kept else None
+                tail = forwarder.add(pipe, to_fd=fd, prefix=prefix, copy=copy)
+                places[local_rank] = str(pipe)
+                if name == "stderr":
+                    self._stderr_tails[local_rank] = tail
+        self._error_files = dest.error_files
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()  # from here on, the forwarder writes to the descriptor itself
+        forwarder.start()
+        self._forwarder = forwarder
+        return dest
+
+    def note_ended(self, ended: Ended) -> None:
+        """Remember which workers have ended by themselves; of one attempt the first call counts."""
+        self._ended = self._ended or ended
+
+    def stop(self) -> None:
+        """Bring out what is still in the pipes. Call it when the workers are gone."""
+        if self._forwarder is not None:
+            self._forwarder.stop()
+            self._forwarder = None
+
+    def _say_restart(self, envs: dict[int, dict[str, str]]) -> None:
+        if not self._num_attempts:
+            return
+        env = next(iter(envs.values()))
+        failures = self._failures()
+        why = "a worker was lost"
+        if failures:
+            first = first_failure(failures)
+            why = f"rank {first.rank} {first.ending}"
+            if first.words is not None:
+                why += ": " + first.words.summary.partition("\n")[0]
+        count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
+        self._say(f"starting all workers again ({why}); restart {count} of at most {most}")
+
+    def _failures(self) -> list[Failure]:
+        """The workers that ended by themselves, and not well, those first that were seen first."""
+        found = []
+        for local_rank in dict.fromkeys([*self._ended, *self._error_files]):
+            words = read_last_words(self._error_files[local_rank])
+            pid, code = self._ended.get(local_rank, (0, 1 if words is not None else 0))
+            if code:
+                found.append(Failure(rank=self._ranks[local_rank], pid=pid, return_code=code, words=words))
+        return found
+
+    def _folder_to_keep(self, envs: dict[int, dict[str, str]]) -> Path | None:
+        if self._keep_in is None:
+            return None
+        if self._kept is None:
+            self._keep_in.mkdir(parents=True, exist_ok=True)
+            run_id = next((env.get("TORCHELASTIC_RUN_ID") for env in envs.values()), None) or "run"
+            self._kept = Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=self._keep_in))
+        return self._kept / f"attempt_{self._num_attempts}"
+
+
+class TorchLogs(LogsSpecs):
+    """Torch's own way with the ranks' output, asked for by --tee and the like; remembers where it goes."""
+
+    def __init__(self, inner: LogsSpecs) -> None:
+        super().__init__()
+        self._inner = inner
+        self._stderrs: dict[int, str] = {}
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # else a pipe gets the lines in blocks, late
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._inner.root_log_dir
+
+    @property
+    def kept(self) -> Path | None:
+        return Path(self.root_log_dir)
+
+    def stderr_tail(self, local_rank: int) -> list[str]:
+        path = self._stderrs.get(local_rank)
+        if not path or not os.path.isfile(path):
+            return []
+        with open(path, errors="replace") as file:
+            return [line.rstrip("\n") for line in deque(file, maxlen=_TAIL_LINES)]
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        dest = self._inner.reify(envs)
+        self._stderrs = dest.stderrs
+        return dest
+
+    def note_ended(self, ended: Ended) -> None:
+        """Nothing to do: torch's launcher says itself why it restarts."""
+
+    def stop(self) -> None:
+        """Nothing to do: torch's launcher has stopped its own tails."""

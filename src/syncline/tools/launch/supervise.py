@@ -1,0 +1,235 @@
+"""One job from start to exit code, on torch's elastic launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from syncline import environment
+from syncline.session.stop_request import EXIT_STOPPED
+from syncline.tools.launch.failures import Failure, describe, first_failure, read_last_words
+from syncline.tools.launch.guardian import Guardian
+from syncline.tools.launch.output import DEFAULT_PREFIX, RankLogs, TorchLogs
+from syncline.tools.launch.rendezvous import socket_variables
+from syncline.tools.launch.stopping import (
+    Interruption,
+    Stops,
+    kill_left_behind,
+    kill_workers,
+    time_for_last_words,
+    worker_groups,
+)
+
+__all__ = ["Job", "say", "supervise", "worker_command"]
+
+
+WORKER = Path(__file__).with_name("worker.py")
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long peers of a worker that was killed have to say where that met them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run and how."""
+
+    config: LaunchConfig
+    """Torch's description of the job; its `logs_specs` and `signals_to_handle` are replaced."""
+    command: str | Callable[..., object]
+    """What torch starts in each rank."""
+    arguments: Sequence[str]
+    """Its arguments."""
+    scratch: Path
+    """An empty folder inside of the guardian's."""
+    guardian: Guardian
+    """Cleans up if this process is killed."""
+    torch_logs: LogsSpecs | None = None
+    """Torch's way with the ranks' output (files that are tailed), where the user asked for it."""
+    keep_logs_in: Path | None = None
+    """A folder that keeps what the ranks print."""
+    is_python: bool = True
+    """Whether each worker is a Python program, not a command that may start one."""
+    grace_seconds: float = 5.0
+    """How long workers may go on after a signal."""
+    saving_seconds: float = 30.0
+    """The same after SIGTERM, at which they may save."""
+    verbose: bool = False
+    """Whether torch's own log lines are shown."""
+
+
+def say(text: str) -> None:
+    """One message to the person at the terminal."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"syncline run: {text}", file=sys.stderr, flush=True)
+
+
+def worker_command(
+    program: Sequence[str],
+    *,
+    is_module: bool = False,
+    is_python: bool = True,
+    before: tuple[str, str] | None = None,
+) -> list[str]:
+    """The arguments with which Python runs `program` as a worker of this process.
+
+    Args:
+        program: a script, a module or a command, and its arguments.
+        is_module: it is a module, as in python -m.
+        is_python: it is not a command.
+        before: a module whose `main` is called first, in the same process, and its argument.
+    """
+    kind = ["-m"] if is_module else [] if is_python else ["--exec"]
+    first = ["--before", *before] if before is not None else []
+    return [str(WORKER), str(os.getpid()), *first, *kind, *program]
+
+
+def supervise(job: Job) -> int:
+    """Run `job` to its end; its failures are reported on stderr, never raised.
+
+    Returns:
+        The exit code: 0, `EXIT_STOPPED` where all ranks have stopped so, that of the rank that failed first, or 128 +
+        the signal that ended the launcher.
+    """
+    mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+    config = job.config
+    before = environment.export({environment.RUN_MARK: mark}, replace=True)
+    before |= environment.export(socket_variables(config))
+    if (
+        config.max_nodes == 1
+    ):  # several hosts have no safe way to hand one out: the user sets it, or there is none
+        before |= environment.export({environment.TOKEN: secrets.token_hex(32)})
+    logs: RankLogs | TorchLogs
+    config.log_line_prefix_template = prefix = config.log_line_prefix_template or DEFAULT_PREFIX
+    if job.torch_logs is None:
+        logs = RankLogs(scratch=job.scratch, keep_in=job.keep_logs_in, prefix=prefix, say=say)
+    else:
+        logs = TorchLogs(job.torch_logs)
+    config.logs_specs = logs
+    names = [name.strip() for name in config.signals_to_handle.split(",")]
+    # An empty list: torch's launcher leaves the handlers alone. What ours raises is torch's own exception.
+    config.signals_to_handle = ""
+    groups: set[int] = set()
+    stops = Stops(
+        whole_groups=not job.is_python, on_start=lambda sessions: job.guardian.watch(mark, sessions)
+    )
+    interruption = Interruption(
+        [name for name in names if name],
+        grace_seconds=job.grace_seconds,
+        saving_seconds=job.saving_seconds,
+        pass_on=stops.pass_on,
+        note=lambda: groups.update(worker_groups(mark)),
+        kill=lambda: kill_workers(mark),
+    )
+    try:
+        with (
+            stops,
+            interruption,
+            _without_torch_logs(job.verbose),
+            time_for_last_words(_LAST_WORDS_SECONDS, logs.note_ended),
+        ):
+            failure = _launch(job)
+            interruption.end()
+            kill_workers(mark)
+            if isinstance(failure, ChildFailedError):
+                groups.update(child.pid for child in failure.failures.values())
+            kill_left_behind(mark, groups)
+            logs.stop()
+            if stops.have_stopped and failure is None:
+                _say_where_logs_are(job, logs)
+                say(f"all ranks on this host have stopped, exit code {EXIT_STOPPED}: start again to go on")
+                return EXIT_STOPPED
+            return _finish(job, logs, interruption.received, failure)
+    finally:
+        environment.restore(before)
+
+
+def _launch(job: Job) -> Exception | None:
+    """Run the job; what ended it other than success."""
+    try:
+        elastic_launch(job.config, job.command)(*job.arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def _finish(
+    job: Job,
+    logs: RankLogs | TorchLogs,
+    received: signal.Signals | None,
+    failure: Exception | None,
+) -> int:
+    """Say how the job ended."""
+    _say_where_logs_are(job, logs)
+    if received is not None:
+        say(f"stopped by {received.name}, all workers on this host have ended")
+        return 128 + received
+    if failure is None:
+        return 0
+    if not isinstance(failure, ChildFailedError):
+        if job.verbose:
+            traceback.print_exception(failure)
+        say(_could_not_run(failure))
+        return 1
+    failures = _failures(failure.failures, logs)
+    say(describe(failures, host=socket.gethostname(), more_hosts=job.config.max_nodes > 1))
+    return first_failure(failures).exit_code
+
+
+def _say_where_logs_are(job: Job, logs: RankLogs | TorchLogs) -> None:
+    if job.keep_logs_in is not None and logs.kept is not None:
+        say(f"logs are in {logs.kept}")
+
+
+def _failures(failures: Mapping[int, ProcessFailure], logs: RankLogs | TorchLogs) -> list[Failure]:
+    return [
+        Failure(
+            rank=rank,
+            pid=failure.pid,
+            return_code=failure.exitcode,
+            words=read_last_words(failure.error_file),
+            stderr_tail=logs.stderr_tail(failure.local_rank),
+        )
+        for rank, failure in failures.items()
+    ]
+
+
+def _could_not_run(failure: Exception) -> str:
+    text = str(failure)
+    first_line = text.strip().partition("\n")[0]
+    if "address already in use" in text.lower() or "EADDRINUSE" in text:
+        return f"the port for the ranks' meeting was taken meanwhile ({first_line}): start again"
+    return f"the workers could not be run: {type(failure).__name__}: {first_line} (--verbose shows more)"
+
+
+@contextlib.contextmanager
+def _without_torch_logs(verbose: bool) -> Iterator[None]:
+    """Keep the elastic launcher's own log lines from the user, who gets ours."""
+    if verbose:
+        yield
+        return
+    nowhere = logging.NullHandler()
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher", "run")]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(nowhere)
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(nowhere)

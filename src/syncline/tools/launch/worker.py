@@ -1,0 +1,143 @@
+"""The first thing that runs in a worker of `syncline run`; then the user's program, as if alone.
+
+[Note: why a wrapper around the user's program]
+
+A worker must end when its launcher is killed, and must leave its exception with an exact time, whatever the
+program is: with or without `sl.init`, with or without torch. The alternatives were worse. Code in `sl.init`
+alone misses programs that never call it, and every failure before the call. A launcher that watches from the
+outside cannot tell which of two ranks failed first when they are 20 ms apart. A `sitecustomize` on PYTHONPATH
+hides the user's own.
+
+So the launcher starts `python .../worker.py LAUNCHER_PID [-m] PROGRAM ARGUMENTS`. It is run by path, not with
+-m: importing the package would import torch before the program could set a variable that torch reads at
+import. The program runs in a fresh `__main__` module that stays in place until the interpreter is gone, with
+`sys.argv` and `sys.path[0]` as `python PROGRAM` sets them, so pickling, `multiprocessing` and `-m` behave as
+without us, and tracebacks do not show this file. A command that is not Python is replaced for this process
+by exec (`--exec`): the parent-death signal survives that.
+
+`--before MODULE ARGUMENT` lets `MODULE.main(ARGUMENT)` do something first, in the same process: `syncline doctor`
+watches a program that way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+__all__ = ["main"]
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def _sibling(name: str) -> Any:
+    """A module of the package, loaded without importing the package (which would import torch)."""
+    spec = importlib.util.spec_from_file_location(
+        f"_syncline_{os.path.basename(name)}", os.path.join(_PACKAGE, f"{name}.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(argv: list[str]) -> None:
+    """Run the program that `argv` names: LAUNCHER_PID [--before MODULE ARGUMENT] [-m | --exec] PROGRAM ..."""
+    process = _sibling("session/process")
+    process.end_with_parent(int(argv[0]))
+    kind, program = "script", argv[1:]
+    before: list[str] = []
+    if program[0] == "--before":
+        before, program = program[1:3], program[3:]
+    if program[0] in ("-m", "--exec"):
+        kind, program = program[0], program[1:]
+    if kind == "--exec":
+        os.execvp(program[0], program)
+    for stream in (sys.stdout, sys.stderr):
+        # Lines reach the launcher when they are complete. Not `python -u`: that writes "text" and "\n" apart.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with contextlib.suppress(OSError, ValueError):
+        faulthandler.enable()  # a crash in native code shows where Python was
+
+    own_pid = os.getpid()
+    error_file = _sibling("environment").error_file()
+    try:
+        code, module = _as_module(program[0]) if kind == "-m" else _as_script(program[0])
+        sys.argv[:] = [module.__file__ or program[0] if kind == "-m" else program[0], *program[1:]]
+        sys.modules["__main__"] = module
+        if before:
+            importlib.import_module(before[0]).main(before[1])
+        exec(code, module.__dict__)
+    except BaseException as error:
+        shown = _without_this_file(error.__traceback__)
+        if error_file and os.getpid() == own_pid:  # not a fork of the program's
+            process.record_failure(error, error_file, shown)
+        _show_from_the_program(shown)
+        raise
+
+
+def _as_script(path: str) -> tuple[CodeType, ModuleType]:
+    full = os.path.abspath(path)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(full))
+    module = ModuleType("__main__")
+    module.__file__ = full
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
+    module.__package__ = None
+    module.__dict__.update(__cached__=None, __annotations__={})
+    with io.open_code(full) as file:
+        source = file.read()
+    return compile(source, full, "exec", dont_inherit=True), module
+
+
+def _as_module(name: str) -> tuple[CodeType, ModuleType]:
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = importlib.util.find_spec(name)
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code: CodeType | None = get_code(name) if get_code is not None else None
+    if spec is None or code is None:
+        raise SystemExit(f"no module named {name}, or it cannot be run with -m")
+    module = ModuleType("__main__")
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    module.__spec__ = spec
+    module.__loader__ = spec.loader
+    module.__package__ = spec.parent
+    module.__file__ = spec.origin
+    module.__dict__.update(__cached__=spec.cached, __annotations__={})
+    return code, module
+
+
+def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return tb
+
+
+def _show_from_the_program(shown: TracebackType | None) -> None:
+    """Let the interpreter end as it always does, but show only the program's part of the traceback."""
+    hook = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):  # the launcher says it, once for all ranks
+            hook(kind, error.with_traceback(shown), shown)
+
+    sys.excepthook = excepthook
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""What the collectives of the torch.distributed backend stand on: a group's state, and how a call ends.
+
+A call with `asyncOp` unset waits, and returns a work that has ended: one object less for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
+
+from syncline._torch.process_groups import C10dBackend, set_timeout_of
+from syncline.torch_backend.work import ENDED, BackendWork, Finisher, Several
+from syncline.transport.base import Transport, Work
+
+__all__ = ["BACKEND", "Group", "back", "copies_back", "flat", "to_fill", "waiting", "with_option"]
+
+
+BACKEND = "syncline"
+
+
+class Group:
+    """The state of a process group that a transport serves.
+
+    Args:
+        transport: the engine; closed with the group.
+        name: of the group.
+        global_ranks: of its ranks in the default group; empty for the default group itself.
+    """
+
+    def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
+        self._transport = transport
+        self._name = name
+        self._global_ranks = global_ranks
+        self._finisher = Finisher(name)
+        self._coalesced: list[BackendWork] | None = None
+        self._options = C10dBackend.Options(BACKEND, timedelta(seconds=transport.timeout_seconds))
+        self._options.global_ranks_in_group = global_ranks
+        self._options.group_name = GroupName(name)
+
+    @property
+    def transport(self) -> Transport:
+        """The engine."""
+        return self._transport
+
+    @property
+    def options(self) -> Any:
+        return self._options
+
+    def elsewhere(self, device: torch.device) -> Any:
+        """The process group for tensors on `device`."""
+        raise ValueError(
+            f"this process group moves CPU tensors only, got one on {device.type}: name a backend for both, "
+            f'for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
+        )
+
+    # ------------------------------------------------------------------ life
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._transport.timeout_seconds = timeout.total_seconds()
+        set_timeout_of(self._options, timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._transport.statistics().total_calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: the ranks of a new group have all called nothing."""
+
+    def _wait_for_pending_works(self) -> None:
+        for work in list(self._finisher.pending):
+            work.wait()
+
+    def _split(self, ranks: list[int], timeout: timedelta | None) -> Transport | None:
+        if sorted(ranks) != list(ranks):
+            raise ValueError(f"expected the ranks of a split in rising order, got {ranks}")
+        transport = self._transport.split(min(ranks) if self._transport.rank in ranks else None)
+        if transport is not None and timeout is not None:
+            transport.timeout_seconds = timeout.total_seconds()
+        return transport
+
+    def _global_ranks_of(self, ranks: list[int]) -> list[int]:
+        return [self._global_ranks[rank] if self._global_ranks else rank for rank in ranks]
+
+    def _abort(self) -> None:
+        self._transport.abort(f"rank {self._transport.rank} aborted process group {self._name}")
+
+    def _close(self) -> None:
+        self._finisher.close()
+        self._transport.close()
+
+    # ------------------------------------------------------------------ parts of the above
+
+    def _under_way(
+        self,
+        work: Work,
+        result: list[Tensor],
+        finish: Callable[[], object] | None = None,
+        source: int = -1,
+    ) -> dist.Work:
+        started = BackendWork(work, result, self._finisher, finish, source)
+        if self._coalesced is not None:
+            self._coalesced.append(started)
+        return started
+
+    def _ended_or_under_way(
+        self, opts: Any, work: Work, result: list[Tensor], finish: Callable[[], object] | None
+    ) -> dist.Work:
+        if opts is None or opts.asyncOp:
+            return self._under_way(work, result, finish)
+        work.wait()
+        if finish is not None:
+            finish()
+        return ENDED
+
+    def _together(self, opts: Any, works: Sequence[dist.Work], result: list[Tensor]) -> dist.Work:
+        started = [_Started(work) for work in works if isinstance(work, BackendWork)]
+        return self._ended_or_under_way(opts, Several(started), result, None)
+
+    def _each(
+        self,
+        operation: Callable[[Tensor, Tensor, Any], dist.Work],
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: Any,
+        options: Any,
+    ) -> dist.Work:
+        opts = opts or options()
+        if len(outputs) != len(inputs):
+            raise ValueError(f"expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
+        if len(outputs) == 1:
+            return operation(outputs[0], inputs[0], opts)
+        later = waiting(opts)
+        works = [operation(output, input, later) for output, input in zip(outputs, inputs, strict=True)]
+        return self._together(opts, works, outputs)
+
+    def _messages(
+        self, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
+    ) -> dist.Work:
+        """Send and receive what is not empty and not to or from this rank."""
+        transport, works, copies = self._transport, [], []
+        for tensor, peer in sends:
+            if peer != transport.rank and tensor.numel():
+                works.append(transport.send(tensor, peer))
+        for tensor, peer in recvs:
+            if peer != transport.rank and tensor.numel():
+                target = tensor.detach() if tensor.is_contiguous() else torch.empty_like(flat(tensor))
+                works.append(transport.recv(target, peer))
+                if not tensor.is_contiguous():
+                    copies.append((tensor, target))
+        result = [tensor for tensor, _ in (*recvs, *sends)]
+        return self._ended_or_under_way(opts, Several(works), result, copies_back(copies))
+
+    def _check_parts(self, operation: str, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self._transport.size:
+            raise ValueError(
+                f"{operation}: expected one tensor for each of {self._transport.size} ranks, got {len(parts)}"
+            )
+
+
+class _Started(Work):
+    """A torch work of ours as a transport's."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: BackendWork) -> None:
+        self._work = work
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        self._work.wait(None if timeout_seconds is None else timedelta(seconds=timeout_seconds))
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """`tensor` itself where a transport can take it, a copy otherwise."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def to_fill(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+    """A tensor that a transport can write to, and how its result gets into `tensor`."""
+    if tensor.is_contiguous():
+        return tensor, None
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return buffer, back(tensor, buffer)
+
+
+def back(target: Tensor, result: Tensor) -> Callable[[], object]:
+    return lambda: target.detach().copy_(result.view(target.shape))
+
+
+def copies_back(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], object] | None:
+    if not pairs:
+        return None
+
+    def finish() -> None:
+        for target, result in pairs:
+            target.detach().copy_(result.view(target.shape))
+
+    return finish
+
+
+# ---------------------------------------------------------------------- options
+
+
+def with_option(options: Any, given: Any, attribute: str) -> Any:
+    """Options, where torch's shorter forms give a reduction, or nothing."""
+    if given is not None and hasattr(given, attribute):
+        return given
+    made = options()
+    if given is not None:
+        setattr(made, attribute, given)
+    return made
+
+
+def waiting(opts: Any) -> Any:
+    """The same options, for a part of an operation that is waited for as a whole."""
+    made = type(opts)()
+    for attribute in ("reduceOp", "rootRank", "rootTensor"):
+        if hasattr(opts, attribute):
+            setattr(made, attribute, getattr(opts, attribute))
+    made.asyncOp = True
+    return made

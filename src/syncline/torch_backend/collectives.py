@@ -1,0 +1,389 @@
+"""torch.distributed's collectives, built from a transport's operations.
+
+Those that move data as it is, and messages; reductions are in `backend_reductions`. Where tensors of unequal sizes
+meet, they travel as messages or broadcasts, one for each pair of ranks or each rank.
+
+torch.distributed's reductions, built from a transport's operations.
+
+A tensor that a transport cannot take as it is (strided, sparse, or several at once) is copied, and its result copied
+back when the work is waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline._torch.process_groups import AllgatherOptions, all_gather_flat, reduce_scatter_flat
+from syncline.torch_backend.base import Group, back, copies_back, flat, to_fill, waiting, with_option
+from syncline.torch_backend.work import ENDED, Several
+from syncline.transport.base import ReduceOp, Work
+
+__all__ = ["Collectives", "Reductions"]
+
+
+_SUM = dist.ReduceOp.SUM
+
+_NAMES: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "product",
+}
+
+_BITWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+class Reductions(Group):
+    """Reductions by the names that torch calls a process group by; tensors elsewhere are another group's."""
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        if type(tensors) is list and len(tensors) == 1 and opts is not None:  # the hot path
+            tensor = tensors[0]
+            if tensor.is_cpu and tensor.is_contiguous():
+                op = opts.reduceOp
+                if op == _SUM:
+                    work = self._transport.all_reduce(tensor, "sum")
+                elif (name := _NAMES.get(op.op)) is not None:
+                    work = self._transport.all_reduce(tensor, name)
+                else:
+                    return self._all_reduce_bitwise(tensor, opts)
+                if opts.asyncOp:
+                    return self._under_way(work, tensors)
+                work.wait()
+                return ENDED
+        if isinstance(tensors, Tensor):
+            tensors = [tensors]
+        opts = with_option(dist.AllreduceOptions, opts, "reduceOp")
+        if len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        tensor = tensors[0]
+        if not tensor.is_cpu:
+            return cast(dist.Work, self.elsewhere(tensor.device).allreduce(tensors, opts))
+        if tensor.layout is torch.sparse_coo:
+            return self._all_reduce_sparse(tensor, opts)
+        if opts.reduceOp.op in _BITWISE:
+            return self._all_reduce_bitwise(tensor, opts)
+        wire = flat(tensor)
+        work = self._transport.all_reduce(wire, _reduction(opts.reduceOp))
+        return self._ended_or_under_way(opts, work, tensors, back(tensor, wire))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = with_option(dist.AllreduceCoalescedOptions, opts, "reduceOp")
+        if tensors and not tensors[0].is_cpu:
+            return cast(dist.Work, self.elsewhere(tensors[0].device).allreduce_coalesced(tensors, opts))
+        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            by_dtype[tensor.dtype].append(tensor)
+        op, works = _reduction(opts.reduceOp), []
+        copies: list[tuple[Tensor, Tensor]] = []
+        for alike in by_dtype.values():
+            packed = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+            works.append(self._transport.all_reduce(packed, op))
+            copies += zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True)
+        return self._ended_or_under_way(opts, Several(works), tensors, copies_back(copies))
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        (tensor,) = tensors
+        if not tensor.is_cpu:
+            return cast(dist.Work, self.elsewhere(tensor.device).reduce(tensors, opts))
+        is_root = self._transport.rank == opts.rootRank
+        if is_root and tensor.is_contiguous():
+            return self.allreduce(tensors, opts)
+        reduced = tensor.detach().clone(
+            memory_format=torch.contiguous_format
+        )  # the others keep what they gave
+        if opts.reduceOp.op in _BITWISE:
+            all_opts = with_option(dist.AllreduceOptions, opts.reduceOp, "reduceOp")
+            all_opts.asyncOp = False
+            self._all_reduce_bitwise(reduced, all_opts)
+            work: Work = Several([])
+        else:
+            work = self._transport.all_reduce(reduced, _reduction(opts.reduceOp))
+        finish = back(tensor, reduced) if is_root else None
+        return self._ended_or_under_way(opts, work, [tensor, reduced], finish)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
+        if not output.is_cpu:
+            return reduce_scatter_flat(self.elsewhere(output.device), output, input, opts)
+        part, finish = to_fill(output)
+        work = self._transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
+        return self._ended_or_under_way(opts, work, [output, input], finish)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        output, parts = (outputs, inputs) if isinstance(outputs, Tensor) else (outputs[0], inputs[0])
+        opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
+        if not output.is_cpu:
+            return cast(dist.Work, self.elsewhere(output.device).reduce_scatter([output], [parts], opts))
+        self._check_parts("reduce_scatter", parts)
+        whole = torch.cat([part.detach().reshape(-1) for part in parts])
+        op = _reduction(opts.reduceOp)
+        if len({part.numel() for part in parts}) == 1:
+            target, finish = to_fill(output)
+            work = self._transport.reduce_scatter(target, whole, op)
+            return self._ended_or_under_way(opts, work, [output, whole], finish)
+        work = self._transport.all_reduce(whole, op)
+        mine = whole.split([part.numel() for part in parts])[self._transport.rank]
+        return self._ended_or_under_way(opts, work, [output, whole], back(output, mine))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._each(self.reduce_scatter_single, outputs, inputs, opts, dist.ReduceScatterOptions)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _all_reduce_bitwise(self, tensor: Tensor, opts: Any) -> dist.Work:
+        combine = _BITWISE.get(opts.reduceOp.op)
+        if combine is None:
+            _reduction(opts.reduceOp)  # raises
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(f"{opts.reduceOp.op.name} combines bits: expected integers, got {tensor.dtype}")
+        size = self._transport.size
+        rows = torch.empty(size, tensor.numel(), dtype=tensor.dtype)
+        work = self._transport.all_gather(rows, flat(tensor))
+
+        def finish() -> None:
+            tensor.detach().copy_(functools.reduce(cast(Any, combine), rows.unbind()).view(tensor.shape))
+
+        return self._ended_or_under_way(opts, work, [tensor], finish)
+
+    def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
+        """Every rank's rows are sent to all, and added up in rank order. Waits for the numbers of rows."""
+        if _reduction(opts.reduceOp) not in ("sum", "mean"):
+            raise ValueError(f"sparse tensors are reduced by SUM or AVG, got {opts.reduceOp.op.name}")
+        transport, mine = self._transport, tensor.detach().coalesce()
+        counts = torch.zeros(transport.size, dtype=torch.int64)
+        transport.all_gather(counts, torch.tensor([mine.indices().shape[1]])).wait()
+        works, indices, values = [], [], []
+        for src, count in enumerate(counts.tolist()):
+            is_mine = src == transport.rank
+            where = torch.empty(mine.sparse_dim(), count, dtype=torch.int64)
+            what = torch.empty(count, *mine.shape[mine.sparse_dim() :], dtype=mine.dtype)
+            indices.append(mine.indices().contiguous() if is_mine else where)
+            values.append(mine.values().contiguous() if is_mine else what)
+            works += [transport.broadcast(indices[-1], src), transport.broadcast(values[-1], src)]
+
+        def finish() -> None:
+            rows = torch.cat(indices, 1), torch.cat(values)
+            total = torch.sparse_coo_tensor(*rows, mine.shape, check_invariants=False).coalesce()
+            with torch.no_grad():  # `detach` of a sparse tensor is another tensor
+                tensor.copy_(total if opts.reduceOp == _SUM else total / transport.size)
+
+        return self._ended_or_under_way(opts, Several(works), [tensor], finish)
+
+
+def _reduction(op: Any) -> ReduceOp:
+    op = getattr(op, "op", op)
+    name = _NAMES.get(op)
+    if name is None:
+        kind = "PREMUL_SUM: multiply the tensor, and use SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)
+        raise ValueError(f"the syncline backend reduces by SUM, AVG, MAX, MIN and PRODUCT here, got {kind}")
+    return name
+
+
+class Collectives(Reductions):
+    """All collectives by the names that torch calls a process group by."""
+
+    # ------------------------------------------------------------------ data
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        if isinstance(tensors, Tensor):
+            tensors = [tensors]
+        if isinstance(opts, int):
+            root, opts = opts, dist.BroadcastOptions()
+            opts.rootRank = root
+        elif opts is None:
+            opts = dist.BroadcastOptions()
+        if len(tensors) != 1:
+            return self._together(
+                opts, [self.broadcast([tensor], waiting(opts)) for tensor in tensors], tensors
+            )
+        tensor = tensors[0]
+        if not tensor.is_cpu:
+            return cast(dist.Work, self.elsewhere(tensor.device).broadcast(tensors, opts))
+        wire = flat(tensor)
+        work = self._transport.broadcast(wire, opts.rootRank)
+        return self._ended_or_under_way(opts, work, tensors, None if wire is tensor else back(tensor, wire))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        if not output.is_cpu:
+            opts = opts or AllgatherOptions()
+            return all_gather_flat(self.elsewhere(output.device), output, input, opts)
+        whole, finish = to_fill(output)
+        work = self._transport.all_gather(whole, flat(input))
+        return self._ended_or_under_way(opts, work, [output, input], finish)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        parts, input = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
+        if not input.is_cpu:
+            opts = opts or AllgatherOptions()
+            return cast(dist.Work, self.elsewhere(input.device).allgather([parts], [input], opts))
+        self._check_parts("all_gather", parts)
+        mine = flat(input)
+        if any(part.numel() != mine.numel() for part in parts):
+            return self._all_gather_unequal(parts, mine, opts)
+        whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype)
+        work = self._transport.all_gather(whole, mine)
+        finish = copies_back(list(zip(parts, whole.chunk(len(parts)) if whole.numel() else [], strict=False)))
+        return self._ended_or_under_way(opts, work, [*parts, mine], finish)
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or AllgatherOptions()
+        works = [
+            self.allgather([[row[i] for row in outputs]], [input], waiting(opts))
+            for i, input in enumerate(inputs)
+        ]
+        return self._together(opts, works, [tensor for row in outputs for tensor in row])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return self._each(self.all_gather_single, outputs, inputs, opts, AllgatherOptions)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        (input,) = inputs
+        if not input.is_cpu:
+            return cast(dist.Work, self.elsewhere(input.device).gather(outputs, inputs, opts))
+        if self._transport.rank != opts.rootRank:
+            return self._messages(opts, [(flat(input), opts.rootRank)], [])
+        (parts,) = outputs
+        self._check_parts("gather", parts)
+        parts[opts.rootRank].copy_(input)
+        return self._messages(opts, [], [(part, rank) for rank, part in enumerate(parts)])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        (output,) = outputs
+        if not output.is_cpu:
+            return cast(dist.Work, self.elsewhere(output.device).scatter(outputs, inputs, opts))
+        if self._transport.rank != opts.rootRank:
+            return self._messages(opts, [], [(output, opts.rootRank)])
+        (parts,) = inputs
+        self._check_parts("scatter", parts)
+        output.copy_(parts[opts.rootRank])
+        return self._messages(opts, [(flat(part), rank) for rank, part in enumerate(parts)], [])
+
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Any = None
+    ) -> dist.Work:
+        if not inputs[0].is_cpu:
+            opts = opts or dist.AllToAllOptions()
+            return cast(dist.Work, self.elsewhere(inputs[0].device).alltoall(outputs, inputs, opts))
+        self._check_parts("all_to_all", outputs)
+        self._check_parts("all_to_all", inputs)
+        rank = self._transport.rank
+        outputs[rank].copy_(inputs[rank])
+        sends = [(flat(tensor), peer) for peer, tensor in enumerate(inputs)]
+        return self._messages(opts, sends, [(tensor, peer) for peer, tensor in enumerate(outputs)])
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> dist.Work:
+        if not input.is_cpu:
+            opts = opts or dist.AllToAllOptions()
+            other = self.elsewhere(input.device)
+            return cast(
+                dist.Work,
+                other.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
+            )
+        outputs, inputs = self._rows(output, output_split_sizes), self._rows(input, input_split_sizes)
+        return self.alltoall(outputs, inputs, opts)
+
+    # ------------------------------------------------------------------ messages, barriers
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        if not tensor.is_cpu:
+            return cast(dist.Work, self.elsewhere(tensor.device).send(tensors, dst, tag))
+        _check_tag(tag)
+        wire = flat(tensor)
+        return self._under_way(self._transport.send(wire, dst), [wire])
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        if not tensor.is_cpu:
+            return cast(dist.Work, self.elsewhere(tensor.device).recv(tensors, src, tag))
+        _check_tag(tag)
+        target, finish = to_fill(tensor)
+        return self._under_way(self._transport.recv(target, src), tensors, finish, src)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        if not tensors[0].is_cpu:
+            return cast(dist.Work, self.elsewhere(tensors[0].device).recv_anysource(tensors, tag))
+        raise ValueError(
+            "the syncline backend receives from a rank that is named, not from any: pass src= to "
+            "torch.distributed.recv"
+        )
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
+        work = self._transport.barrier()
+        if opts is None or opts.asyncOp:
+            return self._under_way(work, [])
+        work.wait()
+        return ENDED
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose time-out names the ranks that are missing, as every operation's does."""
+        self._transport.barrier().wait(timeout.total_seconds() if timeout else None)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any = None) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return self._together(None, works, [])
+
+    # ------------------------------------------------------------------ other names of the same
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _all_gather_unequal(self, parts: list[Tensor], mine: Tensor, opts: Any) -> dist.Work:
+        rank, works, copies = self._transport.rank, [], []
+        for src, part in enumerate(parts):
+            wire = mine if src == rank else torch.empty_like(part, memory_format=torch.contiguous_format)
+            works.append(self._transport.broadcast(wire, src))
+            copies.append((part, wire))
+        return self._ended_or_under_way(opts, Several(works), [*parts, mine], copies_back(copies))
+
+    def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+        """`tensor` cut along its first dimension, one part for each rank."""
+        size, numel = self._transport.size, tensor.shape[0] if tensor.dim() else 0
+        if not sizes:
+            if numel % size:
+                raise ValueError(f"expected a first dimension that {size} ranks can share, got {numel}")
+            sizes = [numel // size] * size
+        if len(sizes) != size or sum(sizes) != numel:
+            raise ValueError(f"expected {size} split sizes that add up to {numel}, got {sizes}")
+        return list(tensor.detach().split(sizes))
+
+
+def _check_tag(tag: int) -> None:
+    if tag:
+        raise ValueError(
+            f"the syncline backend has no tags, got tag={tag}: messages between two ranks keep their order, so call "
+            "send and recv in the same order on both"
+        )

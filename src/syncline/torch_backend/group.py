@@ -1,0 +1,196 @@
+"""A process group whose CPU tensors are moved by a transport.
+
+It is a Python subclass of torch's `ProcessGroup`: `torch.distributed` calls its methods directly, and C++ (the reducer,
+functional collectives) by way of torch's trampolines. The other way, which torch 2.15 has as well, is a subclass of
+`Backend`; but a call through it takes 5 us longer, and what it returns is wrapped in a work that never says that it is
+completed. torch 2.15 gets one, too, for what it asks of a group's backend: to split it, to record it.
+
+torch takes such a group for the whole, whatever other devices it was asked for: what those need is made here, when
+their first tensor comes.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncline._torch.lookup import is_there
+from syncline._torch.process_groups import (
+    C10dBackend,
+    PrefixStore,
+    backend_on,
+    forget_group,
+    has_record_of,
+    new_group_of,
+    serve_cpu_by,
+    timeout_of,
+)
+from syncline.torch_backend.base import BACKEND
+from syncline.torch_backend.collectives import Collectives
+from syncline.transport.base import Transport
+
+__all__ = ["SynclineProcessGroup"]
+
+
+_CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split")  # torch 2.15
+
+
+class _Backend(Collectives, C10dBackend):
+    """What the group is registered with: the same collectives, for who calls past the group."""
+
+    def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
+        C10dBackend.__init__(self, transport.rank, transport.size)
+        Collectives.__init__(self, transport, name, global_ranks)
+
+
+class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
+    """A process group whose CPU tensors are moved by a transport.
+
+    Args:
+        transport: the engine; closed with the group.
+        store: of the group.
+        name: of the group.
+        global_ranks: of its ranks in the default group; empty for the default group itself.
+        config: backend by device ("cpu:syncline,cuda:nccl"); None: as torch has it on record.
+    """
+
+    def __init__(
+        self, transport: Transport, store: Any, name: str, global_ranks: list[int], config: str | None = None
+    ) -> None:
+        dist.ProcessGroup.__init__(self, transport.rank, transport.size)  # type: ignore[call-arg]
+        Collectives.__init__(self, transport, name, global_ranks)
+        self._store = store
+        self._description = "undefined"
+        self._config = config
+        self._others: dict[str, dist.ProcessGroup] = {}
+        self._backend: Any = self
+        if _CAN_SUBCLASS_BACKEND:
+            self._backend = _Backend(transport, name, global_ranks)
+            self._backend._finisher = self._finisher
+            serve_cpu_by(self, self._backend)
+
+    # ------------------------------------------------------------------ names
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._transport.size
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._transport.rank
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def name(self) -> str:
+        return BACKEND
+
+    def rank(self) -> int:
+        return self._transport.rank
+
+    def size(self) -> int:
+        return self._transport.size
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    # ------------------------------------------------------------------ devices
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self._backends()]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._backend if device.type == "cpu" else backend_on(self.elsewhere(device), device)
+
+    def elsewhere(self, device: torch.device) -> Any:
+        """The group for tensors on `device`, as torch would make it without us."""
+        other = self._others.get(device.type)
+        if other is None:
+            name = self._backends().get(device.type)
+            if name is None and not self._is_on_record():
+                name = dist.Backend.default_device_backend_map.get(device.type)
+            if name is None or name == BACKEND:
+                return super().elsewhere(device)  # raises
+            other = self._others[device.type] = self._plain_group(device, name)
+        return other
+
+    def _backends(self) -> dict[str, str]:
+        config = self._config
+        if config is None and self._is_on_record():
+            config = self._config = str(dist.get_backend_config(self))
+        return dict(pair.split(":") for pair in config.split(",")) if config else {"cpu": BACKEND}
+
+    def _is_on_record(self) -> bool:
+        return has_record_of(self)
+
+    def _plain_group(self, device: torch.device, backend: str) -> dist.ProcessGroup:
+        """Made by torch, among the same ranks; unknown to it, and so closed by us."""
+        name = f"{self._name}/{device.type}"
+        group = new_group_of(
+            self._global_ranks,
+            self._transport.rank,
+            f"{device.type}:{backend}",
+            self._store,
+            name,
+            timeout_of(self._options),
+            size=self._transport.size,
+        )
+        forget_group(group, name)
+        return group
+
+    # ------------------------------------------------------------------ life
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of `new_ranks` of this group; None on the others. Every rank of this group calls it."""
+        transport = self._split(new_ranks, timeout)
+        if transport is None:
+            return None
+        name = f"{self._name}:split:{new_ranks}" if group_name is None else str(group_name)
+        backends = self._backends()
+        kept = [device.type for device in device_types] if device_types else list(backends)
+        config = ",".join(f"{device}:{backend}" for device, backend in backends.items() if device in kept)
+        store = PrefixStore(f"{name}/", self._store)
+        child = SynclineProcessGroup(transport, store, name, self._global_ranks_of(new_ranks), config)
+        child.setGroupDesc(f"{self._description}:split" if group_desc is None else group_desc)
+        return child
+
+    def abort(self) -> None:
+        self._abort()
+        for other in self._others.values():
+            other.abort()
+
+    def shutdown(self) -> None:
+        self._close()
+        for other in self._others.values():
+            other.shutdown()
+        self._others.clear()
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _has_hooks(self) -> bool:
+        return False

@@ -1,0 +1,218 @@
+"""How a transaction on the main lane is opened: by one small record of the same size, whatever it is about.
+
+So ranks that are at different places of the program (one averages a metric, another broadcasts a module) are told
+so, where an engine would see two sizes that do not fit (Gloo ends the process then).
+
+Do all ranks mean the same? One small record each when they do, a readable difference when they do not.
+
+What is agreed on is put into lines here; how the ranks compare them is `transport/agreement.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from syncline.differences import DEFAULT_REMEDY, describe_difference, refusal_of
+from syncline.errors import CollectiveMismatch, ContractMismatch
+from syncline.liveness.board import Place
+from syncline.liveness.calls import SAME_CALLS
+from syncline.transport.base import Disagreement, Transport
+from syncline.user_code import called_in, user_code
+
+if TYPE_CHECKING:
+    from syncline.transport.base import Transport
+
+__all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "fingerprint", "gather_rows"]
+
+
+PAYLOAD_BYTES = 72
+"""What a record has room for besides the fingerprint."""
+
+_DIGEST_BYTES = 32
+
+_ONE_THREAD = (
+    "Threads of one rank that call at once need a group each (torch.distributed.new_group), or must come in an order "
+    "that is the same on all ranks, where threads are recognized by their names."
+)
+
+_TERMS = 1
+"""Of a record: what it is about is compared by the ranks, not by the engine."""
+
+
+def fingerprint(title: str, lines: Sequence[str]) -> bytes:
+    """What ranks compare of a title and lines."""
+    return hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
+
+
+def exchange(
+    transport: Transport,
+    title: str,
+    lines: Sequence[str],
+    *,
+    payload: bytes = b"",
+    fault: Exception | None = None,
+    remedy: str = DEFAULT_REMEDY,
+    digest: bytes | None = None,
+    refusal: str | None = None,
+) -> list[bytes]:
+    """Agree, and gather a small payload in the same collective.
+
+    Args:
+        transport: between the ranks that have to agree.
+        title: what they have to agree on, or what they called.
+        lines: this rank's description.
+        payload: up to 72 bytes.
+        fault: why this rank cannot go on. Its peers are waiting, so it takes part, and every rank raises.
+        remedy: what to do when they do not agree.
+        digest: the `fingerprint` of title and lines, where that was kept.
+        refusal: what a fault means, after the title. None: "refused, nothing was sent"; or "failed", where it is not
+            ours but comes from what was called (see `calling`).
+
+    Returns:
+        Every rank's payload in rank order, filled up with zeros to 72 bytes.
+
+    Raises:
+        CollectiveMismatch: the ranks gave different titles: they are at different places of the program.
+        ContractMismatch: the lines differ.
+        TypeError, ValueError, SynclineError: some ranks gave a fault: its class, or SynclineError where that is
+            neither of the others. In any case the same text on every rank.
+    """
+    assert len(payload) <= PAYLOAD_BYTES
+    if transport.turn.caller:
+        lines, digest = [*lines, f"thread  {transport.turn.caller}"], None
+        remedy = f"{remedy} {_ONE_THREAD}"
+    record = (
+        (digest or fingerprint(title, lines))
+        + bytes([fault is not None])
+        + payload.ljust(PAYLOAD_BYTES, b"\0")
+    )
+    before, transport.board.opening = transport.board.opening, title
+    try:
+        try:
+            records = _gathered(transport, record)
+        except Disagreement:  # a rank called something else, which it repeats in this form now
+            records = _gathered(transport, record)
+    finally:
+        transport.board.opening = before
+    if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
+        _tell(transport, title, lines, fault, remedy, refusal)
+    return [record[_DIGEST_BYTES + 1 :] for record in records]
+
+
+def _gathered(transport: Transport, record: bytes) -> list[bytes]:
+    if transport.size == 1:
+        return [record]
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.control_device)
+    everyone = torch.empty(transport.size * len(record), dtype=torch.uint8, device=transport.control_device)
+    transport.all_gather(everyone, mine, terms=_TERMS).wait()
+    rows = bytes(everyone.tolist())
+    return [rows[r * len(record) : (r + 1) * len(record)] for r in range(transport.size)]
+
+
+def _tell(
+    transport: Transport,
+    title: str,
+    lines: Sequence[str],
+    fault: Exception | None,
+    remedy: str,
+    refusal: str | None,
+) -> NoReturn:
+    """Exchange everything, and raise the same on every rank."""
+    reason = None if fault is None else [type(fault).__name__, str(fault), called_in(fault)]
+    place = Place.of(transport.board, code=user_code(sys._getframe()))
+    mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()
+    told = [json.loads(row) for row in transport.all_gather_bytes(mine)]
+    reasons = {rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(told) if reason is not None}
+    if reasons:
+        first = told[min(reasons)]
+        raise refusal_of(first[0], reasons, first[4]) from fault
+    if len({title for title, *_ in told}) > 1:
+        who_is_where = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(told)]
+        raise CollectiveMismatch("\n".join(["the ranks called different things:", *who_is_where, SAME_CALLS]))
+    raise ContractMismatch(
+        describe_difference(
+            title,
+            [lines for _, lines, *_ in told],
+            remedy=max((remedy for _, _, _, remedy, *_ in told), key=len),
+        )
+    )
+
+
+def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:
+    """Check that every rank gives the same lines; a collective call that blocks.
+
+    One all_gather of 105 bytes a rank when they do. Only if they do not are the lines themselves exchanged.
+
+    Args:
+        transport: between the ranks that have to agree.
+        title: what they have to agree on; it is part of what is compared.
+        lines: this rank's description, a line an entry (see `describe_difference`).
+        remedy: what to do when they do not agree; the last line of the error.
+
+    Raises:
+        ContractMismatch: the lines differ; the same text on every rank.
+        CollectiveMismatch: the titles differ: the ranks are at different places of the program.
+
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> run_ranks(2, lambda transport: agree(transport, "Net", ["weight  (2, 3)"]))
+        [None, None]
+    """
+    if transport.size > 1:
+        exchange(transport, title, lines, remedy=remedy)
+
+
+def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
+    """Every rank's `row` in rank order, on the CPU; a collective call that blocks.
+
+    Args:
+        row: (numel,), on the CPU, with as many elements of one dtype on all ranks.
+    """
+    if transport.size == 1 or not row.numel():
+        return [row] * transport.size
+    mine = row.to(transport.control_device)
+    everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)
+    transport.all_gather(everyone, mine).wait()
+    return list(everyone.cpu().view(transport.size, -1).unbind())
+
+
+def describe_tensors(
+    named: Iterable[tuple[str, Tensor]], kind: str = "parameter", *, layout: bool = True
+) -> list[str]:
+    """One line a tensor, for `agree`.
+
+    Args:
+        named: names and tensors.
+        kind: what they are, the first word of each line.
+        layout: whether strides and requires_grad are part of the description. (They need not be equal where
+            only values are sent.)
+
+    Example:
+        >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
+        ['buffer weight  torch.float32 (2, 3) on cpu strides (3, 1) requires_grad=False']
+    """
+    labels = _DeviceLabels()
+    lines = []
+    for name, tensor in named:
+        line = f"{kind} {name}  {tensor.dtype} {tuple(tensor.shape)} on {labels[tensor.device]}"
+        if layout:
+            strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+            line += f" strides {strides} requires_grad={tensor.requires_grad}"
+        lines.append(line)
+    return lines
+
+
+class _DeviceLabels(dict[torch.device, str]):
+    """Devices in words that ranks can share: rank 1's cuda:1 is rank 0's cuda:0. In the order in which they are met."""
+
+    def __missing__(self, device: torch.device) -> str:
+        nth = 1 + sum(known.type == device.type for known in self)
+        self[device] = device.type if nth == 1 else f"{device.type} (device {nth} of this rank)"
+        return self[device]

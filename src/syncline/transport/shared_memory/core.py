@@ -1,0 +1,140 @@
+"""The native library: found, loaded, its functions given types. `native/core.c` says what they do.
+
+Where the native core lies, if this installation has one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from syncline.errors import SynclineError
+
+__all__ = [
+    "MAX_ABORT_BYTES",
+    "MAX_RANKS",
+    "Library",
+    "Outcome",
+    "SharedMemoryUnavailable",
+    "find_library",
+    "library",
+]
+
+
+_NAME = "libsyncline_core.so"
+
+
+def find_library() -> Path | None:
+    """The compiled native core, or None where the package was installed without it.
+
+    A wheel puts the library beside this file. An editable install leaves this file in the source tree and puts the
+    library into site-packages, where the installed distribution's list of files names it.
+    """
+    beside = Path(__file__).with_name(_NAME)
+    if beside.is_file():
+        return beside
+    try:
+        installed = files("syncline") or []
+    except PackageNotFoundError:  # run from the sources, never installed
+        return None
+    for file in installed:
+        if file.name == _NAME:
+            found = Path(str(file.locate()))
+            return found if found.is_file() else None
+    return None
+
+
+_ABI = 3
+
+MAX_RANKS = 256
+
+MAX_ABORT_BYTES = 65536
+
+
+class SharedMemoryUnavailable(SynclineError):
+    """These ranks cannot share memory; the text says why, the same on all of them.
+
+    Args:
+        text: why.
+        is_worth_a_warning: whether it could be otherwise: ranks on several hosts could not share memory anyway.
+    """
+
+    def __init__(self, text: str, *, is_worth_a_warning: bool = True) -> None:
+        super().__init__(text)
+        self.is_worth_a_warning = is_worth_a_warning
+
+
+class Outcome:
+    """What a native wait returns."""
+
+    DONE = 0
+    PENDING = 1
+    ABORTED = 2
+    MISMATCH = 3
+    DISAGREED = 4
+
+
+_PROTOTYPES: dict[str, tuple[object, list[object]]] = {
+    "isa": (c_char_p, [c_int]),
+    "reduce": (c_int, [c_int, c_void_p, c_void_p, c_int, c_size_t, c_int, c_int]),
+    "group_bytes": (c_size_t, [c_int]),
+    "group_open": (c_void_p, [c_void_p, c_int, c_int, c_uint64, c_int]),
+    "group_close": (None, [c_void_p]),
+    "lane_bytes": (c_size_t, [c_int, c_int, c_size_t, c_size_t]),
+    "lane_open": (c_void_p, [c_void_p, c_void_p, c_int, c_size_t, c_size_t]),
+    "lane_close": (None, [c_void_p]),
+    "start": (c_int64, [c_void_p, c_uint64, c_void_p, c_void_p, c_size_t, c_uint64]),
+    "start_in_place": (
+        c_int64,
+        [c_void_p, c_uint64, c_void_p, c_size_t, c_uint64, c_size_t, c_void_p, c_size_t, c_size_t],
+    ),
+    "poll": (c_int, [c_void_p, c_int, c_uint64]),
+    "wait": (c_int, [c_void_p, c_int, c_uint64, c_uint64]),
+    "abort": (c_int, [c_void_p, c_char_p, c_size_t]),
+    "abort_text": (c_int64, [c_void_p, c_char_p]),
+    "called": (c_int, [c_void_p, c_void_p]),
+}
+
+
+class Library:
+    """The library's functions, without their prefix; each releases the interpreter while it runs."""
+
+    def __init__(self, path: str) -> None:
+        loaded = ctypes.CDLL(path)
+        abi = loaded.syncline_abi
+        abi.restype = c_uint32
+        if abi() != _ABI:
+            raise SharedMemoryUnavailable(
+                f"{path} is of another version (interface {abi()}, expected {_ABI}): install syncline again"
+            )
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(loaded, f"syncline_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        raise AttributeError(name)  # for type checkers: what exists was set above
+
+
+@functools.cache
+def library() -> Library:
+    """The library, loaded once.
+
+    Raises:
+        SharedMemoryUnavailable: it was not built, or cannot be loaded here.
+    """
+    if sys.platform != "linux":
+        raise SharedMemoryUnavailable(f"shared memory needs Linux, this is {sys.platform}")
+    path = find_library()
+    if path is None:
+        raise SharedMemoryUnavailable(
+            "the native library was not built when syncline was installed: install a C compiler, and syncline again"
+        )
+    try:
+        return Library(str(path))
+    except OSError as error:
+        raise SharedMemoryUnavailable(f"the native library cannot be loaded: {error}") from error

@@ -1,0 +1,232 @@
+"""Weighted means of numbers and tensors over ranks, the same bits on every rank.
+
+Small values are gathered as float64 and added up in rank order by every rank itself. Up to eight of them travel
+in the one record that also carries the weight and the fingerprint of the structure, so that the usual
+`mean(loss, weight=len(batch))` is a single collective. Large tensors are reduced by all_reduce, scaled first.
+
+What ranks tell each other without changing anything in place: mean, and barrier.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from numbers import Real
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from syncline.checks import checked_number, what_it_is
+from syncline.session.world import transport_of
+from syncline.tensors.targets import check_dense
+from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
+from syncline.transport.base import Transport, Work
+from syncline.trees import leaves, map_leaves
+from syncline.verbs.common import Group
+
+__all__ = ["barrier", "checked_total", "mean", "weighted_mean"]
+
+
+_LARGE_NUMEL = 4096
+"""Tensors from this size on are reduced, not gathered."""
+
+_REMEDY = "Give every rank the same keys, shapes and dtypes."
+
+_HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # the weight, then the first values
+
+_NUM_INLINE = PAYLOAD_BYTES // 8 - 1
+
+
+def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
+    """The mean of every leaf over the ranks; see `syncline.mean`, which says what it takes and raises."""
+    lines: list[str] = []
+    found: list[Any] = []
+    row = torch.empty(0, dtype=torch.float64)
+    scale, fault = 0.0, None
+    try:
+        scale = checked_number("weight", weight, at_least=0)
+        lines, found = _described(values)
+        row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
+    except Exception as error:
+        fault = error
+    inline = row[:_NUM_INLINE].tolist()
+    head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
+    heads = exchange(transport, "sl.mean", lines, payload=head, fault=fault, remedy=_REMEDY)
+    weights, rows = [], []
+    for head in heads:
+        weight_there, *inline = _HEAD.unpack(head)
+        weights.append(weight_there)
+        rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
+    total = checked_total("sl.mean", weights)
+    if row.numel() > _NUM_INLINE:
+        rows = gather_rows(transport, row)
+    large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
+    results = _results(found, _mean_of_rows(rows, weights, total), large)
+    return map_leaves(values, lambda path, leaf: next(results))
+
+
+# ---------------------------------------------------------------------- what comes in
+
+
+def _described(values: Any) -> tuple[list[str], list[Any]]:
+    lines, found = [], []
+    for path, leaf in leaves(values, "values"):
+        if isinstance(leaf, Tensor):
+            check_dense(path, leaf)
+            lines.append(f"{path}  {leaf.dtype} {tuple(leaf.shape)}")
+        elif isinstance(leaf, Real):
+            lines.append(f"{path}  a number")
+        else:
+            raise TypeError(
+                f"expected values to be numbers, tensors, or dicts, lists, tuples and dataclasses of them, got "
+                f"{what_it_is(leaf)} at {path}: take it out, or make it a number"
+            )
+        found.append(leaf)
+    return lines, found
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() >= _LARGE_NUMEL
+
+
+def _as_row(leaf: Any) -> Tensor:
+    """(numel,) float64 on the CPU; a complex number counts as two."""
+    if not isinstance(leaf, Tensor):
+        return torch.tensor([float(leaf)], dtype=torch.float64)
+    if leaf.is_complex():
+        return torch.view_as_real(leaf.detach().to("cpu", torch.complex128).resolve_conj()).reshape(-1)
+    return leaf.detach().to("cpu", torch.float64).reshape(-1)
+
+
+# ---------------------------------------------------------------------- what is exchanged
+
+
+def checked_total(title: str, weights: Sequence[float]) -> float:
+    """The sum of the ranks' weights.
+
+    Raises:
+        ValueError: nothing counts, or the sum is not finite.
+    """
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): a mean "
+            "of nothing is not defined, so leave the call out on all ranks or give some rank a weight"
+        )
+    return total
+
+
+def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:
+    # A rank of weight 0 is left out, not multiplied by 0: its values may be NaN.
+    parts = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight > 0]
+    if len(parts) == 1:
+        return parts[0][0]
+    # Multiply, then add: an add with a factor may or may not be fused, and ranks may differ in that.
+    products = [row * weight for row, weight in parts]
+    sums = products[0]
+    for product in products[1:]:
+        sums += product
+    return sums / total
+
+
+def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> Iterator[Tensor]:
+    """The weighted means of large tensors, each by an all_reduce of this rank's share."""
+    started: list[tuple[Tensor, Work]] = []
+    for tensor in tensors:
+        # 16-bit values and integers are added up in fp32 at least.
+        dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
+        part = torch.zeros(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
+        if share > 0:
+            torch.mul(tensor.detach().to(part), share, out=part)
+        started.append((part, transport.all_reduce(part.view(-1))))
+    for part, work in started:
+        work.wait()
+        yield part
+
+
+# ---------------------------------------------------------------------- what goes out
+
+
+def _result_dtype(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.float32
+
+
+def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Iterator[Any]:
+    """A result for each leaf, of its kind, shape, dtype and device."""
+    position = 0
+    for leaf in found:
+        if not isinstance(leaf, Tensor):
+            yield mean[position].item()
+            position += 1
+            continue
+        dtype = _result_dtype(leaf)
+        if _is_large(leaf):
+            yield next(large).to(leaf.device, dtype)
+            continue
+        width = leaf.numel() * (2 if leaf.is_complex() else 1)
+        numbers = mean[position : position + width]
+        position += width
+        if leaf.is_complex():
+            numbers = torch.view_as_complex(numbers.view(leaf.numel(), 2))
+        yield numbers.reshape(leaf.shape).to(leaf.device, dtype)
+
+
+T = TypeVar("T")
+
+
+def barrier(group: Group = None) -> None:
+    """Return when every rank of the group has called it.
+
+    Args:
+        group: see `broadcast_`.
+
+    Raises:
+        CollectiveTimeout: a rank did not come before the deadline.
+        CollectiveMismatch: a rank called something else.
+    """
+    transport = transport_of(group)
+    with transport.turn:
+        exchange(transport, "sl.barrier", [])
+
+
+@overload
+def mean(values: float, weight: float | Tensor = 1.0, *, group: Group = None) -> float: ...
+
+
+@overload
+def mean(values: T, weight: float | Tensor = 1.0, *, group: Group = None) -> T: ...
+
+
+def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> Any:
+    """The weighted mean of `values` over the ranks; the same bits on every rank.
+
+    Up to eight numbers cost one collective, more of them two; each tensor of 4,096 elements or more one besides.
+
+    Args:
+        values: a number, a tensor, or nested dicts, lists, tuples and dataclasses of them; names, shapes and
+            dtypes must be the same on all ranks. Nothing is changed in place.
+        weight: how much this rank counts, say the number of items behind its values: finite, at least 0. A rank
+            of weight 0 contributes nothing, even if its values are NaN.
+        group: see `broadcast_`.
+
+    Returns:
+        The same containers. Numbers (int and bool too) become float; tensors keep shape, dtype and device, but
+        integer and bool tensors become float32. Detached from autograd.
+
+    Raises:
+        ContractMismatch: the ranks' values have different structures; the same text on every rank.
+        ValueError: a weight is negative, infinite or NaN, or all weights are 0; a tensor is not dense (sparse, nested,
+            quantized); on every rank.
+        TypeError: a leaf is neither number nor tensor; on every rank.
+
+    Example:
+        >>> import syncline as sl
+        >>> loss, num_correct, num_samples = 0.25, 60, 64
+        >>> sl.mean({"loss": loss, "accuracy": num_correct / num_samples}, weight=num_samples)
+        {'loss': 0.25, 'accuracy': 0.9375}
+    """
+    transport = transport_of(group)
+    with transport.turn:
+        return weighted_mean(values, weight, transport)
