@@ -26,7 +26,7 @@ from syncline.errors import (
     UnreducedGradients,
 )
 from syncline.evolution.strategy import EvolutionStrategy
-from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.records import (
     BackwardRecord,
     BucketRecord,

@@ -18,13 +18,13 @@ from torch import nn
 
 import syncline as sl
 from syncline.errors import ContractMismatch, SynclineError
-from syncline.gradients.stop_vote import StopVote
-from syncline.gradients.tail import RankControl
+from syncline.gradients.riders.base import Words
+from syncline.gradients.riders.stop import Stop, StopVote
 from syncline.session import process
 from syncline.session import stop_request as stopping
 from syncline.session.stop_request import Stopped, StopRequest
 from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport.threads import ThreadGroup, run_ranks
 
 
 class Run:
@@ -273,12 +273,14 @@ def test_ranks_have_to_ask_each_other_equally_often() -> None:
 
 
 def test_a_rank_without_inputs_cannot_stop_so_it_is_told_again() -> None:
-    vote = StopVote(StopRequest())
-    vote.receive([])
-    vote.receive([RankControl(stop=True), RankControl(joined=True)])
+    alone = ThreadGroup(1).transport(0)
+    rider, vote = Stop(), StopVote(StopRequest())
+    rider.vote = vote
+    rider.hear_silence(1)
+    rider.hear(Words((1, None), 2, alone))
     assert (vote.asked_ranks, vote.num_received) == ((), 2)
-    vote.receive([RankControl(stop=True), RankControl()])
-    vote.receive([RankControl(), RankControl(stop=True)])
+    rider.hear(Words((1, 0), 3, alone))
+    rider.hear(Words((0, 1), 4, alone))
     assert vote.asked_ranks == (0,)
 
 

@@ -597,7 +597,7 @@ def test_a_parameter_in_two_reentrant_checkpoints_without_static_graph_is_an_err
 def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
     """Pure-Python reducers lose their time in calls; this is the budget."""
     package = str(Path(syncline.__file__).parent)
-    sync = ("sync", "parallel.py", "replica.py")
+    rooms = {"gradients", "riders", "ddp", "optimizers", "_torch"}
 
     def rank(t: Transport) -> tuple[int, int]:
         torch.manual_seed(0)
@@ -614,11 +614,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
         def profile(frame: Any, event: str, _: Any) -> None:
             nonlocal num_calls
             path = Path(frame.f_code.co_filename)
-            if (
-                event == "call"
-                and str(path).startswith(package)
-                and (path.parent.name in sync or path.name in sync)
-            ):
+            if event == "call" and str(path).startswith(package) and path.parent.name in rooms:
                 num_calls += frame.f_code.co_name not in not_counted
 
         ddp.zero_grad()
@@ -637,7 +633,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
         gc.enable()
     for num_calls, num_buckets in counted:
         assert num_buckets == 1
-        assert 100 <= num_calls <= 100 + 55, (
+        assert 100 <= num_calls <= 100 + 75, (
             "one call for each of 100 parameters, and a fixed number beside them"
         )
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from syncline.ddp.selection import Inventory
-from syncline.gradients.guard import StepGuard
-from syncline.gradients.tail import RankControl
+from syncline.gradients.riders.base import Words
+from syncline.gradients.riders.forwards import Forwards
+from syncline.gradients.riders.settings import Settings
 from syncline.optimizers.attached import AttachedOptimizer
+from syncline.transport.threads import ThreadGroup
 
 # ---------------------------------------------------------------------- forwards that wait for a backward
 
@@ -32,52 +34,57 @@ def differentiable() -> Tensor:
 
 
 def test_a_forward_waits_until_a_backward_reaches_one_of_its_tensors() -> None:
-    guard = StepGuard()
+    forwards = Forwards()
     output = Output(differentiable(), [differentiable(), torch.ones(1)])
-    guard.forward_ended(output)
-    assert guard.num_waiting == 1
+    forwards.forward_ended(output)
+    assert forwards.num_waiting == 1
     output.hidden[0].sum().backward()
-    assert guard.num_waiting == 0
+    assert forwards.num_waiting == 0
     output.logits.sum().backward()
-    assert guard.num_waiting == 0, "counted once"
+    assert forwards.num_waiting == 0, "counted once"
 
 
 def test_a_forward_before_the_last_reduction_does_not_count_any_more() -> None:
-    guard = StepGuard()
+    forwards = Forwards()
     early = differentiable()
-    guard.forward_ended(early)
-    guard.reduction_ended()
-    guard.forward_ended(differentiable())
+    forwards.forward_ended(early)
+    forwards.forget()
+    forwards.forward_ended(differentiable())
     early.sum().backward()
-    assert guard.num_waiting == 1
+    assert forwards.num_waiting == 1
 
 
 @pytest.mark.parametrize(
     "output", [torch.ones(2), None, "text", [differentiable() for _ in range(9)]], ids=str
 )
 def test_what_has_no_tensors_to_watch_or_too_many_is_not_counted(output: object) -> None:
-    guard = StepGuard()
-    guard.forward_ended(output)
-    assert guard.num_waiting == 0
+    forwards = Forwards()
+    forwards.forward_ended(output)
+    assert forwards.num_waiting == 0
 
 
 def test_a_watched_output_can_be_saved_and_copied() -> None:
-    guard = StepGuard()
+    forwards = Forwards()
     output = differentiable()
-    guard.forward_ended(output)
+    forwards.forward_ended(output)
     torch.save(output, io.BytesIO())
     copy.copy(output)
     pickle.dumps(output.detach())
 
 
+def heard(of_rank: tuple[int | None, ...], *, rank: int, step: int) -> Words:
+    group = ThreadGroup(len(of_rank))
+    return Words(of_rank, step, group.transport(rank))
+
+
 def test_a_difference_in_forwards_is_a_warning_that_comes_once_and_on_rank_0() -> None:
-    ranks = (RankControl(num_waiting=0), RankControl(num_waiting=2), RankControl(joined=True, num_waiting=9))
-    first, second = StepGuard(), StepGuard()
+    waiting = (0, 2, None)
+    first, second = Forwards(), Forwards()
     with pytest.warns(RuntimeWarning, match=r"step 7.*rank 1 ran forwards.*\(rank 0: 0, rank 1: 2\)"):
-        first.compare_forwards(ranks, rank=0, step=7)
-    first.compare_forwards(ranks, rank=0, step=8)  # warnings are errors here
-    second.compare_forwards(ranks, rank=1, step=7)
-    second.compare_forwards((RankControl(num_waiting=1),) * 3, rank=0, step=7)
+        first.hear(heard(waiting, rank=0, step=7))
+    first.hear(heard(waiting, rank=0, step=8))  # warnings are errors here
+    second.hear(heard(waiting, rank=1, step=7))
+    second.hear(heard((1, 1, 1), rank=0, step=7))
 
 
 # ---------------------------------------------------------------------- the fingerprint
@@ -89,25 +96,25 @@ def attached(lr: float = 0.1, **options: Any) -> AttachedOptimizer:
 
 
 def test_nothing_to_tell_is_zero() -> None:
-    assert StepGuard().fingerprint() == 0
+    assert Settings().word() == 0
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda guard: guard.optimizers[0].optimizer.param_groups[0].update(lr=0.2),
-        lambda guard: guard.optimizers[0].optimizer.param_groups[0].update(nesterov=True),
-        lambda guard: guard.optimizers[0].optimizer.step(),
+        lambda settings: settings.optimizers[0].optimizer.param_groups[0].update(lr=0.2),
+        lambda settings: settings.optimizers[0].optimizer.param_groups[0].update(nesterov=True),
+        lambda settings: settings.optimizers[0].optimizer.step(),
     ],
     ids=["lr", "switch", "step"],
 )
-def test_the_fingerprint_changes_with_what_matters(change: Callable[[StepGuard], None]) -> None:
-    one, other = StepGuard(), StepGuard()
-    for guard in (one, other):
-        guard.optimizers.append(attached(momentum=0.9))
-    assert one.fingerprint() == other.fingerprint() != 0
+def test_the_fingerprint_changes_with_what_matters(change: Callable[[Settings], None]) -> None:
+    one, other = Settings(), Settings()
+    for settings in (one, other):
+        settings.optimizers.append(attached(momentum=0.9))
+    assert one.word() == other.word() != 0
     change(other)
-    assert one.fingerprint() != other.fingerprint()
+    assert one.word() != other.word()
     assert one.facts() != other.facts()
 
 

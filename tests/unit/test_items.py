@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.gradients.normalize_by import ItemCount, checked_num_items
-from syncline.gradients.tail import MAX_ITEMS
+from syncline.gradients.riders.items import MAX_ITEMS, ItemCount, checked_num_items
 
 
 def test_integers_of_any_kind_are_accepted() -> None:

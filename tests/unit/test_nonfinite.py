@@ -25,8 +25,8 @@ from syncline.errors import (
     SynclineError,
     UnreducedGradients,
 )
-from syncline.gradients.nonfinite import NonFiniteWatch, describe, is_finite
-from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.gradients.riders.nonfinite import NonFiniteWatch, describe, is_finite
+from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.strategies import LocalSGD
 from syncline.transport.base import Transport
 from syncline.transport.threads import ThreadGroup, run_ranks

@@ -54,7 +54,7 @@ NET = Net()
 def small_slices() -> Iterator[None]:
     """So that a net of a few kilobytes is dealt out to many slices, as a large one is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncline.gradients.coverage._LEAST_BYTES", 1 << 10)
+        patch.setattr("syncline.gradients.riders.coverage._LEAST_BYTES", 1 << 10)
         yield
 
 

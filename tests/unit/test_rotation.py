@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.gradients.coverage import rotation, spread
+from syncline.gradients.riders.coverage import rotation, spread
 
 sizes_lists = st.lists(
     st.tuples(st.integers(0, 200_000), st.sampled_from([1, 2, 4, 8, 16])), min_size=0, max_size=20

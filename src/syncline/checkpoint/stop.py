@@ -20,7 +20,7 @@ from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count
 from syncline.differences import describe_ranks, ranks_with
 from syncline.errors import SynclineError
-from syncline.gradients.stop_vote import StopVote, VoteRoute
+from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.stop_request import (
     EXIT_STOPPED,

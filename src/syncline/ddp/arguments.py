@@ -19,7 +19,7 @@ from syncline.compression import Compression
 from syncline.ddp.selection import Selection
 from syncline.gradients.bucket_plan import MIB, BucketCaps
 from syncline.gradients.options import OnNonFinite
-from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.sharded.one_copy import one_copy_of
 from syncline.strategies import EveryStep, Strategy
 from syncline.transport.base import Transport

@@ -31,8 +31,8 @@ from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.outputs import when_backward_reaches_any
 from syncline.gradients.reducer import GradientSync
-from syncline.gradients.replica_watch import ReplicaCheck, ReplicaWatch
-from syncline.gradients.stop_vote import StopVote, VoteRoute
+from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
+from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.optimizers.attached import AttachedOptimizer, to_replace
 from syncline.optimizers.contents import parameters_of
 from syncline.optimizers.weak_methods import weakly as _weakly
@@ -188,7 +188,7 @@ class Replica:
         if is_open and not self.is_agreed:
             self.agree_before_the_first_step()  # inside the block nothing is sent
         self._let_decide()
-        for attached in self.gradients.guard.optimizers:
+        for attached in self.gradients.settings.optimizers:
             attached.counts = not is_open
         buffers = self.buffers
         if is_open:
@@ -275,13 +275,13 @@ class Replica:
         if self._workers is not None:
             own = self._workers[self.transport.rank]
             ranks = [rank for rank, worker in enumerate(self._workers) if worker == own]  # type: ignore[assignment]
-        self.gradients.watch = self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
+        self.gradients.replicas.watch = self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
 
     def _compared_optimizers(self) -> list[Optimizer]:
         """The attached optimizers whose steps are to be the same on all ranks, so that their state is compared."""
         if self.plan.sharded or self.rounds is not None:
             return []
-        return [attached.optimizer for attached in self.gradients.guard.optimizers]
+        return [attached.optimizer for attached in self.gradients.settings.optimizers]
 
     def _are_equal_after(self, step: int) -> None:
         """A meeting has made all parameters equal."""
@@ -290,7 +290,7 @@ class Replica:
 
     def before_forward_of_equal_buffers(self) -> None:
         """Buffers were synchronized for a forward that is about to change them."""
-        watch = self.gradients.watch
+        watch = self.gradients.replicas.watch
         if watch is not None and self.rounds is None and self.buffers.were_sent:
             watch.buffers_are_equal(self.gradients.num_backwards + 1)
 
@@ -487,7 +487,7 @@ class Replica:
                 'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward: use "zero" or '
                 '"raise", or an optimizer that steps after backward'
             )
-        elif not self.gradients.guard.optimizers:
+        elif not self.gradients.settings.optimizers:
             fault = SynclineError(
                 'on_nonfinite="skip" leaves the optimizer\'s step undone, but no optimizer is attached to '
                 f"{type(self.module).__name__}, so it would step all the same: write optimizer = "
@@ -550,7 +550,7 @@ class Replica:
         """The attached optimizers, each with its parameters."""
         if self.sharding is not None:  # whose optimizers have shards in their place
             return [(one.optimizer, [p for g in one.groups for p in g]) for one in self.sharding.optimizers]
-        return [(one.optimizer, parameters_of(one.optimizer)) for one in self.gradients.guard.optimizers]
+        return [(one.optimizer, parameters_of(one.optimizer)) for one in self.gradients.settings.optimizers]
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
         """See `DistributedDataParallel.attach`."""
@@ -559,8 +559,8 @@ class Replica:
             checked_flag("elementwise", elementwise)
         if replaces is not None:
             checked_flag("replace", replaces)
-        guard = self.gradients.guard
-        if any(attached.optimizer is optimizer for attached in guard.optimizers):
+        settings = self.gradients.settings
+        if any(attached.optimizer is optimizer for attached in settings.optimizers):
             return
         own = {id(parameter) for parameter in self.module.parameters()}
         if not any(id(p) in own for p in parameters_of(optimizer)):
@@ -574,7 +574,7 @@ class Replica:
             )
         name = type(optimizer).__name__
         replaced = to_replace(optimizer, self._attached(), own, replaces)
-        gone = [one for one in guard.optimizers if any(one.optimizer is other for other in replaced)]
+        gone = [one for one in settings.optimizers if any(one.optimizer is other for other in replaced)]
         if self.sharding is not None:
             has_begun = bool(self.gradients.num_backwards)
             name = self.sharding.attach(
@@ -584,7 +584,7 @@ class Replica:
             one.replace_by(type(optimizer).__name__)
         staying = [
             (one, name)
-            for one, name in zip(guard.optimizers, self.plan.optimizers, strict=True)
+            for one, name in zip(settings.optimizers, self.plan.optimizers, strict=True)
             if one not in gone
         ]
         attached = AttachedOptimizer(
@@ -593,7 +593,7 @@ class Replica:
             _weakly(self._after_optimizer_step),
             _weakly(self._discards_step) if self.options.on_nonfinite == "skip" else None,
         )
-        guard.optimizers[:] = [*(one for one, _ in staying), attached]
+        settings.optimizers[:] = [*(one for one, _ in staying), attached]
         if self.rounds is not None:
             self.rounds.watch(attached, gone)
         self.plan = replace(self.plan, optimizers=(*(name for _, name in staying), name))
@@ -639,7 +639,7 @@ class Replica:
             return VoteRoute.COLLECTIVE
         if self.transport is not transport:
             return VoteRoute.COLLECTIVE
-        self.gradients.stop_vote = vote
+        self.gradients.stop.vote = vote
         return VoteRoute.GRADIENTS_ONLY if inside_join else VoteRoute.GRADIENTS
 
     # ------------------------------------------------------------------ what does not go together

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.gradients.replica_watch import ReplicaCheck, ReplicaWatch
+from syncline.gradients.riders.replica_watch import ReplicaCheck, ReplicaWatch
 from syncline.transport.base import Transport
 
 __all__ = ["ReplicaChecks"]

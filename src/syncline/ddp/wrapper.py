@@ -46,10 +46,10 @@ from syncline.ddp.torch_names import TorchNames
 from syncline.ddp.wrapping import are_of_the_bare_module, broadcast_values, gather_hosts, refuse
 from syncline.gradients.bucket_plan import automatic_caps
 from syncline.gradients.comm_hook import checked_comm_hook
-from syncline.gradients.normalize_by import checked_num_items
 from syncline.gradients.options import GradientOptions, OnNonFinite
 from syncline.gradients.outputs import when_backward_reaches_any
-from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.gradients.riders.items import checked_num_items
+from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
 from syncline.records import BackwardRecord, RoundRecord
@@ -312,7 +312,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             )
         elif replica.buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
-            if synchronizes and replica.gradients.watch is not None:
+            if synchronizes and replica.gradients.replicas.watch is not None:
                 replica.before_forward_of_equal_buffers()
         else:
             self._before_hooked_forward(replica.buffer_hook, next_is_due=synchronizes)
@@ -343,7 +343,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
                 replica.gradients.decide is None or replica.reduces()  # asked where it is a question
             )
         ):
-            replica.gradients.guard.forward_ended(output)
+            replica.gradients.forwards.forward_ended(output)
         board.phase = "after forward"
         return output
 

@@ -18,7 +18,7 @@ from syncline.ddp.selection import Selection
 from syncline.equality.fingerprint import fingerprints
 from syncline.gradients.bucket_plan import HostLoad
 from syncline.gradients.options import GradientOptions
-from syncline.gradients.replica_watch import ReplicaCheck
+from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.report.explain import Plan, ReplicaRule, Sizes
 from syncline.session.world import world
 from syncline.strategies import Spec

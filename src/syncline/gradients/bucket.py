@@ -46,6 +46,8 @@ class Lifecycle:
         members: the parameters of the plan, in its order.
     """
 
+    is_sparse = False
+
     def __init__(self, plan: BucketPlan, members: Sequence[Tensor]) -> None:
         self.plan = plan
         self.members = list(members)
@@ -276,11 +278,6 @@ class Bucket(Lifecycle):
         """The control data of all ranks, summed."""
         tail: list[float] = self._tail.tolist()
         return tail
-
-    def looks_finite(self, num_samples: int = 64) -> bool:
-        """Whether some elements of what was reduced, evenly spread, are all finite."""
-        sample = self._gradients_flat[:: max(1, len(self._gradients_flat) // num_samples)]
-        return bool(sample.isfinite().all())
 
     def divide(self, divisor: float) -> None:
         """Divide the reduced gradients."""

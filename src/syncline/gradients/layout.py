@@ -17,7 +17,7 @@ from syncline.gradients.options import GradientOptions
 from syncline.gradients.shard import Share
 from syncline.gradients.shard_plan import ALIGNMENT_NUMEL
 from syncline.gradients.sparse import SparseBucket
-from syncline.gradients.tail import ControlForm, ControlMessage
+from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
 
 __all__ = ["BucketLayout", "parameter_specs"]
@@ -71,14 +71,14 @@ class BucketLayout:
         self.places: list[tuple[Bucket | SparseBucket, Tensor | None]] = []
         """By parameter: its bucket, and where its gradient is copied as soon as it is ready (None: at launch). The
         list stays the same object, for hooks hold on to it."""
-        self.control: ControlMessage | None = None
-        """What carries control data where no bucket can."""
-        self.form = ControlForm(
+        self.control: TailMessage | None = None
+        """What carries the tail where no bucket can."""
+        self.form = TailForm(
             num_ranks=transport.size,
+            widths=(),
             num_tracked=len(named_parameters) if options.allow_unused else 0,
-            has_replicas=options.compares_replicas,
         )
-        """How control data is laid out."""
+        """How the tail is laid out."""
         self.order_is_learnt = False
         self._parameters = [parameter for _, parameter in named_parameters]
         self._specs = parameter_specs(named_parameters, options)
@@ -86,6 +86,10 @@ class BucketLayout:
         self._options = options
         self._comm_hook: CommHook | None = None
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
+
+    def reserve_tail(self, widths: Sequence[int]) -> None:
+        """Let the tail hold one word of each rank for each of these widths, in bits. Takes effect with `build`."""
+        self.form = replace(self.form, widths=tuple(widths))
 
     def build(self, comm_hook: CommHook | None) -> None:
         """Lay out the buckets: what is used last in forward is usually ready first in backward.
@@ -149,7 +153,7 @@ class BucketLayout:
         is_apart = (
             self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
         )
-        self.control = ControlMessage(self._transport, numel) if is_apart else None
+        self.control = TailMessage(self._transport, numel) if is_apart else None
         plans = plan_buckets(
             self._specs,
             order,

@@ -35,19 +35,21 @@ from syncline.gradients.bucket import Bucket, copy_scaled
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.distributed_autograd import AutogradContexts
 from syncline.gradients.graph_tasks import Entry, Turns
-from syncline.gradients.guard import StepGuard
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.ledger import Ledger
-from syncline.gradients.nonfinite import NonFiniteWatch
-from syncline.gradients.normalize_by import ItemNormalizer
 from syncline.gradients.options import GradientOptions
-from syncline.gradients.replica_watch import ReplicaWatch
-from syncline.gradients.same_data import SameDataWatch
+from syncline.gradients.out_of_step import Trouble
+from syncline.gradients.riders.base import Reduced, Rider, Riders
+from syncline.gradients.riders.forwards import Forwards
+from syncline.gradients.riders.items import ItemNormalizer, Items
+from syncline.gradients.riders.missing import MissingGradients, StaticGraph
+from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
+from syncline.gradients.riders.replicas import Replicas
+from syncline.gradients.riders.same_data import SameData
+from syncline.gradients.riders.settings import Settings
+from syncline.gradients.riders.stop import Stop
 from syncline.gradients.sparse import SparseBucket
-from syncline.gradients.stop_vote import StopVote
-from syncline.gradients.tail import MAX_WAITING, RankControl
 from syncline.gradients.usage import GraphUsage, SharedUsage, StaticUsage, is_accumulating
-from syncline.gradients.verdict import Trouble, pass_verdict, pass_verdict_alone
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
@@ -88,13 +90,20 @@ class GradientSync:
         self.normalizer = ItemNormalizer(self.parameters, transport.size)
         self.ledger = Ledger(self.names)
         self.layout = BucketLayout(named_parameters, transport, options)
-        self.guard = StepGuard()
-        self.same_data = SameDataWatch(rank=transport.rank)
-        self.nonfinite: NonFiniteWatch | None = None
-        """Who looks for gradients that are not finite; None where nobody does."""
+        self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
+        self.stop = Stop()
+        self.forwards = Forwards()
+        self.settings = Settings()
+        self.nonfinite = NonFinite()
         if options.on_nonfinite != "ignore":
             gradients = partial(_gradients_of, self.parameters, self.layout)
             self.nonfinite = NonFiniteWatch(options.on_nonfinite, self.names, gradients, transport)
+        self.replicas = Replicas()
+        self._same_data = SameData()
+        self._items = Items()
+        self._missing_gradients = MissingGradients(self.names)
+        self._static_graph = None if self._static is None else StaticGraph(self.names, self._static)
+        self._make_riders()
         self.step = 0
         """Steps of the run so far, as messages and records count them: those before it went on here, too."""
         self._steps_before = 0
@@ -110,17 +119,12 @@ class GradientSync:
         """Called when a backward that synchronizes begins, until it returns: something has to be compared before it."""
         self.on_reduced: Callable[[], None] | None = None
         """Called when `.grad` holds what was reduced, inside of backward."""
-        self.watch: ReplicaWatch | None = None
-        """What compares the replicas, where that was asked for."""
-        self.stop_vote: StopVote | None = None
-        """By which ranks agree to stop, where somebody would act on it."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
         """What the end of the next backward waits for besides (a buffer hook's, say)."""
         self._usage = (
             GraphUsage(self.parameters) if options.allow_unused and not options.static_graph else None
         )
         self._shared = SharedUsage(transport, len(self.parameters)) if options.skip_unused else None
-        self._static = StaticUsage(len(self.parameters)) if options.static_graph else None
         self._turns = Turns()
         self.ownership = Ownership(self.parameters)
         """Tells a backward of this wrapper from one of another wrapper with some of the same parameters."""
@@ -133,7 +137,6 @@ class GradientSync:
         self._is_deferred = False
         """Whether the backward under way is reduced at its end: under create_graph=True hooks must not copy."""
         self._has_warned_of_graph = False
-        self._num_items: int | None = None
         self._absent = _NONE
         self._missing_at_end: frozenset[int] | None = None
         self._scale = 1.0
@@ -157,15 +160,31 @@ class GradientSync:
             other.layout.give_back_views()
         remember_caretaker(self)
 
+    def _make_riders(self) -> None:
+        riders: list[Rider] = [self.stop, self._same_data, self.forwards, self.settings]
+        riders.append(self._missing_gradients)
+        if self._static_graph is not None:
+            riders.append(self._static_graph)
+        riders.append(self._items)
+        if self.options.on_nonfinite != "ignore":
+            riders.append(self.nonfinite)
+        if self.options.compares_replicas:
+            riders.append(self.replicas)
+        self._riders = Riders(riders, self.transport)
+        self.layout.reserve_tail(self._riders.widths)
+
     def continues(self, former: GradientSync) -> None:
         """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
         former.remove_hooks()
         self.step, self._steps_before = former.step, former._steps_before
         self.enabled = former.enabled
-        self.guard, self.num_contributing = former.guard, former.num_contributing
-        self.same_data = former.same_data
+        self.num_contributing = former.num_contributing
+        self.stop, self.forwards, self.settings = former.stop, former.forwards, former.settings
+        self._same_data = former._same_data
+        self.nonfinite.continues(former.nonfinite)
+        self._make_riders()
         self.on_reduced = former.on_reduced
-        self.decide, self.stop_vote = former.decide, former.stop_vote
+        self.decide = former.decide
         self.trouble.text = former.trouble.text
         self.pending_futures = former.pending_futures
         self.ownership.continues(former.ownership)
@@ -174,10 +193,8 @@ class GradientSync:
         self.normalizer.follow(self.parameters, self.transport.size)
         used = {id(former.parameters[index]) for index in former._used_since_reduction}
         self._used_since_reduction.update(i for i, p in enumerate(self.parameters) if id(p) in used)
-        if self.watch is not None and former.watch is not None:
-            self.watch.continues(former.watch)
-        if self.nonfinite is not None and former.nonfinite is not None:
-            self.nonfinite.continues(former.nonfinite)
+        if self.replicas.watch is not None and former.replicas.watch is not None:
+            self.replicas.watch.continues(former.replicas.watch)
         if former.comm_hook is not None:
             self.comm_hook = former.comm_hook
             self.layout.build(former.comm_hook)
@@ -208,29 +225,25 @@ class GradientSync:
         if not self._used_since_reduction:
             self.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
         divisor = self.transport.size if num_items is None else num_items
-        found = None
-        if self.nonfinite is not None:
-            self.nonfinite.conclude_outside([(i, self.parameters[i].grad) for i in indices], step=self.step)
-            found = self.nonfinite.last
-        self.ledger.note_reduction(divisor=divisor, counted_items=num_items is not None, nonfinite=found)
-        if self.nonfinite is not None:
-            self.nonfinite.act()
+        self.nonfinite.conclude_outside([(i, self.parameters[i].grad) for i in indices], step=self.step)
+        self.ledger.note_reduction(
+            divisor=divisor, counted_items=num_items is not None, nonfinite=self.nonfinite.last
+        )
+        self.nonfinite.act()
 
     def discards_step(self) -> bool:
         """Whether attached optimizers are to leave their step undone, for `.grad` is not finite."""
-        if self.nonfinite is None:
-            return False
-        if self._used_since_reduction and not self._sends:
+        if self._used_since_reduction and not self._sends and self.nonfinite.last is not None:
             # A world of one, in which what ran under no_sync may be stepped without any reduction.
             self._used_since_reduction.clear()
-            self._conclude_alone(self.nonfinite)
+            self._conclude_alone()
             self.ledger.note_judgement(self.nonfinite.last)
             self.nonfinite.act()
         return self.nonfinite.discards_step()
 
-    def _conclude_alone(self, nonfinite: NonFiniteWatch) -> None:
+    def _conclude_alone(self) -> None:
         """Judge all that is in `.grad`: there is one rank."""
-        nonfinite.conclude_alone([(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step)
+        self.nonfinite.conclude_alone([(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step)
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
@@ -276,14 +289,14 @@ class GradientSync:
         loaded.
         """
         self.step, self._steps_before = step, step - self.num_backwards
-        if self.watch is not None:
-            self.watch.steps_before = self._steps_before
-            self.watch.agreed_at(None)
+        if (watch := self.replicas.watch) is not None:
+            watch.steps_before = self._steps_before
+            watch.agreed_at(None)
 
     def mark_replicas_equal(self) -> None:
         """Record that all ranks have just compared their replicas, which were equal."""
-        if self.watch is not None:
-            self.watch.agreed_at(self.num_backwards)
+        if self.replicas.watch is not None:
+            self.replicas.watch.agreed_at(self.num_backwards)
 
     # ------------------------------------------------------------------ during backward
 
@@ -402,8 +415,7 @@ class GradientSync:
             self.before_reduction()
             self.before_reduction = None  # only now: if it raised, the next backward calls it again
         self._began_at = time.perf_counter()
-        if self.nonfinite is not None:
-            self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
+        self.nonfinite.backward_begins(has_hook=self.comm_hook is not None)
         self.normalizer.count.backward_begins()
         synchronizes = self.enabled and self._sends and (self.decide is None or self.decide())
         self._is_deferred = synchronizes and torch.is_grad_enabled()
@@ -411,11 +423,11 @@ class GradientSync:
         if self._is_deferred:
             self._check_graph()
         if self.enabled:
-            self._num_items = self.normalizer.count.take_for_reduction()
+            self._items.num_items = self.normalizer.count.take_for_reduction()
         if self._static is not None:
             self._static.reset()
         if synchronizes:
-            if self._num_items is not None or self.comm_hook is not None:
+            if self._items.num_items is not None or self.comm_hook is not None:
                 self._scale = 1.0
             else:
                 self._scale = 1.0 / (self.num_contributing or self.transport.size)
@@ -460,8 +472,7 @@ class GradientSync:
         self.transport.board.phase = "backward"
         for bucket in self.layout.buckets:
             bucket.reset()
-        if self.watch is not None:
-            self.watch.begin(range(self.num_backwards + 1, self.num_backwards + 2))
+        self._riders.begin_step(self._step_under_way)
 
     def _mark_absent(self, absent: frozenset[int]) -> None:
         """What this backward will not reach need not be waited for."""
@@ -500,10 +511,7 @@ class GradientSync:
             if self._shared is not None and self._shared.is_unused_by_all(bucket.plan.parameters):
                 return
             bucket.fill(self._scale, missing)
-            if self.nonfinite is not None:
-                self.nonfinite.look_at(bucket)
-            if self.same_data.is_open and isinstance(bucket, Bucket):
-                self.same_data.look_at(bucket.own())
+            self._riders.look_at(bucket)
             tail = self._encode_tail(missing) if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
         except Exception as error:
@@ -519,28 +527,11 @@ class GradientSync:
                 used = [int(parameter.grad is not None) for parameter in self.parameters]
             else:
                 used = [int(index in seen and p.grad is not None) for index, p in enumerate(self.parameters)]
-        fingerprint = self.guard.fingerprint()
-        graph_changed = self._static is not None and self._static.has_changed()
-        nonfinite = self.nonfinite is not None and self.nonfinite.has_found()
-        stop = self.stop_vote is not None and self.stop_vote.request.is_asked
-        replica = 0 if self.watch is None else self.watch.fingerprint()
-        num_waiting = min(self.guard.num_waiting, MAX_WAITING)
-        gradients = self.same_data.fingerprint() if self.same_data.is_open else 0
-        is_empty = not (used or missing or fingerprint or nonfinite or stop or replica or num_waiting)
-        if is_empty and not gradients and self._num_items is None:
-            return []  # nothing to tell, as in almost every step
-        control = RankControl(
-            gradients_missing=bool(missing) and not self.options.allow_unused,
-            graph_changed=graph_changed,
-            num_items=self._num_items,
-            nonfinite=nonfinite,
-            fingerprint=fingerprint,
-            replica=replica,
-            stop=stop,
-            num_waiting=num_waiting,
-            gradients=gradients,
-        )
-        return self.layout.form.encode(control, rank=self.transport.rank, used=used)
+        self._missing_gradients.indices = _NONE if self.options.allow_unused else missing
+        words = self._riders.words()
+        if not used and not any(words):
+            return []  # nothing to report, as in almost every step
+        return self.layout.form.encode(words, rank=self.transport.rank, used=used)
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -567,11 +558,9 @@ class GradientSync:
                 self._used_since_reduction.update(self._ready)
                 self._record(divisor=1)
             self.normalizer.backward_is_done()
-            if self.nonfinite is not None:
-                self.nonfinite.act()
+            self.nonfinite.act()
         except BaseException:
-            if self.nonfinite is not None:
-                self.nonfinite.failed()
+            self.nonfinite.failed()
             self._forget_backward()
             raise
         self._forget_backward()
@@ -585,22 +574,22 @@ class GradientSync:
         """A world of one rank, or gradients that stay local: nothing to send, the same rules."""
         missing = self._missing()
         self.step += 1
-        pass_verdict_alone(
-            () if self.options.allow_unused else [self.names[index] for index in sorted(missing)],
-            self._static.changed() if self._static is not None and self._static.has_changed() else (),
-            rank=self.transport.rank,
-            num_ranks=self.transport.size,
-            step=self.step,
-            names=self.names,
+        self._missing_gradients.indices = _NONE if self.options.allow_unused else missing
+        self._missing_gradients.check_alone(
+            rank=self.transport.rank, num_ranks=self.transport.size, step=self.step
         )
+        if self._static_graph is not None:
+            self._static_graph.check_alone(
+                rank=self.transport.rank, num_ranks=self.transport.size, step=self.step
+            )
         divisor = 1
-        if self._num_items is not None:
-            divisor = self.normalizer.total([self._num_items], step=self.step)
+        if self._items.num_items is not None:
+            divisor = self.normalizer.total([self._items.num_items], step=self.step)
             foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
         if self._static is not None:
             self._static.learn()
-        if self.nonfinite is not None and self.transport.size == 1:
-            self._conclude_alone(self.nonfinite)
+        if self.transport.size == 1:
+            self._conclude_alone()
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
 
@@ -639,7 +628,7 @@ class GradientSync:
         self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
         self.step += 1
         divisor = self.num_contributing or self.transport.size
-        if self._num_items is None and not self.options.allow_unused and not missing:
+        if self._items.num_items is None and not self.options.allow_unused and not missing:
             # The common case: hand out each bucket while later ones are still on their way.
             left = 1.0 if self.comm_hook is None else self._left_to_divide(divisor)
             for bucket in self._sent:
@@ -648,18 +637,16 @@ class GradientSync:
                     bucket.divide(left)
                 bucket.hand_out(_NONE, any_missing=False, keeps_tensor=keeps_tensors)
             self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
-            ranks = self._decode()
-            self._check(ranks)
+            self._hear()
         else:
             for bucket in self._sent:
                 self._wait(bucket)
             if self._shared is not None:
                 self._shared.wait()
             self._launch_control(lambda: self._encode_tail(missing), are_reduced=True)
-            ranks = self._decode()
-            self._check(ranks)
-            if self._num_items is not None:
-                divisor = self.normalizer.total([control.num_items or 0 for control in ranks], step=self.step)
+            self._hear()
+            if self._items.num_items is not None:
+                divisor = self.normalizer.total(self._items.of_ranks, step=self.step)
             left = self._left_to_divide(divisor)
             if left != 1:
                 for bucket in self._sent:
@@ -668,10 +655,7 @@ class GradientSync:
             skip = frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if missing else _NONE
             for bucket in self._sent:
                 bucket.hand_out(skip, any_missing=bool(missing), keeps_tensor=keeps_tensors)
-        if self.nonfinite is not None:
-            self._conclude(self.nonfinite, ranks, self._sent)
-        if self.watch is not None:
-            self._compare_replicas(self.watch, ranks)
+        self._conclude(self._sent)
         self._used_since_reduction.clear()
         self._record(divisor=divisor)
         if not self.layout.order_is_learnt:
@@ -681,7 +665,7 @@ class GradientSync:
         """By what the result has to be divided yet: a user's hook divides by itself, one that encodes averages."""
         if self.comm_hook is not None and self.comm_hook.averages:
             return divisor / self.transport.size
-        return 1.0 if self._num_items is None else divisor
+        return 1.0 if self._items.num_items is None else divisor
 
     def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
         """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
@@ -699,10 +683,9 @@ class GradientSync:
         """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
         self._synchronizing = True
         self._start_step()
-        if self.nonfinite is not None:
-            self.nonfinite.step_begins(has_hook=self.comm_hook is not None)
+        self.nonfinite.backward_begins(has_hook=self.comm_hook is not None)
         tail = self.layout.form.encode(
-            RankControl(joined=True),
+            None,
             rank=self.transport.rank,
             used=[0] * len(self.parameters) if self.options.allow_unused else (),
         )
@@ -719,16 +702,11 @@ class GradientSync:
             for bucket in self._sent:
                 self._wait(bucket)
             self._launch_control(lambda: tail, are_reduced=True)
-            ranks = self._decode()
-            self._check(ranks)
-            if self.nonfinite is not None:
-                self._conclude(self.nonfinite, ranks, ())
-            if self.watch is not None:
-                self._compare_replicas(self.watch, ranks)
+            self._hear()
+            self._conclude(())
             if not self.layout.order_is_learnt:
                 self.layout.learn_order(())
-            if self.nonfinite is not None:
-                self.nonfinite.act()
+            self.nonfinite.act()
         finally:
             self._forget_backward()
 
@@ -752,67 +730,38 @@ class GradientSync:
             self.trouble.add_place(error, self._step_under_way, bucket.plan)
             raise
 
-    def _decode(self) -> Sequence[RankControl]:
-        """What each rank told; empty where none had anything to tell, as in almost every step."""
+    def _hear(self) -> None:
+        """Let the riders hear what all ranks reported; raise, on every rank alike, what they conclude."""
         if self.layout.control is not None:
             tail = self.layout.control.read()
         else:
             last = self.layout.buckets[-1]
             assert isinstance(last, Bucket)
             tail = last.read_tail()
-        if not any(tail) and not self.options.allow_unused:
-            return ()
-        ranks, self.num_ranks_using = self.layout.form.decode(tail)
-        return ranks
+        rows: Sequence[Sequence[int] | None] = ()
+        if any(tail) or self.options.allow_unused:
+            rows, self.num_ranks_using = self.layout.form.decode(tail)
+        self._riders.hear(rows, self.step)
 
-    def _check(self, ranks: Sequence[RankControl]) -> None:
-        """Raise, on every rank alike, what any rank reported."""
-        if self.stop_vote is not None:
-            self.stop_vote.receive(ranks)
-        if self.same_data.is_open:
-            self.same_data.compare(ranks, step=self.step)
-        if not ranks:
-            return
-        self.guard.compare_forwards(ranks, rank=self.transport.rank, step=self.step)
-        pass_verdict(
-            ranks,
-            self.transport,
-            step=self.step,
-            names=self.names,
-            missing=self._missing,
-            changed=[].copy if self._static is None else self._static.changed,
-            facts=self.guard.facts,
+    def _conclude(self, buckets: Sequence[Bucket | SparseBucket]) -> None:
+        """Let the riders act on what `.grad` holds now, on every rank alike."""
+        averages = self.comm_hook is None or self.comm_hook.averages
+        self._riders.conclude(
+            Reduced(
+                step=self.step,
+                buckets=buckets,
+                # A mean of 1/N each overflows only if a rank's own does; a sum, or the result of a hook, may.
+                can_overflow=self.comm_hook is not None or self._items.any_counted,
+                is_mean=averages and not self.options.sharded,
+                any_nonfinite=self.nonfinite.was_reported,
+            )
         )
-
-    def _compare_replicas(self, watch: ReplicaWatch, ranks: Sequence[RankControl]) -> None:
-        """Raise, on every rank alike, if they are found to differ: last, for `.grad` may be stepped all the same."""
-        if ranks and not any(control.joined for control in ranks):
-            watch.compare([control.replica for control in ranks], self.num_backwards)
-            if not self.options.sharded and (self.comm_hook is None or self.comm_hook.averages):
-                dense = (bucket for bucket in self._sent if isinstance(bucket, Bucket))
-                is_finite = not any(control.nonfinite for control in ranks)
-                watch.mean_is(
-                    is_finite and all(bucket.looks_finite() for bucket in dense), self.num_backwards
-                )
-
-    def _conclude(
-        self,
-        nonfinite: NonFiniteWatch,
-        ranks: Sequence[RankControl],
-        buckets: Sequence[Bucket | SparseBucket],
-    ) -> None:
-        """Decide, on every rank alike, what becomes of gradients that are not finite."""
-        # A mean of 1/N each overflows only where nobody's own does; a sum, or what a hook makes of it, may.
-        can_overflow = self.comm_hook is not None or any(control.num_items is not None for control in ranks)
-        nonfinite.conclude(ranks, buckets, step=self.step, can_overflow=can_overflow)
 
     # ------------------------------------------------------------------ between backwards
 
     def _forget_backward(self) -> None:
         if self._synchronizing:
-            self.guard.reduction_ended()
-            if self.watch is not None:
-                self.watch.forget()
+            self._riders.forget()
             board = self.transport.board
             board.phase, board.bucket = "after backward", None
         self._turns.forget()
@@ -822,7 +771,7 @@ class GradientSync:
         self._missing_at_end = None
         self.num_contributing = None
         self._synchronizing = self._is_deferred = False
-        self._num_items = None
+        self._items.num_items = None
 
     def _record(self, *, divisor: int) -> None:
         self.ledger.note(
@@ -830,9 +779,9 @@ class GradientSync:
             ready=self._ready.copy(),
             began_at=self._began_at,
             divisor=divisor,
-            counted_items=self._num_items is not None,
+            counted_items=self._items.num_items is not None,
             buckets=self._sent if self._synchronizing else (),
-            nonfinite=None if self.nonfinite is None else self.nonfinite.last,
+            nonfinite=self.nonfinite.last,
         )
 
 

@@ -34,6 +34,8 @@ class SparseBucket(Lifecycle):
         is_last: whether the hook is told that this is the last bucket.
     """
 
+    is_sparse = True
+
     def __init__(
         self,
         plan: BucketPlan,

@@ -9,7 +9,7 @@ from torch.autograd import graph
 
 from syncline._torch.autograd import reaches_all_leaves, will_execute_node
 from syncline.errors import SynclineError
-from syncline.gradients.tail import ControlMessage
+from syncline.gradients.tail import TailMessage
 from syncline.transport.base import Transport
 
 __all__ = ["GraphUsage", "SharedUsage", "StaticUsage", "is_accumulating"]
@@ -64,7 +64,7 @@ class SharedUsage:
     """
 
     def __init__(self, transport: Transport, num_parameters: int) -> None:
-        self._message = ControlMessage(transport, num_parameters)
+        self._message = TailMessage(transport, num_parameters)
         self._mine: Sequence[int] = ()
         self._all: Sequence[float] | None = None
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from syncline.gradients.stop_vote import StopVote, VoteRoute
+from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.transport.base import Transport
 
 __all__ = ["ReplicaProtocol", "SynchronizedModule", "replica_of"]

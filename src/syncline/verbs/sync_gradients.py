@@ -13,8 +13,8 @@ from syncline.checks import checked_flag, checked_kind
 from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
-from syncline.gradients.normalize_by import Standing
 from syncline.gradients.reducer import GradientSync, caretakers_of
+from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
 from syncline.session.world import transport_of
 from syncline.tensors.reduction import TensorReducer

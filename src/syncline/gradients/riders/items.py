@@ -22,9 +22,14 @@ from torch import Tensor
 
 from syncline._torch.tensors import foreach_mul_, stored_values, version_of
 from syncline.checks import checked_count
-from syncline.gradients.tail import MAX_ITEMS
+from syncline.differences import describe_ranks
+from syncline.errors import SynclineError
+from syncline.gradients.riders.base import Rider, Words
 
-__all__ = ["ItemCount", "ItemNormalizer", "Standing", "checked_num_items"]
+__all__ = ["MAX_ITEMS", "ItemCount", "ItemNormalizer", "Items", "Standing", "checked_num_items"]
+
+MAX_ITEMS: int = 2**48 - 1
+"""The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
 
 
 def checked_num_items(num_items: Any) -> int:
@@ -286,3 +291,42 @@ class ItemNormalizer:
 
 def _values(gradient: Tensor) -> Tensor:
     return stored_values(gradient) if gradient.is_sparse else gradient
+
+
+class Items(Rider):
+    """Reports the items behind this rank's gradients, under `normalize_by`."""
+
+    num_bits = 49
+
+    def __init__(self) -> None:
+        self.num_items: int | None = None
+        """Of the backward under way; None outside of `normalize_by`."""
+        self.of_ranks: tuple[int, ...] = ()
+        """The items of all ranks in the step that was heard last; 0 for a rank without inputs."""
+        self.any_counted = False
+        """Whether the gradients of that step are sums over items."""
+
+    def word(self) -> int:
+        """Return the number of items plus 1; 0 if they are not counted."""
+        return 0 if self.num_items is None else self.num_items + 1
+
+    def hear(self, words: Words) -> None:
+        """Take the counts of all ranks.
+
+        Raises:
+            SynclineError: some ranks ran under `normalize_by` and others did not.
+        """
+        counted = [rank for rank, word in words.active.items() if word]
+        if counted and len(counted) != len(words.active):
+            others = sorted(set(words.active) - set(counted))
+            raise SynclineError(
+                f"step {words.step}: {describe_ranks(counted)} ran this backward under normalize_by, "
+                f"{describe_ranks(others)} did not: the gradients have no common divisor. Use normalize_by on all "
+                "ranks (0 items is fine) or on none, then zero the gradients"
+            )
+        self.any_counted = bool(counted)
+        self.of_ranks = tuple(word - 1 if word else 0 for word in words.of_rank)
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self.num_items, self.of_ranks, self.any_counted = None, (), False

@@ -6,17 +6,16 @@ backward that is reduced (`control.py`), which costs nothing, or where there is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 import torch
 
-from syncline.gradients.tail import RankControl
+from syncline.gradients.riders.base import Rider, Words
 from syncline.session.stop_request import StopRequest
 from syncline.transport.agreement import gather_rows
 from syncline.transport.base import Transport
 
-__all__ = ["StopVote", "VoteRoute"]
+__all__ = ["Stop", "StopVote", "VoteRoute"]
 
 
 class VoteRoute(Enum):
@@ -37,7 +36,8 @@ class StopVote:
 
     Example:
         >>> vote = StopVote(StopRequest())
-        >>> vote.receive([RankControl(), RankControl(stop=True)])
+        >>> from syncline.transport.threads import ThreadGroup
+        >>> vote.receive(Words((0, 1), step=1, transport=ThreadGroup(2).transport(0)))
         >>> vote.asked_ranks
         (1,)
     """
@@ -49,23 +49,39 @@ class StopVote:
         self.num_received = 0
         """How many backwards carried the votes."""
 
-    def receive(self, ranks: Sequence[RankControl]) -> None:
-        """Count the votes that a synchronized backward carried.
-
-        Args:
-            ranks: the control data of each rank; empty where no rank sent any.
-        """
-        self.num_received += 1
-        if not ranks or self.asked_ranks:
-            return
-        asked = tuple(rank for rank, control in enumerate(ranks) if control.stop)
-        # A rank without inputs left cannot stop there; the others vote again once it is back.
-        if asked and not any(control.joined for control in ranks):
-            self.asked_ranks = asked
+    def receive(self, words: Words) -> None:
+        """Take the words of a backward that was reduced."""
+        # A rank without inputs left is where it cannot stop; the others report again once it is back.
+        if words.any_set and not words.any_joined and not self.asked_ranks:
+            self.asked_ranks = tuple(rank for rank, word in words.active.items() if word)
 
     def gather(self, transport: Transport) -> None:
-        """Gather and count the votes without a backward; a collective call that blocks."""
+        """Gather the votes without a backward; a collective call that blocks."""
         mine = torch.tensor([int(self.request.is_asked)], dtype=torch.int32)
         rows = gather_rows(transport, mine)
         if not self.asked_ranks:
             self.asked_ranks = tuple(rank for rank, row in enumerate(rows) if row.item())
+
+
+class Stop(Rider):
+    """Reports whether this process was asked to stop, once something would act on it."""
+
+    num_bits = 1
+
+    def __init__(self) -> None:
+        self.vote: StopVote | None = None
+
+    def word(self) -> int:
+        """Return 1 if this process was asked to stop."""
+        return int(self.vote is not None and self.vote.request.is_asked)
+
+    def hear(self, words: Words) -> None:
+        """Hand the words to the vote."""
+        if self.vote is not None:
+            self.vote.num_received += 1
+            self.vote.receive(words)
+
+    def hear_silence(self, step: int) -> None:
+        """No rank was asked."""
+        if self.vote is not None:
+            self.vote.num_received += 1

@@ -3,7 +3,7 @@ travel with the gradients.
 
 A step's slice is hashed when its backward begins, for then nobody writes: parameters and optimizer state were last
 written by the optimizer's step, which all ranks have made. Which slice that is follows from the number of the step. The
-fingerprint rides in the control data (`control.py`), so equal replicas send nothing else. Only where fingerprints
+fingerprint travels with the gradients (`replicas.py`), so equal replicas send nothing else. Only where fingerprints
 differ do the ranks look for the elements (`replicas.py`).
 Buffers change in forward; those that were just synchronized are hashed before it.
 """
@@ -23,17 +23,25 @@ from syncline.differences import describe_ranks
 from syncline.equality.fingerprint import SliceHash, mixed
 from syncline.equality.locate import LocatedDifference, divergence_error, locate
 from syncline.errors import ReplicaDivergence
-from syncline.gradients.coverage import Coverage, Leaf, Piece, optimizer_leaves_of, parameter_leaves
-from syncline.gradients.tail import MAX_REPLICA_FINGERPRINT
+from syncline.gradients.riders.coverage import Coverage, Leaf, Piece, optimizer_leaves_of, parameter_leaves
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import distinct_tensors
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
-__all__ = ["ReplicaCheck", "ReplicaWatch"]
+__all__ = [
+    "NUM_FINGERPRINT_BITS",
+    "ReplicaCheck",
+    "ReplicaWatch",
+]
 
 
 OnDivergence = Literal["raise", "repair", "warn"]
+
+NUM_FINGERPRINT_BITS = 48
+"""Of the fingerprint of a slice."""
+
+_MAX_FINGERPRINT: int = 2**NUM_FINGERPRINT_BITS - 1
 
 _LISTED_ANEW = 8
 """After so many rounds the tensors are listed anew, whatever has changed."""
@@ -202,7 +210,7 @@ class ReplicaWatch:
         total = 0
         for one in (self._hash, *self._buffer_hashes):
             total = mixed(total, 0 if one is None else one.value())
-        return 1 + total % MAX_REPLICA_FINGERPRINT
+        return 1 + total % _MAX_FINGERPRINT
 
     def compare(self, told: Sequence[int], step: int) -> None:
         """What all ranks told. Collective where it differs.

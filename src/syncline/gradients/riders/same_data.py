@@ -10,13 +10,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from syncline.errors import SameDataWarning
-from syncline.gradients.tail import RankControl
+from syncline.gradients.riders.base import Holder, Rider, Words
 from syncline.user_code import warn_user
 
-__all__ = ["SameDataWatch"]
+__all__ = [
+    "SameData",
+]
 
 
 _NUM_STEPS = 10
@@ -29,58 +29,58 @@ _NUM_SAMPLES = 64
 """Elements of each bucket that are looked at."""
 
 
-class SameDataWatch:
+class SameData(Rider):
     """Compares this rank's gradients with those of the others until it is known whether they differ.
 
-    Args:
-        rank: this rank, which warns if it is 0.
-
     Example:
-        >>> import torch
-        >>> watch = SameDataWatch(rank=1)
-        >>> watch.look_at(torch.ones(3))
-        >>> watch.compare([RankControl(gradients=5), RankControl(gradients=watch.fingerprint())], step=1)
-        >>> watch.is_open
-        False
+        >>> SameData().is_open
+        True
     """
 
-    def __init__(self, *, rank: int) -> None:
+    num_bits = 8
+
+    def __init__(self) -> None:
         self.is_open = True
         """Whether it is still to be found out."""
-        self._rank = rank
         self._seen = 0
         self._is_zero = True
         self._equal_steps: list[int] = []
         self._num_steps = 0
 
-    def look_at(self, gradients: Tensor) -> None:
-        """Read some elements of a bucket of this rank's gradients, before they are reduced."""
+    def look_at(self, bucket: Holder) -> None:
+        """Read some elements of a dense bucket of this rank's gradients, before they are reduced."""
+        if not self.is_open or bucket.is_sparse:
+            return
+        gradients = bucket.own()
         sample = gradients[:: max(1, gradients.numel() // _NUM_SAMPLES)].tolist()
         self._is_zero = self._is_zero and not any(sample)
         self._seen = zlib.crc32(repr(sample).encode(), self._seen)
 
-    def fingerprint(self) -> int:
-        """Return the number for what was looked at, 1 to 255; 0 if all of it is zero."""
-        return 0 if self._is_zero else 1 + self._seen % 255
+    def word(self) -> int:
+        """Return a number for what was looked at, 1 to 255; 0 if all of it is zero, or nothing more is asked."""
+        return 0 if self._is_zero or not self.is_open else 1 + self._seen % 255
 
-    def compare(self, ranks: Sequence[RankControl], *, step: int) -> None:
-        """Decide by what each rank has sent, on all ranks alike; warn on rank 0 if all train on the same data.
+    def hear(self, words: Words) -> None:
+        """Decide, on all ranks alike, whether the data differ; warn on rank 0 if all train on the same data."""
+        self._compare({0 if word is None else word for word in words.of_rank}, words.step)
+        if len(self._equal_steps) == _NUM_STEPS and self.is_open:
+            self.is_open = False
+            if not words.rank:
+                warn_user(_text(self._equal_steps, len(words.of_rank)), SameDataWarning)
 
-        Args:
-            ranks: what each rank sent; empty where none had anything to send.
-            step: that has just been reduced.
-        """
+    def hear_silence(self, step: int) -> None:
+        """Count a step in which all gradients that were looked at are zero."""
+        self._compare(set(), step)
+
+    def _compare(self, found: set[int], step: int) -> None:
+        if not self.is_open:
+            return
         self._seen, self._is_zero = 0, True
         self._num_steps += 1
-        found = {control.gradients for control in ranks}
         if len(found) > 1 or self._num_steps > _MAX_STEPS:
             self.is_open = False
         elif found and 0 not in found:
             self._equal_steps.append(step)
-        if len(self._equal_steps) == _NUM_STEPS:
-            self.is_open = False
-            if not self._rank:
-                warn_user(_text(self._equal_steps, len(ranks)), SameDataWarning)
 
 
 def _text(steps: Sequence[int], num_ranks: int) -> str:

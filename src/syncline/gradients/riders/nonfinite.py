@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,14 +22,19 @@ from torch import Tensor
 from syncline._torch.grad_scaler import ScalerFinder
 from syncline._torch.tensors import foreach_norm, stored_values
 from syncline.errors import NonFiniteGradient
-from syncline.gradients.discarded import DiscardedGradients
 from syncline.gradients.options import OnNonFinite
-from syncline.gradients.tail import RankControl
+from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
+from syncline.gradients.riders.discarded import DiscardedGradients
 from syncline.records import NonFiniteRecord
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
-__all__ = ["NonFiniteWatch", "describe", "is_finite"]
+__all__ = [
+    "NonFinite",
+    "NonFiniteWatch",
+    "describe",
+    "is_finite",
+]
 
 
 _Parts = Sequence[tuple[int, Tensor]]
@@ -57,18 +61,43 @@ _REDUCED_OUTSIDE = (
 )
 
 
-class _Holder(Protocol):
-    """A bucket, of which dense and sparse ones have this in common."""
+class NonFinite(Rider):
+    """Gradients that are not finite are ignored: `on_nonfinite="ignore"`. Nothing is looked at or reported."""
 
-    def own(self) -> Tensor: ...
-    def own_parts(self) -> list[tuple[int, Tensor]]: ...
-    def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]: ...
+    num_bits = 1
+
+    last: NonFiniteRecord | None = None
+    """Of the last reduction; None where nothing is looked for."""
+    was_reported = False
+    """Whether some rank reported in the last step that its own gradients are not finite."""
+
+    def continues(self, former: NonFinite) -> None:
+        """Take the place of another, for the module has changed."""
+
+    def backward_begins(self, *, has_hook: bool) -> None:
+        """Prepare for a backward, reduced or not."""
+
+    def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
+        """Judge all of `.grad`: there is one rank."""
+
+    def conclude_outside(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
+        """Judge gradients that were reduced after a backward."""
+
+    def act(self) -> None:
+        """Raise or warn, if there is anything to say."""
+
+    def failed(self) -> None:
+        """The backward has ended by an error."""
+
+    def discards_step(self) -> bool:
+        """Return whether an optimizer is to leave its step undone."""
+        return False
 
 
-class NonFiniteWatch:
+class NonFiniteWatch(NonFinite):
     """Looks at the gradients of one module, and applies a policy to those that are not finite.
 
-    One backward is `step_begins`, `look_at` for each bucket, `has_found` when the control data leave, `conclude` when
+    One backward is `backward_begins`, `look_at` for each bucket, `word` when the last bucket leaves, `conclude` when
     `.grad` holds the mean, and `act`, which raises or warns when all else is done; or `failed`.
 
     Args:
@@ -85,8 +114,7 @@ class NonFiniteWatch:
         gradients: Callable[[], Iterable[Tensor | None]],
         transport: Transport,
     ) -> None:
-        self.last = _nothing_found("not reduced", num_steps=0)
-        """Of the last reduction."""
+        self.last: NonFiniteRecord = _nothing_found("not reduced", num_steps=0)
         self._policy = policy
         self._names = names
         self._gradients = gradients
@@ -109,14 +137,15 @@ class NonFiniteWatch:
         self._warns_from = 1
         """The number of steps from which on there is a warning again, even if it names nothing new."""
 
-    def continues(self, former: NonFiniteWatch) -> None:
+    def continues(self, former: NonFinite) -> None:
         """Take the place of another, for the module has changed."""
+        assert isinstance(former, NonFiniteWatch)
         self._discarded, self.last = former._discarded, former.last
         self._told, self._warns_from = former._told, former._warns_from
 
     # ------------------------------------------------------------------ this rank's own
 
-    def step_begins(self, *, has_hook: bool) -> None:
+    def backward_begins(self, *, has_hook: bool) -> None:
         """A backward begins.
 
         Args:
@@ -130,7 +159,7 @@ class NonFiniteWatch:
         self._is_bad = None
         self.last = _nothing_found("not reduced", num_steps=self.last.num_steps)
 
-    def look_at(self, bucket: _Holder) -> None:
+    def look_at(self, bucket: Holder) -> None:
         """Look at what this rank is about to send; where it must not travel, it is zero afterwards."""
         values = bucket.own()
         if values.device.type != "cpu":
@@ -149,6 +178,18 @@ class NonFiniteWatch:
             sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)
             self._sizes += zip((index for index, _ in parts), sizes, strict=True)
 
+    def word(self) -> int:
+        """Return 1 if this rank's own gradients are not finite."""
+        return int(self.has_found())
+
+    def hear(self, words: Words) -> None:
+        """Keep whether any rank found something."""
+        self.was_reported = words.any_set
+
+    def hear_silence(self, step: int) -> None:
+        """No rank found anything."""
+        self.was_reported = False
+
     def has_found(self) -> bool:
         """Whether this rank has something that is not finite. Waits for an accelerator, once for all buckets."""
         for device in {size.device for _, size in self._sizes}:
@@ -161,28 +202,19 @@ class NonFiniteWatch:
 
     # ------------------------------------------------------------------ what all ranks make of it
 
-    def conclude(
-        self, ranks: Sequence[RankControl], buckets: Sequence[_Holder], *, step: int, can_overflow: bool
-    ) -> None:
-        """Decide what becomes of this step. A collective call where anything was found, or can overflow.
-
-        Args:
-            ranks: what each told.
-            buckets: handed out; none on a rank that took part with zeros only.
-            step: this one.
-            can_overflow: whether a mean of finite gradients may not be finite.
-        """
+    def conclude(self, reduced: Reduced) -> None:
+        """Decide what becomes of this step. A collective call where anything was found, or can overflow."""
         found: list[_Found] = []
         in_mean: _Found = {}
         self._why_in_mean = _OVERFLOWED
         has_scaler = False
-        if any(control.nonfinite for control in ranks):
+        if self.was_reported:
             found, has_scaler = self._exchange(self._own)
         # Of a step that is not taken, nobody asks what else is wrong with it.
-        if can_overflow and not has_scaler and (not found or self._policy == "zero"):
-            in_mean, has_scaler = self._in_mean(buckets)
-        parts = (part for bucket in buckets for part in bucket.handed_out()[1])
-        self._decide(found, in_mean, parts, step=step, has_scaler=has_scaler)
+        if reduced.can_overflow and not has_scaler and (not found or self._policy == "zero"):
+            in_mean, has_scaler = self._in_mean(reduced.buckets)
+        parts = (part for bucket in reduced.buckets for part in bucket.handed_out()[1])
+        self._decide(found, in_mean, parts, step=reduced.step, has_scaler=has_scaler)
 
     def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
         """The same where there is one rank, whose gradients are in no bucket."""
@@ -207,7 +239,7 @@ class NonFiniteWatch:
 
         A collective call where the mean, the same on every rank, is not finite.
         """
-        self.step_begins(has_hook=False)
+        self.backward_begins(has_hook=False)
         parts = _present(gradients)
         in_mean: _Found = describe([part for part in parts if not is_finite(part[1])])
         has_scaler = False
@@ -216,7 +248,7 @@ class NonFiniteWatch:
             _, has_scaler = self._exchange(in_mean)
         self._decide([], in_mean, parts, step=step, has_scaler=has_scaler)
 
-    def _in_mean(self, buckets: Sequence[_Holder]) -> tuple[_Found, bool]:
+    def _in_mean(self, buckets: Sequence[Holder]) -> tuple[_Found, bool]:
         """What is not finite in the mean; and whether a scaler is in use. A collective call."""
         mine: dict[int, str] = {}
         for bucket in buckets:

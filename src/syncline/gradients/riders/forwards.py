@@ -1,0 +1,107 @@
+"""Rider: forwards in training mode that had no backward.
+
+A batch that was skipped on one rank alone cannot be seen in the gradients: its forward ran and its backward did not, so
+this rank's next batch is averaged with its peers' current one. Each rank reports how many forwards wait for a backward.
+
+A forward without a backward need not be wrong: rank 0 may compute an accuracy, and drop or keep the output. So ranks
+that differ in it are warned, once, and nothing raises: if a batch was skipped, its rank runs out of batches before the
+others do, and that is an error (`UnevenInputs`).
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from syncline.differences import describe_ranks
+from syncline.gradients.outputs import tensors_in, when_backward_reaches
+from syncline.gradients.riders.base import Rider, Words
+from syncline.user_code import warn_user
+
+__all__ = ["Forwards"]
+
+_MAX_WATCHED_TENSORS = 8
+"""An output of more tensors is not watched, for each costs a microsecond."""
+
+
+class Forwards(Rider):
+    """Counts forwards that wait for a backward; the most that it reports, 255, stands for more.
+
+    Example:
+        >>> import torch
+        >>> forwards = Forwards()
+        >>> forwards.forward_ended(torch.ones(2, requires_grad=True) * 2)
+        >>> forwards.word()
+        1
+    """
+
+    num_bits = 8
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        """Forwards since the last reduction that no backward has reached."""
+        self.era = 0
+        """Counts reductions that left forwards waiting; what is of an earlier one counts no more."""
+        self._has_warned = False
+
+    def forward_ended(self, output: object) -> None:
+        """Count a forward whose backward is expected to be reduced."""
+        if isinstance(output, Tensor):
+            tensors = [output] if output.requires_grad else []
+        else:
+            differentiable = (tensor for tensor in tensors_in(output) if tensor.requires_grad)
+            tensors = list(islice(differentiable, _MAX_WATCHED_TENSORS + 1))
+        if not 0 < len(tensors) <= _MAX_WATCHED_TENSORS:
+            return
+        self.num_waiting += 1
+        watch = _Watch(self, self.era)
+        for tensor in tensors:
+            when_backward_reaches(tensor, watch)
+
+    def word(self) -> int:
+        """Return the number of forwards that wait."""
+        return min(self.num_waiting, 255)
+
+    def hear(self, words: Words) -> None:
+        """Warn on rank 0, once, if some ranks ran a forward without a backward and others did not."""
+        waiting = words.active
+        if self._has_warned or len(set(waiting.values())) < 2:
+            return
+        self._has_warned = True
+        if words.rank:
+            return
+        fewest = min(waiting.values())
+        ahead = [rank for rank, number in waiting.items() if number > fewest]
+        counts = ", ".join(f"rank {rank}: {number}" for rank, number in waiting.items())
+        warn_user(
+            f"step {words.step}, backward: {describe_ranks(ahead)} ran forwards in training mode that had no backward "
+            f"({counts}). If a batch was skipped there (its loss was not finite, say), the ranks now average gradients "
+            "of different batches, and that rank will run out of batches before the others: decide on all ranks "
+            "whether to skip, by sl.mean of a flag. If these forwards need no backward, run them under torch.no_grad() "
+            "or through ddp.module. This warning comes once"
+        )
+
+    def forget(self) -> None:
+        """A reduction ended: forwards that wait now do not count in the next one."""
+        if self.num_waiting:
+            self.num_waiting = 0
+            self.era += 1
+
+
+class _Watch:
+    """The hook on the tensors of one output; the first of them that gets a gradient counts."""
+
+    __torch_unserializable__ = True  # a pickled output leaves it behind
+
+    __slots__ = ("_era", "_forwards")
+
+    def __init__(self, forwards: Forwards, era: int) -> None:
+        self._forwards: Forwards | None = forwards
+        self._era = era
+
+    def __call__(self, gradient: Any) -> None:
+        forwards, self._forwards = self._forwards, None
+        if forwards is not None and forwards.era == self._era:
+            forwards.num_waiting -= 1

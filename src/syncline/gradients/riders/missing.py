@@ -1,0 +1,115 @@
+"""Riders: parameters without a gradient, and graphs that were said to be static and have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.errors import ContractMismatch, UnreducedGradients
+from syncline.gradients.riders.base import Rider, Words
+from syncline.gradients.usage import StaticUsage
+
+__all__ = ["MissingGradients", "StaticGraph"]
+
+
+class MissingGradients(Rider):
+    """Reports whether a parameter that should get a gradient got none.
+
+    Args:
+        names: of all parameters, by index.
+    """
+
+    num_bits = 1
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.indices: frozenset[int] = frozenset()
+        """Of this rank's parameters without a gradient, in the backward under way."""
+        self._names = names
+
+    def word(self) -> int:
+        """Return 1 if a gradient is missing."""
+        return int(bool(self.indices))
+
+    def named(self) -> list[str]:
+        """Return the names of the parameters without a gradient."""
+        return [self._names[index] for index in sorted(self.indices)]
+
+    def hear(self, words: Words) -> None:
+        """Check the step.
+
+        Raises:
+            UnreducedGradients: gradients are missing on some rank; the same on every rank.
+        """
+        if words.any_set:
+            raise self._error(words.exchange(self.named()), words.step)
+
+    def check_alone(self, *, rank: int, num_ranks: int, step: int) -> None:
+        """Check the step of one rank: there is one, or gradients are not reduced in this backward.
+
+        Raises:
+            UnreducedGradients: gradients are missing.
+        """
+        if self.indices:
+            raise self._error([self.named() if r == rank else [] for r in range(num_ranks)], step)
+
+    def _error(self, missing: Sequence[Sequence[str]], step: int) -> UnreducedGradients:
+        return UnreducedGradients(
+            {rank: row for rank, row in enumerate(missing) if row},
+            step=step,
+            num_parameters=len(self._names),
+            num_ranks=len(missing),
+        )
+
+
+class StaticGraph(Rider):
+    """Reports whether, under `static_graph=True`, a parameter got another number of gradients than was learnt.
+
+    Args:
+        names: of all parameters, by index.
+        static: counts the gradients of each parameter.
+    """
+
+    num_bits = 1
+
+    def __init__(self, names: Sequence[str], static: StaticUsage) -> None:
+        self._names = names
+        self._static = static
+
+    def word(self) -> int:
+        """Return 1 if the graph has changed."""
+        return int(self._static.has_changed())
+
+    def hear(self, words: Words) -> None:
+        """Check the step.
+
+        Raises:
+            ContractMismatch: the graph of some rank has changed; the same text on every rank.
+        """
+        if words.any_set:
+            raise self._error(words.exchange(self._lines()), words.step)
+
+    def check_alone(self, *, rank: int, num_ranks: int, step: int) -> None:
+        """Check the step of one rank alone.
+
+        Raises:
+            ContractMismatch: its graph has changed.
+        """
+        if lines := self._lines():
+            raise self._error([lines if r == rank else [] for r in range(num_ranks)], step)
+
+    def _lines(self) -> list[str]:
+        if not self._static.has_changed():
+            return []
+        return [f"{self._names[i]} ({learnt} before, {got} now)" for i, learnt, got in self._static.changed()]
+
+    def _error(self, rows: Sequence[Sequence[str]], step: int) -> ContractMismatch:
+        lines = [
+            f"  rank {rank}: {', '.join(row[:5])}"
+            + (f", ... ({len(row)} parameters)" if len(row) > 5 else "")
+            for rank, row in enumerate(rows)
+            if row
+        ]
+        return ContractMismatch(
+            f"step {step}, backward: static_graph=True, but the number of gradients of a parameter in one backward "
+            "changed:\n" + "\n".join(lines) + "\n"
+            "Nothing may be stepped with these gradients. Leave static_graph out, or run the same graph in every step"
+        )

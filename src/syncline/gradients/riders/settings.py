@@ -1,0 +1,63 @@
+"""Rider: the settings of attached optimizers.
+
+An optimizer that does something else with the same mean on one rank (another learning rate, a step more or less) cannot
+be seen in the gradients. Each rank reports one number for the settings of its optimizers; only if these differ are the
+settings themselves exchanged.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from syncline.differences import describe_difference
+from syncline.errors import ContractMismatch
+from syncline.gradients.riders.base import Rider, Words
+from syncline.optimizers.attached import AttachedOptimizer
+
+__all__ = ["Settings"]
+
+_NUM_BITS = 24
+_MAX: int = 2**_NUM_BITS - 1
+
+
+class Settings(Rider):
+    """Compares learning rates and other numbers of attached optimizers, and how often they stepped."""
+
+    num_bits = _NUM_BITS
+
+    def __init__(self) -> None:
+        self.optimizers: list[AttachedOptimizer] = []
+
+    def word(self) -> int:
+        """Return a number that is equal on two ranks if their optimizers' settings are; 0 if none is attached."""
+        if not self.optimizers:
+            return 0
+        for optimizer in self.optimizers:
+            optimizer.told_settings = optimizer.settings()
+        settings = tuple(optimizer.told_settings for optimizer in self.optimizers)
+        return 1 + zlib.crc32(repr(settings).encode()) % _MAX
+
+    def facts(self) -> list[str]:
+        """Return the settings as text, one line each."""
+        return [line for at, optimizer in enumerate(self.optimizers) for line in optimizer.describe(at)]
+
+    def hear(self, words: Words) -> None:
+        """Compare the settings.
+
+        Raises:
+            ContractMismatch: attached optimizers differ; the same text on every rank.
+        """
+        if len(set(words.active.values())) < 2:
+            return
+        lines = words.exchange(self.facts())
+        shown = [
+            lines[rank] if rank in words.active else ["joined: no inputs left"] for rank in range(len(lines))
+        ]
+        raise ContractMismatch(
+            describe_difference(
+                f"step {words.step}, backward: the attached optimizers",
+                shown,
+                remedy="Give all ranks the same settings (a scheduler stepped on one rank only?), and step the "
+                "optimizer as often on each. sl.broadcast_(optimizer) makes them rank 0's.",
+            )
+        )
