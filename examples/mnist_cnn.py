@@ -80,30 +80,31 @@ def train(ddp: sl.DistributedDataParallel, dataset: TensorDataset, args: argpars
     with Progress(num_steps, shown=world.rank == 0) as progress:
         for epoch in range(1, args.epochs + 1):
             start = time.perf_counter()
-            loss_sum, num_correct, num_samples = 0.0, 0, 0
+            loss_sum, num_correct, num_samples = 0.0, 0.0, 0
             ddp.train()
             for images, labels in loader:
                 images, labels = images.to(world.device), labels.to(world.device)
                 logits = ddp(shifted(images))
                 loss = F.cross_entropy(logits, labels)
+                num_right = count_correct(logits, labels)
+                # Each rank knows its own samples only; the means over all ranks travel behind the gradients.
+                ddp.report(loss=loss, accuracy=num_right / len(labels), weight=len(labels))
                 optimizer.zero_grad()
                 loss.backward()  # while it runs, the gradients are averaged over the ranks
                 optimizer.step()
                 schedule.step()
 
                 num_samples += len(labels)
-                num_correct += count_correct(logits, labels)
-                loss_sum += loss.item() * len(labels)
+                record = ddp.last_step
+                assert record is not None
+                loss_sum += record.metrics["loss"] * len(labels)
+                num_correct += record.metrics["accuracy"] * len(labels)
                 progress.advance(f"epoch {epoch}/{args.epochs}  loss {loss_sum / num_samples:.3f}")
 
-            # Each rank knows its own samples only.
-            mean = sl.mean(
-                {"loss": loss_sum / num_samples, "accuracy": num_correct / num_samples}, weight=num_samples
-            )
             rate = num_samples * world.size / (time.perf_counter() - start)
             progress.print(
-                f"epoch {epoch:>2}/{args.epochs}  loss {mean['loss']:.3f}  accuracy {mean['accuracy']:6.1%}  "
-                f"{rate:,.0f} samples/s"
+                f"epoch {epoch:>2}/{args.epochs}  loss {loss_sum / num_samples:.3f}  "
+                f"accuracy {num_correct / num_samples:6.1%}  {rate:,.0f} samples/s"
             )
 
 

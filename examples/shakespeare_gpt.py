@@ -149,6 +149,7 @@ def train(
             # The gradient becomes the sum over all ranks, divided by the number of tokens of all ranks.
             with ddp.normalize_by(targets.numel()):
                 loss_sum = sum_of_losses(ddp, inputs, targets)
+                ddp.report(loss=loss_sum / targets.numel(), weight=targets.numel())
                 loss_sum.backward()
             # Every rank holds the same gradient by now, so every rank clips it the same way.
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
@@ -157,7 +158,9 @@ def train(
             state.commit()
 
             step = state.step
-            progress.advance(f"loss {loss_sum.item() / targets.numel():.3f}")
+            record = ddp.last_step
+            assert record is not None
+            progress.advance(f"loss {record.metrics['loss']:.3f}")
             if step % report_every == 0 or step == args.steps:
                 loss = validation_loss(ddp, validation)
                 rate = (step - first) * args.batch_size * CONTEXT / (time.perf_counter() - start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from syncline.words import format_bytes, format_count, format_names
 
@@ -121,6 +121,8 @@ class BackwardRecord:
     """From the first gradient to the last reduced one."""
     nonfinite: NonFiniteRecord | None = None
     """What was found by `on_nonfinite`; None where nobody looks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over ranks of what `ddp.report` was given before this backward; of this rank alone if not synchronized."""
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._what_became()}"]
@@ -131,6 +133,8 @@ class BackwardRecord:
             num_bytes = format_bytes(sum(bucket.payload_bytes for bucket in others))
             waited = _ms(sum(bucket.waited_seconds for bucket in others))
             lines.append(f"and {len(others)} more buckets, {num_bytes}, waited {waited} in all")
+        if self.metrics:
+            lines.append("metrics: " + ", ".join(f"{name} {mean:.6g}" for name, mean in self.metrics.items()))
         if self.unused:
             lines.append(f"no gradient on this rank: {format_names(self.unused)}")
         if self.nonfinite is not None and self.synchronized:

@@ -207,6 +207,14 @@ TABLE: dict[str, Row] = {
     f"{WRAPPER}.normalize_by": Row(
         {"num_items": 1}, on=wrapper, nonsense={"num_items": [*COUNT[:-1], torch.zeros(2), torch.tensor(1.0)]}
     ),
+    f"{WRAPPER}.report": Row(
+        {"metrics": lambda: {"loss": 1.0}},
+        on=wrapper,
+        nonsense={
+            "metrics": [{"loss": one} for one in ("text", None, [1.0], torch.zeros(2), 1j)],
+            "weight": ["text", None, NAN, True, -1.0, float("inf")],
+        },
+    ),
     f"{WRAPPER}.sync_buffers_": Row(on=wrapper),
     f"{WRAPPER}.sync_parameters_": Row(on=wrapper),
     f"{WRAPPER}.sync_state_dict": Row(on=wrapper),

@@ -354,6 +354,7 @@ def test_methods_that_only_the_library_calls_are_not_public() -> None:
             "attach",
             "clip_grad_norm_",
             "normalize_by",
+            "report",
             "sync_buffers_",
             "sync_parameters_",
             "contract",

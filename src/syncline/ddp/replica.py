@@ -456,10 +456,14 @@ class Replica:
                 f"buffer hook: {'none' if self.buffer_hook is None else self.buffer_hook.name}",
                 f"optimizers step inside backward: {'no' if step is None else 'yes'}",
                 *(f"attached optimizer {name}" for name in self.plan.optimizers),
+                *(f"reported metric {name}" for name in self.gradients.metrics.wanted_names()),
                 *(() if self.sharding is None else self.sharding.describe()),
             ],
-            remedy="Register and attach the same on every rank, between the same two backwards.",
+            remedy="Register, attach and report the same on every rank, between the same two backwards.",
         )
+        if not self.gradients.metrics.has_names(names := self.gradients.metrics.wanted_names()):
+            self.gradients.use_metrics(names)
+            self.plan = replace(self.plan, metrics=tuple(names))
         self.is_agreed = True  # only now: where the ranks differ, the next backward finds it again
         self.gradients.before_reduction = None
         self.gradients.on_reduced = step
@@ -538,6 +542,18 @@ class Replica:
         self.gradients.use_comm_hook(hook)
         self.plan = replace(self.plan, comm_hook=hook.name)
         self._compare_in_next_backward()
+
+    def report(self, values: Mapping[str, Any], weight: float, *, inside_join: bool) -> None:
+        """See `DistributedDataParallel.report`."""
+        metrics = self.gradients.metrics
+        if inside_join and not metrics.has_names(values):
+            raise SynclineError(
+                f"rank {self.transport.rank}: report({', '.join(values)}) inside of join(), where ranks without inputs "
+                "cannot follow: report these names once before, on all ranks"
+            )
+        if not metrics.has_names(values):
+            self._compare_in_next_backward()
+        metrics.add(values, weight)
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
         """Let a hook synchronize buffers."""

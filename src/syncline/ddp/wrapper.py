@@ -49,6 +49,7 @@ from syncline.gradients.comm_hook import checked_comm_hook
 from syncline.gradients.options import GradientOptions, OnNonFinite
 from syncline.gradients.outputs import when_backward_reaches_any
 from syncline.gradients.riders.items import checked_num_items
+from syncline.gradients.riders.metrics import check_metric
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
@@ -536,6 +537,39 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             )
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield
+
+    def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
+        """Let the means of metrics over all ranks ride behind the next gradients, at no collective of their own.
+
+        Call it on all ranks, with the same names, between the forward and the backward. After a synchronized backward
+        the means are in `ddp.last_step.metrics`, the same bits on every rank. Values of micro-batches under `no_sync`
+        are averaged with those of the backward that synchronizes. `sl.mean` is for everything else.
+
+        Args:
+            weight: how much this rank counts, say the number of samples behind its values: finite, at least 0.
+            metrics: by name, numbers or tensors of one element, on any device. They are read when the last bucket is
+                sent, and travel as float32.
+
+        Raises:
+            TypeError: a value is no real number.
+            ValueError: the weight is negative, infinite or NaN; or there is no metric.
+            ContractMismatch: ranks report different names; raised by the next backward, on every rank.
+            SynclineError: a new name inside of `join`, where ranks without inputs cannot follow.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> loss = ddp(torch.ones(4, 2)).square().mean()
+            >>> ddp.report(loss=0.25, accuracy=0.5, weight=4)
+            >>> loss.backward()
+            >>> ddp.last_step.metrics
+            {'loss': 0.25, 'accuracy': 0.5}
+        """
+        if not metrics:
+            raise ValueError("expected at least one metric by name, as in ddp.report(loss=loss), got none")
+        values = {name: check_metric(name, value) for name, value in metrics.items()}
+        weight = checked_number("weight", weight, at_least=0)
+        self._replica.report(values, weight, inside_join=is_in_join(self))
 
     def sync_buffers_(self) -> None:
         """Make the buffers of all ranks equal now, by their policy ("none": rank 0's); a collective call.

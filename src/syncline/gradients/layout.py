@@ -125,6 +125,23 @@ class BucketLayout:
             order = told.tolist()
         elif not in_place:
             return
+        self._build_anew(order, in_place=in_place)
+
+    def build_again(self) -> None:
+        """Lay the buckets out again for a tail of another size, in the same order, between two backwards.
+
+        A collective call where buckets lie in memory of the transport.
+        """
+        if not self.buckets:
+            return  # nothing is sent
+        if self.control is not None:
+            self.control = TailMessage(self._transport, self.form.numel)
+            return
+        in_place = self.order_is_learnt and self._transport.reduces_in_place and self._comm_hook is None
+        self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters], in_place=in_place)
+
+    def _build_anew(self, order: Sequence[int], *, in_place: bool) -> None:
+        """Build the buckets, and let `.grad` that was a view of a former bucket be one of the new bucket."""
         former_views = {id(view) for bucket in self._dense() for view in bucket.views}
         self._build(order, in_place=in_place)
         if self._options.as_bucket_view:

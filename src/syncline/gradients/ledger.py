@@ -6,7 +6,7 @@ Noting must cost next to nothing, so only references and numbers are kept; names
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from syncline.gradients.bucket import Lifecycle
 from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
@@ -31,6 +31,7 @@ class Ledger:
         self._buckets: Sequence[Lifecycle] = ()
         self._reduced_afterwards = False
         self._nonfinite: NonFiniteRecord | None = None
+        self._metrics: Mapping[str, float] = {}
 
     def note(
         self,
@@ -42,6 +43,7 @@ class Ledger:
         counted_items: bool,
         buckets: Sequence[Lifecycle],
         nonfinite: NonFiniteRecord | None = None,
+        metrics: Mapping[str, float],
     ) -> None:
         """A backward has ended.
 
@@ -53,11 +55,13 @@ class Ledger:
             counted_items: whether the divisor is a number of items.
             buckets: those that were reduced; none where nothing was sent.
             nonfinite: what was found that is not finite; None where nobody looked.
+            metrics: means over ranks that were reported with it.
         """
         self._step, self._ready = step, ready
         self._began_at, self._ended_at = began_at, time.perf_counter()
         self._divisor, self._counted_items = divisor, counted_items
         self._buckets = buckets
+        self._metrics = metrics
         self._reduced_afterwards = False
         self._nonfinite = nonfinite
 
@@ -89,6 +93,7 @@ class Ledger:
             buckets=tuple(self._bucket(bucket, position) for bucket in self._buckets),
             duration_seconds=self._ended_at - self._began_at,
             nonfinite=self._nonfinite,
+            metrics=self._metrics,
         )
 
     def _bucket(self, bucket: Lifecycle, position: dict[int, int]) -> BucketRecord:

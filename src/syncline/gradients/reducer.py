@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from syncline.gradients.out_of_step import Trouble
 from syncline.gradients.riders.base import Reduced, Rider, Riders
 from syncline.gradients.riders.forwards import Forwards
 from syncline.gradients.riders.items import ItemNormalizer, Items
+from syncline.gradients.riders.metrics import Metrics
 from syncline.gradients.riders.missing import MissingGradients, StaticGraph
 from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
 from syncline.gradients.riders.replicas import Replicas
@@ -94,6 +95,7 @@ class GradientSync:
         self.stop = Stop()
         self.forwards = Forwards()
         self.settings = Settings()
+        self.metrics = Metrics()
         self.nonfinite = NonFinite()
         if options.on_nonfinite != "ignore":
             gradients = partial(_gradients_of, self.parameters, self.layout)
@@ -165,13 +167,19 @@ class GradientSync:
         riders.append(self._missing_gradients)
         if self._static_graph is not None:
             riders.append(self._static_graph)
-        riders.append(self._items)
+        riders += [self._items, self.metrics]
         if self.options.on_nonfinite != "ignore":
             riders.append(self.nonfinite)
         if self.options.compares_replicas:
             riders.append(self.replicas)
         self._riders = Riders(riders, self.transport)
         self.layout.reserve_tail(self._riders.widths)
+
+    def use_metrics(self, names: Sequence[str]) -> None:
+        """Report these metrics from now on; the same on all ranks, between two backwards."""
+        self.metrics.use_names(names)
+        self._make_riders()
+        self.layout.build_again()
 
     def continues(self, former: GradientSync) -> None:
         """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
@@ -180,6 +188,7 @@ class GradientSync:
         self.enabled = former.enabled
         self.num_contributing = former.num_contributing
         self.stop, self.forwards, self.settings = former.stop, former.forwards, former.settings
+        self.metrics = former.metrics
         self._same_data = former._same_data
         self.nonfinite.continues(former.nonfinite)
         self._make_riders()
@@ -556,7 +565,7 @@ class GradientSync:
                 self._finish_alone()
             else:
                 self._used_since_reduction.update(self._ready)
-                self._record(divisor=1)
+                self._record(divisor=1, metrics={})
             self.normalizer.backward_is_done()
             self.nonfinite.act()
         except BaseException:
@@ -591,6 +600,7 @@ class GradientSync:
         if self.transport.size == 1:
             self._conclude_alone()
         self._used_since_reduction.clear()
+        self.metrics.conclude_alone()
         self._record(divisor=divisor)
 
     def _finish_in_context(self, context_id: int) -> None:
@@ -773,7 +783,7 @@ class GradientSync:
         self._synchronizing = self._is_deferred = False
         self._items.num_items = None
 
-    def _record(self, *, divisor: int) -> None:
+    def _record(self, *, divisor: int, metrics: Mapping[str, float] | None = None) -> None:
         self.ledger.note(
             step=self.step,
             ready=self._ready.copy(),
@@ -782,6 +792,7 @@ class GradientSync:
             counted_items=self._items.num_items is not None,
             buckets=self._sent if self._synchronizing else (),
             nonfinite=self.nonfinite.last,
+            metrics=self.metrics.last if metrics is None else metrics,
         )
 
 

@@ -67,6 +67,8 @@ class Plan:
     """Within how many steps replicas are compared, and what happens where they differ."""
     on_nonfinite: str = "ignore"
     """What becomes of gradients that are not finite."""
+    metrics: tuple[str, ...] = ()
+    """Those that `ddp.report` was given."""
     has_buffer_hook: bool = False
     """A hook of the user's synchronizes buffers."""
     num_copies: int = 0
@@ -117,13 +119,7 @@ def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
             _parameters_row(plan),
             _buffers_row(plan),
             _optimizer_row(plan),
-            Row(
-                what="loss, metrics",
-                size="-",
-                when="only when asked: sl.mean(...)",
-                how="weighted mean",
-                drift_allowed="local values differ",
-            ),
+            _metrics_row(plan),
             *_replica_rows(plan),
         ),
     )
@@ -258,6 +254,19 @@ def _buffers_row(plan: Plan) -> Row:
     )
 
 
+def _metrics_row(plan: Plan) -> Row:
+    when, how = "only when asked: sl.mean(...)", "weighted mean"
+    if plan.metrics:
+        when, how = "every backward after ddp.report(...)", "weighted mean, behind the gradients"
+    return Row(
+        what="loss, metrics",
+        size=format_names(plan.metrics) if plan.metrics else "-",
+        when=when,
+        how=how,
+        drift_allowed="local values differ",
+    )
+
+
 def _replica_rows(plan: Plan) -> list[Row]:
     """How it is checked that replicas are equal, where that was asked for."""
     rule = plan.replica_check
@@ -344,7 +353,7 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         "parameters": parameters,
         "buffers": sent,
         "optimizer": optimizer,
-        "loss, metrics": "see sl.mean",
+        "loss, metrics": f"step {backward.step}, with the gradients" if backward.metrics else "see sl.mean",
         "replica check": _last_compared(evidence),
     }
 
@@ -371,9 +380,15 @@ def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names
         entries = [*_forward_recorded(plan, evidence.buffers), *_backward_recorded(plan, backward)]
     entries += [
         *_steps(plan, evidence),
-        ("loss", "local to each rank, never averaged by itself; sl.mean(loss, weight=...) averages it"),
+        ("loss", _loss(plan)),
     ]
     return heading + "\n" + table(_without_repeats(entries))
+
+
+def _loss(plan: Plan) -> str:
+    if plan.metrics:
+        return f"local to each rank; the means of {format_names(plan.metrics)} travel behind the gradients (ddp.report)"
+    return "local to each rank, never averaged by itself; sl.mean(loss, weight=...) averages it"
 
 
 def _steps(plan: Plan, evidence: Evidence) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ coverage.py       which slice of a replica is compared in which step
 discarded.py      gradients that must not be applied
 forwards.py       rider: forwards in training mode that had no backward
 items.py          rider: the items behind gradients, under `normalize_by`
+metrics.py        rider: means over ranks of what `ddp.report` was given
 missing.py        riders: parameters without a gradient; static graphs that changed
 nonfinite.py      rider: gradients that are NaN or infinite
 replica_watch.py  compare a slice of the replica in each step

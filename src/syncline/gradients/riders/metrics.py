@@ -1,0 +1,141 @@
+"""Rider: metrics that are averaged over ranks, see `DistributedDataParallel.report`.
+
+Each rank's word is its own means since the last synchronized backward, and their weight, as float32. Every rank gets
+the words of all, so it can compute the mean in float64, in rank order: the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.checks import number_in, what_it_is
+from syncline.gradients.riders.base import Rider, Words
+
+__all__ = ["Metrics", "check_metric"]
+
+_FLOAT_BITS = 32
+
+
+class Metrics(Rider):
+    """Means over ranks of what each rank reported.
+
+    Example:
+        >>> from syncline.transport.threads import ThreadGroup
+        >>> one, other = Metrics(), Metrics()
+        >>> for metrics, loss, weight in ((one, 2.0, 3), (other, 6.0, 1)):
+        ...     metrics.add({"loss": loss}, weight)
+        ...     metrics.use_names(["loss"])
+        >>> one.hear(Words((one.word(), other.word()), step=1, transport=ThreadGroup(2).transport(0)))
+        >>> one.last
+        {'loss': 3.0}
+    """
+
+    def __init__(self) -> None:
+        self.num_bits = 0
+        self.last: Mapping[str, float] = {}
+        """The means of the last backward that had any reports; empty if that was not the last one."""
+        self._names: tuple[str, ...] = ()
+        self._reports: list[tuple[Mapping[str, Any], float]] = []
+
+    def add(self, values: Mapping[str, Any], weight: float) -> None:
+        """Keep values for the next synchronized backward. Nothing is read from a device before that."""
+        self._reports.append((values, weight))
+
+    def has_names(self, names: Iterable[str]) -> bool:
+        """Return whether the ranks have agreed on all these names."""
+        return set(names) <= set(self._names)
+
+    def wanted_names(self) -> list[str]:
+        """Return all names: those that were agreed on, and new ones in the order of the reports."""
+        return list(dict.fromkeys([*self._names, *(name for values, _ in self._reports for name in values)]))
+
+    def use_names(self, names: Sequence[str]) -> None:
+        """Report these metrics from now on; the same on all ranks. The tail has to be laid out anew."""
+        self._names = tuple(names)
+        self.num_bits = 2 * _FLOAT_BITS * len(names)
+
+    def word(self) -> int:
+        """Return this rank's mean and weight of each metric; weight 0 where it reported none."""
+        word = 0
+        for name in self._names:
+            word = word << 2 * _FLOAT_BITS | _packed(*self._own(name))
+        return word
+
+    def hear(self, words: Words) -> None:
+        """Compute the means."""
+        self._average(list(words.active.values()))
+
+    def hear_silence(self, step: int) -> None:
+        """No rank reported anything."""
+        self.last = {}
+
+    def conclude_alone(self) -> None:
+        """Take this rank's own means: there is one rank, or gradients are not reduced in this backward."""
+        self._average([self.word()] if self._reports else [])
+        self._reports.clear()
+
+    def forget(self) -> None:
+        """The backward is over: what was reported before it is used up."""
+        self._reports.clear()
+
+    def _own(self, name: str) -> tuple[float, float]:
+        """Return this rank's mean of a metric and its weight."""
+        own = [(float(number_in(values[name])), weight) for values, weight in self._reports if name in values]
+        return _weighted_mean(own)
+
+    def _average(self, words: Sequence[int]) -> None:
+        last: dict[str, float] = {}
+        for name in reversed(self._names):
+            mean, weight = _weighted_mean([_unpacked(word) for word in words])
+            if weight:
+                last[name] = mean
+            words = [word >> 2 * _FLOAT_BITS for word in words]
+        self.last = {name: last[name] for name in self._names if name in last}
+
+
+def check_metric(name: str, value: Any) -> Any:
+    """Return a metric as it is kept: a number, or a detached tensor of one element.
+
+    Raises:
+        TypeError: neither of them.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach()
+    number = value if isinstance(value, Tensor) else number_in(value)
+    if not isinstance(number, Real):
+        what = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else what_it_is(value)
+        raise TypeError(
+            f"expected metrics to be real numbers or tensors of one element, got {what} for {name}"
+        )
+    return float(number)
+
+
+def _weighted_mean(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean and the sum of the weights; a value of weight 0 does not count, even if it is NaN."""
+    counted = [(value, weight) for value, weight in parts if weight]
+    total = math.fsum(weight for _, weight in counted)
+    if not total:
+        return 0.0, 0.0
+    products = [value * weight for value, weight in counted]
+    # math.fsum refuses infinities of both signs; their sum is NaN in any order.
+    return (math.fsum(products) if all(map(math.isfinite, products)) else sum(products)) / total, total
+
+
+def _packed(mean: float, weight: float) -> int:
+    """Return two numbers as the bits of two float32."""
+    numbers = torch.tensor([mean, weight], dtype=torch.float64).float()  # too large a number is infinite
+    return int.from_bytes(struct.pack(">2f", *numbers.tolist()), "big")
+
+
+def _unpacked(word: int) -> tuple[float, float]:
+    """Return the numbers in the lowest bits of a word."""
+    low = word & ((1 << 2 * _FLOAT_BITS) - 1)
+    mean, weight = struct.unpack(">2f", low.to_bytes(2 * _FLOAT_BITS // 8, "big"))
+    return mean, weight

@@ -1,0 +1,193 @@
+"""`ddp.report`: means of metrics that ride behind the gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import ContractMismatch
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+
+
+def step(ddp: nn.Module, rank: int = 0) -> None:
+    parameter = next(ddp.parameters())
+    ddp(torch.full((2, 3), 1.0 + rank, dtype=parameter.dtype)).square().sum().backward()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"bucket_cap_mb": 1e-5}),
+        (torch.float16, {"gradient_as_bucket_view": True}),
+        (torch.float32, {"find_unused_parameters": True}),
+        (torch.float32, {"static_graph": True}),
+        (torch.float32, {"sharded": True}),
+        (torch.float32, {"compression": sl.compression.Cast(torch.bfloat16)}),
+        (torch.float32, {"replica_check": sl.ReplicaCheck(every=2), "on_nonfinite": "raise"}),
+    ],
+    ids=["plain", "bf16", "fp16-view", "unused", "static", "sharded", "compressed", "checked"],
+)
+def test_means_are_weighted_and_the_same_bits_on_every_rank(
+    num_ranks: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    def program(t: Transport) -> list[dict[str, float]]:
+        ddp = sl.DistributedDataParallel(net(dtype), process_group=t, **options)
+        found = []
+        for at in range(3):
+            ddp.report(loss=torch.tensor(0.1) * (t.rank + 1), accuracy=at / 7 + t.rank, weight=1 + t.rank)
+            ddp.zero_grad()
+            step(ddp, t.rank)
+            found.append(dict(ddp.last_step.metrics))
+        return found
+
+    seen = run_ranks(num_ranks, program)
+    assert seen == [seen[0]] * num_ranks
+    weights = [1 + rank for rank in range(num_ranks)]
+    for at, means in enumerate(seen[0]):
+        for name, values in (
+            ("loss", [torch.tensor(0.1) * (rank + 1) for rank in range(num_ranks)]),
+            ("accuracy", [torch.tensor(at / 7 + rank) for rank in range(num_ranks)]),
+        ):
+            exact = math.fsum(float(v) * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+            assert means[name] == pytest.approx(exact, rel=1e-12)
+
+
+def test_no_collective_is_added_and_gradients_are_the_same() -> None:
+    def program(t: Transport) -> tuple[list[int], list[Tensor]]:
+        ddps = [
+            sl.DistributedDataParallel(net(), process_group=t, gradient_as_bucket_view=True) for _ in range(2)
+        ]
+        counts, gradients = [], []
+        for reports, ddp in zip((True, False), ddps, strict=True):
+            for at in range(4):
+                ddp.zero_grad()
+                if reports and at > 1:  # from the third step on: the buckets are laid out anew
+                    ddp.report(loss=float(at))
+                before = ddp.statistics().total_calls
+                step(ddp, t.rank)
+            counts.append(ddp.statistics().total_calls - before)
+            gradients += [torch.cat([p.grad.flatten() for p in ddp.parameters()])]
+        assert ddps[0].last_step.metrics == {"loss": 3.0}
+        assert "metrics: loss 3" in str(ddps[0].last_step)
+        assert ddps[0].contract["loss, metrics"].when == "every backward after ddp.report(...)"
+        return counts, gradients
+
+    for counts, gradients in run_ranks(2, program):
+        assert counts[0] == counts[1]
+        assert torch.equal(*gradients)
+
+
+def test_micro_batches_are_averaged_with_the_backward_that_synchronizes() -> None:
+    def program(t: Transport) -> list[dict[str, float]]:
+        ddp = sl.DistributedDataParallel(net(), process_group=t)
+        found = []
+        for _ in range(2):
+            with ddp.no_sync():
+                ddp.report(loss=1.0 + t.rank, weight=1)
+                step(ddp)
+                found.append(dict(ddp.last_step.metrics))
+            ddp.report(loss=4.0, weight=3)
+            step(ddp)
+            found.append(dict(ddp.last_step.metrics))
+        step(ddp)
+        return [*found, dict(ddp.last_step.metrics)]
+
+    mean = {"loss": (1 + 12 + 2 + 12) / 8}
+    assert run_ranks(2, program) == [[{}, mean, {}, mean, {}]] * 2
+
+
+def test_a_rank_that_reports_nothing_or_with_weight_0_does_not_count() -> None:
+    def program(t: Transport) -> list[dict[str, float]]:
+        ddp = sl.DistributedDataParallel(net(), process_group=t)
+        found = []
+        for at in range(3):
+            if at != 1 or t.rank:
+                ddp.report(loss=2.0 if t.rank else math.nan, weight=t.rank)
+            step(ddp)
+            found.append(dict(ddp.last_step.metrics))
+        return found
+
+    assert run_ranks(2, program) == [[{"loss": 2.0}] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ((1.0, math.nan), math.nan),
+        ((1.0, math.inf), math.inf),
+        ((math.inf, -math.inf), math.nan),
+        ((1e300, 1.0), math.inf),
+    ],
+)
+def test_what_is_not_finite_is_reported_as_it_is(values: tuple[float, float], mean: float) -> None:
+    def program(t: Transport) -> float:
+        ddp = sl.DistributedDataParallel(net(), process_group=t)
+        ddp.report(loss=values[t.rank])
+        step(ddp)
+        return ddp.last_step.metrics["loss"]
+
+    for found in run_ranks(2, program):
+        assert found == mean or (math.isnan(found) and math.isnan(mean))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+def test_other_names_on_another_rank_are_an_error_everywhere(first: bool) -> None:
+    def program(t: Transport) -> str:
+        ddp = sl.DistributedDataParallel(net(), process_group=t)
+        if not first:
+            step(ddp)
+        ddp.report(**{"loss" if t.rank else "los": 1.0})
+        with pytest.raises(ContractMismatch) as caught:
+            step(ddp)
+        return str(caught.value)
+
+    one, other = run_ranks(2, program)
+    assert one == other
+    assert "reported metric loss" in one
+    assert "reported metric los\n" in one or "reported metric los " in one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({}, ValueError, "at least one metric"),
+        (
+            {"loss": "low"},
+            TypeError,
+            "expected metrics to be real numbers or tensors of one element, got a str for loss",
+        ),
+        ({"loss": torch.ones(2)}, TypeError, r"got a Tensor of shape \(2,\)"),
+        ({"loss": 1j}, TypeError, "real numbers"),
+        ({"loss": 1.0, "weight": -1}, ValueError, "weight"),
+        ({"loss": 1.0, "weight": math.nan}, ValueError, "weight"),
+        ({"loss": 1.0, "weight": "3"}, TypeError, "weight"),
+    ],
+)
+def test_nonsense_is_refused(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    ddp = sl.DistributedDataParallel(net())
+    with pytest.raises(error, match=words):
+        ddp.report(**arguments)
+
+
+def test_a_strategy_under_which_gradients_stay_local_gives_this_ranks_own() -> None:
+    def program(t: Transport) -> tuple[bool, dict[str, float]]:
+        ddp = sl.DistributedDataParallel(net(), process_group=t, strategy=sl.LocalSGD(4))
+        ddp.attach(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        ddp.report(loss=float(t.rank))
+        step(ddp)
+        return ddp.last_step.synchronized, dict(ddp.last_step.metrics)
+
+    assert run_ranks(2, program) == [(False, {"loss": 0.0}), (False, {"loss": 1.0})]
