@@ -1,4 +1,4 @@
-"""Run file operations and share the outcome: every rank gets all results, or every rank raises the same error."""
+"""Run file operations so that all ranks get the same outcome: all results, or the same error."""
 
 from __future__ import annotations
 
