@@ -368,7 +368,7 @@ class Checkpointer:
             TypeError, ValueError: `state` is not a TrainState, or the Checkpointer was closed. Raised on this rank
                 only, because other ranks may learn of a stop from their backwards and need no collective here.
             SynclineError: all ranks stop here, but `state` could not be saved; or the ranks must not wait for each
-                other here (`ParameterServer`, between two rounds).
+                other here (`ParameterServer`, between two parameter syncs).
 
         Example:
             >>> import tempfile, torch, syncline as sl
