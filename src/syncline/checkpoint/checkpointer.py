@@ -144,7 +144,7 @@ class Checkpointer:
                         self._known_saves()
         before_shutdown(self.wait)
 
-    # ------------------------------------------------------------------ closed when it is done
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """Wait for the pending save, then release the thread, its connection and the memory of the copies.
@@ -533,7 +533,7 @@ class Checkpointer:
         if strict:
             state._mark_replicas_equal()
 
-    # ------------------------------------------------------------------ together
+    # ------------------------------------------------------------------ collectives
 
     def _everywhere(self, fn: Callable[[], T]) -> list[T]:
         return everywhere(self._lane, fn)

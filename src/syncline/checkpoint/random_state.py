@@ -18,7 +18,7 @@ __all__ = ["check_rng_state", "packed", "positions", "rng_state", "set_rng_state
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of Python's generator, NumPy's if it is imported, and torch's on the CPU and on CUDA."""
+    """Return the state of Python's generator, NumPy's if it is imported, and torch's (CUDA if in use)."""
     version, numbers, gauss = random.getstate()
     # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
     python = (version, torch.tensor(numbers), gauss)

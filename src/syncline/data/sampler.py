@@ -28,8 +28,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     ranks with unequal numbers of batches would wait for each other forever.
 
     Its `state_dict` is a position within an epoch. Any number of ranks can resume from it; they get each unused sample
-    once (if the samples do not divide evenly, `pad` and `drop_last` apply as usual). `TrainState.commit` reports used
-    samples by `advance`; samples that a DataLoader's workers have only prefetched do not count.
+    once (if the samples do not divide evenly, `pad` and `drop_last` apply as usual). `TrainState.commit` reports
+    used samples through `advance`; samples that a DataLoader's workers have only prefetched do not count.
 
     Args:
         dataset: any object with a length.

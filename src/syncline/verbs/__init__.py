@@ -12,7 +12,7 @@ check_replicas.py  check_replicas
 common.py          helpers of several verbs
 diverge.py         diverge: let replicas drift apart on purpose
 keep_best.py       keep_best_
-metrics.py         mean, gather, barrier
+metrics.py         mean, barrier
 sync_gradients.py  sync_gradients_
 """
 
