@@ -1,7 +1,8 @@
 """Safetensors files, with checksums that cover every byte.
 
 Tensors are written directly from their memory, and read as mapped memory, so nothing is copied.
-The checksum is XXH3 with 128 bits. Its cost is negligible beside that of a disk, and it is long enough to distinguish tensors.
+The checksum is XXH3 with 128 bits. Its cost is negligible beside that of a disk, and it is long enough to distinguish
+tensors.
 """
 
 from __future__ import annotations
