@@ -69,7 +69,7 @@ class JointStop:
         ]
 
     def is_agreed(self, state: TrainState) -> bool:
-        """Return whether all ranks stop now; a collective call that sends nothing if a backward has carried the votes."""
+        """Return whether all ranks stop now; a collective call that sends nothing if a backward carried the votes."""
         if not self._is_listening:
             self._listen()
         if self._transport.size == 1:
