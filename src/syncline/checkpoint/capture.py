@@ -1,4 +1,4 @@
-"""A state of this rank, taken apart: what is not a tensor, tensors on the CPU, and checksums of both."""
+"""Capture this rank's state: JSON values, tensors on the CPU, and checksums of both."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ __all__ = ["Parts", "entry_of"]
 
 
 def entry_of(name: str) -> str:
-    """By which something named is told from a tensor."""
+    """Return the name of a JSON value in digests, which cannot be mistaken for a tensor's name."""
     return f"entry {name}"
 
 
 class Parts:
-    """A state of this rank, taken apart.
+    """The state of this rank, split into JSON values and tensors.
 
     Args:
-        state: whose.
-        copies: memory to copy tensors to, by name, which is filled up as needed; None: they are only read while nobody
-            writes them.
+        state: the state to capture.
+        copies: buffers that tensors are copied into, by name; missing ones are added. None: tensors are not copied,
+            so the caller must not change them while they are read.
 
     Raises:
-        TypeError, ValueError: something cannot be stored, or two tensors would have one name; its place is named.
+        TypeError, ValueError: a value cannot be stored, or two tensors would have the same name; the message names
+            the value.
     """
 
     def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
         self.trees: dict[str, Any] = {}
-        """What is not a tensor, by what it was named."""
+        """The JSON values, by name of the object."""
         self.classes = {
             name: type(one).__name__ for name, one in state.named.items() if not isinstance(one, nn.Module)
         }
-        """The names of the classes of all but modules, which may be wrapped another time."""
+        """The class names of all objects except modules, because a module may be wrapped differently when loaded."""
         self.forms_of_modules: list[str] = []
-        """What has to be the same on all ranks: of each tensor of a module its type and shape, a line each."""
+        """The type and shape of each module tensor, one line per tensor; they must be equal on all ranks."""
         self.sharded = [name for name, one in state.named.items() if has_sharded_state(one)]
-        """The names of what is sharded."""
+        """The names of sharded objects."""
         self.tensors: dict[str, Tensor] = {}
-        """Those of all, on the CPU."""
+        """The tensors of all objects, on the CPU, by name."""
         for name, one in state._shard_state_dict().items():
             self.trees[name], tensors = encode(one, name)
             taken = self.tensors.keys() & tensors.keys()
@@ -73,12 +74,12 @@ class Parts:
 
     @cached_property
     def checksums(self) -> dict[str, str]:
-        """Of the tensors."""
+        """The checksum of each tensor, by name."""
         return {name: checksum(memory_of(tensor)) for name, tensor in self.tensors.items()}
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Of tensors and of what was named: equal where these are."""
+        """A digest of each tensor and of each JSON value, by name; equal digests mean equal content."""
         found = {
             name: f"{tensor.dtype} {tuple(tensor.shape)} {self.checksums[name]}"
             for name, tensor in self.tensors.items()
@@ -88,7 +89,7 @@ class Parts:
         }
 
     def chosen(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Some of the tensors, in their order."""
+        """Return the named tensors, in their original order."""
         return {name: tensor for name, tensor in self.tensors.items() if name in names}
 
 

@@ -1,4 +1,4 @@
-"""Checkpointer: a state of all ranks, on disk and back."""
+"""Checkpointer: save the state of all ranks to disk, and load it again."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
 class Checkpointer:
-    """Saves a `TrainState` into a directory and loads it: what was saved is there, all of it, or is said not to be.
+    """Saves and loads of a `TrainState` in a directory; a save is either complete and verified, or an error.
 
-    What is the same on all ranks is written once, by rank 0; what is not (random numbers, residuals, replicas that have
-    drifted apart, the shares of a sharded optimizer) by each rank. A save counts once it bears its name, after all of
-    it was synced to the disk; loading checks every byte, and takes the newest save that is sound. Nothing is pickled:
-    tensors are in safetensors files, the rest is JSON.
+    Rank 0 writes everything that is equal on all ranks, once. Each rank writes what differs: random numbers,
+    residuals, replicas that have drifted apart, and its shard of a sharded optimizer. A save becomes valid when its
+    directory is renamed, after all of its files were synced to the disk. Loading verifies every byte and uses the
+    newest save that is intact. Nothing is pickled: tensors are safetensors files, everything else is JSON.
 
-    A collective call: each rank makes one, and makes the same calls. Ranks of several hosts need a directory that all
-    see, which is tried here. It has a connection and a thread of its own until `close`, the end of its `with` block,
-    or until nobody refers to it any more.
+    Construction, `save`, `load` and `stop_if_asked` are collective calls: every rank must make the same calls. Ranks
+    on several hosts need a directory that all of them see; the constructor checks this. The object owns a connection
+    and a thread until `close`, the end of its `with` block, or its garbage collection.
 
     Args:
-        directory: where saves stand beside each other; of one training run.
-        keep: how many stay, at least 1.
+        directory: the directory that holds all saves of one training run.
+        keep: how many saves to keep, at least 1.
         group: see `broadcast_`.
-        files: the file system; None for that of this host.
-        stop_signals: what asks this process to stop, see `stop_if_asked`; names, the same on all ranks. Nobody listens
-            before that is called; () for never.
-        stop_every: where `stop_if_asked` needs a collective of its own, one in so many calls makes it.
-        read_only: load alone, from a directory that need not be writable, and in which another run may save.
+        files: the file system; None means that of this host.
+        stop_signals: names of the signals that ask this process to stop, the same on all ranks; see `stop_if_asked`.
+            Signal handlers are installed by the first call of `stop_if_asked`; () means never.
+        stop_every: if `stop_if_asked` needs a collective of its own, only one in `stop_every` calls runs it.
+        read_only: only load. The directory need not be writable, and another run may save into it.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense: `keep` or `stop_every` is below 1, there is no such signal;
-            on every rank.
-        SynclineError: the directory cannot be written (`read_only`: read, or nothing is there), or is not the same one
-            on all ranks.
+        TypeError, ValueError: an argument is invalid: `keep` or `stop_every` is below 1, or a signal is unknown; on
+            every rank.
+        SynclineError: the directory cannot be written (with `read_only`: cannot be read, or has no saves), or the
+            ranks see different directories.
 
     Example:
         >>> import tempfile, torch, syncline as sl
@@ -117,22 +117,22 @@ class Checkpointer:
         self._shelf = Shelf(self._files, self._path, keep)
         self._damaged: set[Save] = set()
         self._last_number = 0
-        """On rank 0, the number of the newest save known here: there from the start, or made or loaded since."""
+        """On rank 0: the number of the newest save that this object has found, made or loaded."""
         self._standing: set[str] = set()
-        """The names of streams of which it was said that they do not move."""
+        """The names of streams for which the warning about an unchanged position was already given."""
         self._has_looked = False
-        """Whether DataLoaders were looked at."""
+        """Whether the DataLoaders of this process were inspected."""
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
         self._warn_where_saved: Callable[[str], None] = warn_user
-        """At the line that asked for the save under way; a thread that writes has none of its own."""
+        """Warns at the user's line that started the save; the writer thread has no such line on its stack."""
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
-        """Step and directory of what was saved or loaded last."""
+        """Step and directory of the last save that was made or loaded."""
         self._copies: dict[str, Tensor] = {}
-        """What saves that do not block write from; kept for the next one."""
+        """The copies that non-blocking saves write from; kept for the next save."""
         own_lane = None if self._lane is self._transport else self._lane
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
-        # At the end of the program saves are waited for first (`before_shutdown`), and then all lanes are closed.
+        # At exit, `before_shutdown` waits for pending saves first; all lanes are closed after that.
         self._end.atexit = False
         with self._board.called("sl.Checkpointer"):
             if read_only:
@@ -144,12 +144,12 @@ class Checkpointer:
                         self._known_saves()
         before_shutdown(self.wait)
 
-    # ------------------------------------------------------------------ closed when it is done
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Wait for the save that is under way, and give back the thread, its connection and the memory of copies.
+        """Wait for the pending save, then release the thread, its connection and the memory of the copies.
 
-        Afterwards it neither saves nor loads, and listens to no signal. A second time does nothing.
+        A closed Checkpointer cannot save or load, and handles no signals. Closing it again does nothing.
         """
         try:
             self.wait()
@@ -163,12 +163,12 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # What ends the block matters more than a save that fails with it, which was said where it happened.
+        # The exception that ends the block matters more. A failed save was already reported by a warning.
         with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
             self.close()
 
     def _check(self, state: object, *, saves: bool = False) -> None:
-        """Raise unless something can be done with `state` here: loaded, or saved."""
+        """Raise unless `state` can be loaded here, or saved if `saves` is set."""
         if not self._end.alive:
             raise ValueError("it was closed: make another sl.Checkpointer")
         if saves and self._is_read_only:
@@ -194,25 +194,25 @@ class Checkpointer:
         self, state: TrainState, step: int | None = None, blocking: bool = True
     ) -> str | Future[str | None] | None: ...
     def save(self, state: TrainState, step: int | None = None, blocking: bool = True) -> Any:
-        """Save `state`; a collective call, between two steps.
+        """Save `state`; a collective call, to be made between two steps.
 
         Args:
-            state: what.
-            step: sets `state.step` before; None leaves it as it is.
-            blocking: wait until it is on the disk. Otherwise a thread writes a copy in this process's memory (which it
-                keeps for the next save), and training goes on; a save that comes before the last one is done waits for
-                it, so that they do not pile up.
+            state: the state to save.
+            step: assigned to `state.step` first; None keeps `state.step`.
+            blocking: wait until the save is on the disk. Otherwise a thread writes from a copy in this process's
+                memory (kept for the next save), and training continues. A new save waits for the previous one, so
+                saves do not pile up.
 
         Returns:
-            The directory of the save; None if it could not be written (a full disk): then a warning says why, what was
-            saved before is there as it was, and training may go on. Without `blocking` the future of that, whose
-            `result()` waits.
+            The directory of the save, or None if it could not be written (for example because the disk is full). In
+            that case a warning gives the reason, earlier saves are unchanged, and training may continue. With
+            `blocking=False`: a future of this value, whose `result()` waits.
 
         Raises:
-            ContractMismatch: ranks save different things, modules of different shapes or types among them, or at
+            ContractMismatch: the ranks save different things, such as modules of different shapes or types, or are at
                 different steps. Nothing was written.
-            TypeError, ValueError: `state` is none, or `step` no number of steps; something in the state cannot be
-                stored, its place is named; it was closed; on every rank.
+            TypeError, ValueError: `state` is not a TrainState; `step` is not a number of steps; a value in the state
+                cannot be stored (the message names it); or the Checkpointer was closed. On every rank.
         """
         self.wait()
         parts: Parts | None = None
@@ -244,13 +244,13 @@ class Checkpointer:
         return self.wait() if blocking else self._under_way
 
     def wait(self) -> str | None:
-        """Wait for the save that is under way, if any; what it returns."""
+        """Wait for the pending save, if any, and return its result."""
         under_way, self._under_way = self._under_way, None
         with self._board.called("sl.Checkpointer.save"):
             return under_way.result() if under_way else None
 
     def _say_what_resumes_otherwise(self, state: TrainState) -> None:
-        """Once each; loaders are looked at when the first save is made."""
+        """Warn once about each stream and DataLoader that would differ after resuming; inspects loaders once."""
         standing = [name for name in state._places.standing if name not in self._standing]
         self._standing |= {*standing}
         for remark in remarks_on_places(state.named, standing):
@@ -267,7 +267,7 @@ class Checkpointer:
             self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
             return None
         except Exception as error:
-            # Nobody may ever ask for the future's result.
+            # Warn as well, because the caller may never ask for the future's result.
             self._warn(step, f"{type(error).__name__}: {error}")
             raise
         self._newest = (step, path)
@@ -303,14 +303,14 @@ class Checkpointer:
         return save.number, path
 
     def _shared(self, parts: Parts) -> set[str]:
-        """What is the same on all ranks."""
+        """Return the names of the tensors and JSON values that are equal on all ranks."""
         told = self._everywhere(lambda: parts.digests)
         return {
             name for name, digest in parts.digests.items() if all(one.get(name) == digest for one in told)
         }
 
     def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
-        """Write this rank's files, and tell what they are; and what else this rank has of its own."""
+        """Write this rank's files; return their descriptions and the JSON values that only this rank has."""
         rank = self._lane.rank
         wanted = {own_file(rank): parts.tensors.keys() - shared}
         if rank == 0:
@@ -344,31 +344,31 @@ class Checkpointer:
         write_manifest(self._files, path, manifest)
         self._shelf.commit(save)
         self._last_number = save.number
-        with contextlib.suppress(OSError):  # it is saved; what could not be removed goes next time
+        with contextlib.suppress(OSError):  # the save is complete; the next save prunes what is left
             self._shelf.prune(self._damaged)
 
     # ------------------------------------------------------------------ stopping
 
     def stop_if_asked(self, state: TrainState) -> None:
-        """End all ranks here if any was asked to stop; a collective call, after each step (`state.commit`).
+        """End all ranks here if any of them was asked to stop; a collective call after each step (`state.commit`).
 
-        A rank is asked by a signal or by `ask_to_stop`. It tells the others with the control data of its next backward,
-        which costs nothing; where none was reduced since the last call, or replicas drift, by a small collective here.
-        Then all ranks, after the same step, wait for the save under way, save `state` (unless this step was saved
-        already), say so on stderr, and exit with `sl.EXIT_STOPPED`.
+        A rank is asked to stop by a signal or by `ask_to_stop`. The request travels with the control data of the next
+        backward, at no cost. If no gradients were reduced since the last call, or replicas drift, a small collective
+        in this call carries it instead. All ranks then stop after the same step: they wait for the pending save, save
+        `state` (unless this step was already saved), print a message to stderr, and exit with `sl.EXIT_STOPPED`.
 
-        It listens from its first call on: call it once before the first step as well. A second signal, more than two
-        seconds after the first, does what it would do without: SIGTERM ends the process at once.
+        Signals are handled from the first call on, so call it once before the first step as well. A second signal that
+        arrives more than two seconds after the first has its usual effect: SIGTERM ends the process at once.
 
         Args:
-            state: to be saved.
+            state: the state to save before stopping.
 
         Raises:
-            SystemExit: of `sl.EXIT_STOPPED`: all ranks stop here, and `state` is saved.
-            TypeError, ValueError: `state` is none, or it was closed; on this rank, for others may be told by their
-                backwards and wait for nobody here.
-            SynclineError: all ranks stop here, but `state` could not be saved; or ranks must not wait for each other
-                here (`ParameterServer`: between two meetings).
+            SystemExit: with code `sl.EXIT_STOPPED`: all ranks stop here, and `state` is saved.
+            TypeError, ValueError: `state` is not a TrainState, or the Checkpointer was closed. Raised on this rank
+                only, because other ranks may learn of a stop from their backwards and need no collective here.
+            SynclineError: all ranks stop here, but `state` could not be saved; or the ranks must not wait for each
+                other here (`ParameterServer`, between two parameter syncs).
 
         Example:
             >>> import tempfile, torch, syncline as sl
@@ -388,7 +388,7 @@ class Checkpointer:
         with self._board.called("sl.Checkpointer.stop_if_asked"):
             if not self._stop.is_agreed(state):
                 return
-            # What fails was said where it happened; other ranks may have another error.
+            # A failed save was already reported by a warning; other ranks may have failed differently.
             with contextlib.suppress(Exception):
                 self.wait()
             is_saved = self._newest is not None and self._newest[0] == state.step
@@ -396,13 +396,13 @@ class Checkpointer:
             self._stop.end(self._lane, state.step, last if is_saved else self.save(state), last)
 
     def ask_to_stop(self, why: str = "asked to stop") -> None:
-        """As a signal does: this rank asks all to stop. From any thread, also on one rank only.
+        """Ask all ranks to stop, as a signal does; from any thread, and on one rank or several.
 
         Args:
-            why: what this rank did or met, which follows its name in what is printed.
+            why: what this rank did or encountered; printed after the rank's name.
 
         Raises:
-            TypeError: `why` is no text.
+            TypeError: `why` is not a string.
         """
         if not isinstance(why, str):
             raise TypeError(f"expected why to be a text, what this rank did or met, got {why!r}")
@@ -411,24 +411,25 @@ class Checkpointer:
     # ------------------------------------------------------------------ loading
 
     def load(self, state: TrainState, *, strict: bool = True) -> int | None:
-        """Load the newest save that is sound into `state`; a collective call.
+        """Load the newest intact save into `state`; a collective call.
 
-        Every byte is checked before anything is changed. What is damaged is named in a warning.
+        Every byte is verified before anything is changed. A warning names the saves that are damaged.
 
         Args:
-            state: of the same names as the one that was saved.
-            strict: whether the names have to be the same. Otherwise what is in both is loaded, to evaluate a model
-                alone, say, and what was not saved stays as it is; a warning names it.
+            state: a state with the same names as the saved one.
+            strict: require the same names. Otherwise only names that are in both are loaded (for example to evaluate
+                a model alone); what was not saved stays unchanged, and a warning names it.
 
         Returns:
-            The step at which it was saved; None if nothing was saved yet.
+            The step of the save, or None if there are no saves yet.
 
         Raises:
-            CheckpointCorrupt: there are saves, but none that is sound; on every rank.
-            TypeError, ValueError: `state` is none, or that of something else; it was closed; on every rank.
+            CheckpointCorrupt: there are saves, but none of them is intact; on every rank.
+            TypeError, ValueError: `state` is not a TrainState or does not match the save; or the Checkpointer was
+                closed. On every rank.
             SynclineError: the directory cannot be read; on every rank.
-            ReplicaDivergence: what was saved as the same on all ranks is not the same in their modules and optimizers
-                now; on every rank.
+            ReplicaDivergence: modules or optimizers that were saved as equal on all ranks differ between ranks after
+                loading; on every rank.
         """
         self.wait()
         lines: list[str] = []
@@ -458,10 +459,10 @@ class Checkpointer:
             return found.manifest.step
 
     def _newest_sound(self, state: TrainState, *, strict: bool) -> tuple[_Sound | None, list[str]]:
-        """The newest save that is sound, checked on all ranks, and what is wrong with those after it.
+        """Find the newest intact save, verified on all ranks, and describe the damage of newer ones.
 
         Raises:
-            CheckpointCorrupt: there are saves, but none that is sound.
+            CheckpointCorrupt: there are saves, but none of them is intact.
             SynclineError: the directory cannot be read.
         """
         try:
@@ -495,10 +496,10 @@ class Checkpointer:
         return saves
 
     def _read(self, save: Save, state: TrainState, *, strict: bool) -> _Sound:
-        """What this rank needs of a save, checked on all ranks, and how things are here before it is loaded.
+        """Read and verify, on all ranks, what this rank needs of a save, and back up the current state.
 
         Raises:
-            Refused: it is damaged, on any rank.
+            Refused: the save is damaged, on any rank.
         """
         path = self._shelf.path_of(save)
         sound: list[_Sound] = []
@@ -508,7 +509,7 @@ class Checkpointer:
             rank, size = self._transport.rank, self._transport.size
             found = Found(self._files, path, manifest, rank=rank, num_ranks=size)
             states = found.decoded_for(state.named, strict=strict)
-            # No rank has begun to load yet: they may have one copy of a module.
+            # Back up now: no rank has begun to load yet, and ranks may share one copy of a module.
             sound.append(_Sound(save, found, states, Before(state.named, state.step)))
 
         self._everywhere(read)
@@ -532,7 +533,7 @@ class Checkpointer:
         if strict:
             state._mark_replicas_equal()
 
-    # ------------------------------------------------------------------ together
+    # ------------------------------------------------------------------ collectives
 
     def _everywhere(self, fn: Callable[[], T]) -> list[T]:
         return everywhere(self._lane, fn)
@@ -542,7 +543,7 @@ class Checkpointer:
 
 
 class _Sound(NamedTuple):
-    """A save that was read and checked, and how things were before it is loaded."""
+    """A save that was read and verified, and a backup of the state from before it is loaded."""
 
     save: Save
     found: Found
@@ -551,7 +552,7 @@ class _Sound(NamedTuple):
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:
-    """Nothing is under way any more: whoever still refers to a save refers to its Checkpointer."""
+    """Shut down the writer and its lane; no save is pending, because a pending save refers to its Checkpointer."""
     writer.shutdown(wait=False)
     if lane is not None:
         lane.close()

@@ -1,4 +1,4 @@
-"""What DataLoaders do that a resumed run would do otherwise: noticed, for it cannot be made up for."""
+"""Detect DataLoaders and streams that would read differently in a resumed run, so that a warning can be given."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Places", "dealer_of", "remarks_on_loaders", "remarks_on_places"]
 
 
 _ENOUGH_STEPS = 3
-"""So many steps in which a place has not moved: a stream may take several batches from one block."""
+"""Number of steps without movement that trigger the warning; a stream may take several batches from one block."""
 
 
 def dealer_of(one: Any) -> DistributedSampler | None:
-    """The sampler that deals out the samples, for a loader that has it inside, too."""
+    """Return the DistributedSampler: `one` itself, or the one inside a loader; None if there is none."""
     for sampler in (
         one,
         getattr(one, "sampler", None),
@@ -34,12 +34,12 @@ def dealer_of(one: Any) -> DistributedSampler | None:
 
 
 class Places:
-    """Watches whether the places of streams move from step to step, until they have moved once.
+    """Positions of streams, watched from step to step until each has moved once.
 
-    The workers of a DataLoader read copies of a stream, so that the place of the one that is saved stays where it was.
+    The workers of a DataLoader read copies of a stream, so the position of the saved stream never changes.
 
     Args:
-        named: what is saved, by name.
+        named: the saved objects, by name.
 
     Example:
         >>> class Stream(IterableDataset[int]):
@@ -64,10 +64,10 @@ class Places:
         self._last: dict[str, Any] = {}
         self._num_equal = dict.fromkeys(self._watched, 0)
         self.standing: list[str] = []
-        """The names of what has not moved in several steps."""
+        """The names of the streams that did not move in several steps."""
 
     def step_ended(self) -> None:
-        """Batches were taken."""
+        """Compare the positions with those of the previous step; call this after each step."""
         for name, one in list(self._watched.items()):
             place = deepcopy(one.state_dict())
             if name in self._last:
@@ -81,11 +81,11 @@ class Places:
 
 
 def remarks_on_places(named: Mapping[str, Any], standing: Sequence[str]) -> Iterator[str]:
-    """Sentences on streams that a run that resumes would read again.
+    """Yield a warning for each stream that a resumed run would read from the same position again.
 
     Args:
-        named: what is saved, by name.
-        standing: see `Places`.
+        named: the saved objects, by name.
+        standing: the names of streams that do not move; see `Places`.
     """
     for name in standing:
         yield (
@@ -96,12 +96,12 @@ def remarks_on_places(named: Mapping[str, Any], standing: Sequence[str]) -> Iter
 
 
 def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on DataLoaders of this process whose random numbers a run that resumes would not draw alike.
+    """Yield a warning for each DataLoader of this process that makes a resumed run draw other random numbers.
 
-    All objects of the process are looked through, once: some ten milliseconds.
+    This searches all objects of the process once, which takes some ten milliseconds.
 
     Args:
-        named: what is saved, by name.
+        named: the saved objects, by name.
     """
     names = {id(one): name for name, one in named.items()}
     for loader in _all_loaders():
@@ -115,7 +115,7 @@ def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
         elif id(loader) in names and dealer_of(loader) is None:
             when = "whenever it begins"
         else:
-            continue  # its epochs begin alike, or the sampler sets the numbers back
+            continue  # its epochs draw the same numbers, or the sampler resets the generators
         what = f"{type(loader.dataset).__name__} ({format_count(loader.num_workers, 'worker')})"
         yield (
             f"a DataLoader of {what} draws from torch's global generator {when}. A run that resumes draws a number "
@@ -125,9 +125,9 @@ def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _all_loaders() -> list[DataLoader[Any]]:
-    """Return every DataLoader of this process: an object refers to its class."""
+    """Return every DataLoader of this process, found through the references from objects to their classes."""
     kinds: list[type] = [DataLoader]
-    for kind in kinds:  # grows while it is walked
+    for kind in kinds:  # the list grows during the loop
         kinds += kind.__subclasses__()
     return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
 

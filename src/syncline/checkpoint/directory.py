@@ -1,6 +1,6 @@
-"""The directory in which saves stand beside each other: what is committed, what may go.
+"""The directory that holds all saves: list, commit and prune them.
 
-Whether the directory of saves is what it has to be: one that all ranks see, and that can be written.
+It also has the checks that all ranks see the same directory and that it can be read or written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNFINISHED = "unfinished-"
 
 
 class Save(NamedTuple):
-    """A save that bears its name; what is in it may be damaged all the same."""
+    """A committed save; its content may still be damaged."""
 
     number: int
     step: int
@@ -37,17 +37,16 @@ class Save(NamedTuple):
 
 
 class Shelf:
-    """Saves in one directory, of which the newest stay.
+    """The saves in one directory, of which the newest are kept.
 
-    A save is written into the directory that `begin` gives, and counts from `commit` on: it gets its name by one
-    rename, after everything in it was synced. So at any moment, and after a crash at any moment, what bears a name is
-    complete.
-    What is to go loses its name first.
+    `begin` creates a directory with a temporary name, and `commit` renames it after everything in it was synced. So
+    every directory with a save's name is complete, even after a crash at any moment. `prune` renames a save back to a
+    temporary name before it removes it.
 
     Args:
         files: the file system.
-        path: the directory; made when something is saved.
-        keep: how many saves stay.
+        path: the directory; the first save creates it.
+        keep: how many saves to keep.
     """
 
     def __init__(self, files: Files, path: str, keep: int) -> None:
@@ -56,14 +55,14 @@ class Shelf:
         self._keep = keep
 
     def saves(self) -> list[Save]:
-        """The committed ones, newest first: in the order of saving, whatever their steps are."""
+        """Return the committed saves, newest first, in the order of saving (not of steps)."""
         found = [Save(*parsed) for name in self._files.names(self._path) if (parsed := parse_name(name))]
         return sorted(found, reverse=True)
 
     def identified(self) -> list[tuple[Save, Save]]:
-        """The committed ones, each with what its manifest says it is, which counts: newest first by that.
+        """Return each committed save with its identity from the manifest, newest first by that identity.
 
-        A directory may have been given another name since. What is damaged is what its name says.
+        The manifest counts, because a directory may have been renamed. If the manifest is damaged, the name counts.
         """
         found = [(save, self._identity(save)) for save in self.saves()]
         return sorted(found, key=lambda one: (one[1].number, one[0]), reverse=True)
@@ -76,15 +75,18 @@ class Shelf:
         return Save(manifest.number or save.number, manifest.step)
 
     def path_of(self, save: Save) -> str:
-        """The directory of a save."""
+        """Return the directory of a save."""
         return f"{self._path}/{save.name}"
 
     def begin(self, step: int, after: int = 0) -> tuple[Save, str]:
-        """The next save, and a new, empty directory for it. What crashes have left unfinished is removed.
+        """Create an empty directory for the next save; remove directories that crashes left unfinished.
 
         Args:
-            step: of the state.
-            after: the number of a save that is known to have been made, whatever its directory is called now.
+            step: the step of the state.
+            after: the number of the newest save known to exist, whatever its directory is called now.
+
+        Returns:
+            The save, and its temporary directory.
         """
         self._files.make_directory(self._path)
         for name in self._files.names(self._path):
@@ -96,24 +98,24 @@ class Shelf:
         return save, path
 
     def commit(self, save: Save) -> None:
-        """Give a save its name; everything in its directory was written and synced."""
+        """Give a save its name; all its files must be written and synced."""
         self._files.sync_directory(self._unfinished(save))
         self._files.rename(self._unfinished(save), self.path_of(save))
         self._files.sync_directory(self._path)
 
     def probe_path(self, token: str) -> str:
-        """Of a file that says whether all see the same directory; removed by the next save, if not before."""
+        """Return the path of a probe file that shows whether all ranks see the directory; `begin` removes leftovers."""
         return f"{self._path}/{_UNFINISHED}probe-{token}"
 
     def abandon(self, save: Save) -> None:
-        """Remove what was written of a save that is not to be."""
+        """Remove the files of a save that will not be committed."""
         self._files.remove(self._unfinished(save))
 
     def prune(self, damaged: Collection[Save] = ()) -> list[Save]:
-        """Remove what is older than the newest saves that stay, by their manifests, and return what was removed.
+        """Remove the saves that are older than those to keep, by their manifests, and return them.
 
         Args:
-            damaged: those known to be of no use: they do not count as saves that stay.
+            damaged: saves known to be unusable; they do not count as kept.
         """
         saves = [save for save, _ in self.identified()]
         sound = [save for save in saves if save not in damaged]
@@ -134,10 +136,10 @@ _TITLE = "sl.Checkpointer"
 
 
 def checked_path(directory: object) -> str:
-    """The absolute path of a directory.
+    """Return the absolute path of a directory.
 
     Raises:
-        TypeError, ValueError: it is no path.
+        TypeError, ValueError: it is not a path.
     """
     path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(path, str):
@@ -148,7 +150,7 @@ def checked_path(directory: object) -> str:
 
 
 def check_writable(lane: Transport, files: Files, shelf: Shelf, path: str) -> None:
-    """Raise unless all ranks see the same directory, and rank 0 can write there; it is made. A collective call.
+    """Create the directory; raise unless all ranks see it and rank 0 can write to it. A collective call.
 
     Raises:
         SynclineError: the same on every rank.
@@ -179,7 +181,7 @@ def check_writable(lane: Transport, files: Files, shelf: Shelf, path: str) -> No
 
 
 def check_readable(lane: Transport, shelf: Shelf, path: str) -> None:
-    """Raise unless all ranks see saves there: who only reads waits for nothing to be saved. A collective call.
+    """Raise unless all ranks see saves there, because a reader does not wait for a first save. A collective call.
 
     Raises:
         SynclineError: the same on every rank.

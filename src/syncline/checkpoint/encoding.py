@@ -1,17 +1,17 @@
-"""A state as JSON beside named tensors, and back: what a checkpoint can hold, and no pickle.
+"""Encode a state as JSON and named tensors, and decode it again, without pickle.
 
-JSON has no tuples, no keys but texts, no infinity and no tensors. What it has stays as it is, readable; anything else
-becomes an object of one key that begins with "$":
+JSON has no tuples, no keys other than strings, no infinity and no tensors. Values that JSON can hold are stored
+unchanged, so they stay readable. Any other value becomes an object with one key that begins with "$":
 
     {"$tensor": "model.weight"}        a tensor, by the name under which it is stored
-    {"$complex": "model.z"}            a complex one, stored as real numbers with one dimension more
-    {"$part": {"values": ..., ...}}    a part of one, with where it begins, and the whole's shape and order
+    {"$complex": "model.z"}            a complex tensor, stored as real numbers with one more dimension
+    {"$part": {"values": ..., ...}}    a part of a tensor, with its start, and the whole tensor's shape and order
     {"$tuple": [...]}                  a tuple
-    {"$dict": [[key, value], ...]}     a dict with keys that are not all texts, or with one that begins with "$"
-    {"$counter": [[key, value], ...]}  a Counter, as which MultiStepLR has its milestones
+    {"$dict": [[key, value], ...]}     a dict with a key that is not a string or begins with "$"
+    {"$counter": [[key, value], ...]}  a Counter, the type of MultiStepLR's milestones
     {"$float": "nan"}                  a float that JSON cannot hold: nan, inf, -inf
     {"$bytes": "..."}                  bytes, in base 64
-    {"$dtype": "torch.float32"}        and "$device", "$size", likewise
+    {"$dtype": "torch.float32"}        a dtype; "$device" and "$size" likewise
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _KEPT = (str, bool, int, type(None))
 _FLOATS = ("nan", "inf", "-inf")
 
 _MAX_INT_BITS = 8192
-"""Python writes no numbers of more than 4300 digits in decimal, and reads none."""
+"""Python refuses to convert numbers of more than 4300 digits to decimal text, or back."""
 
 
 def encode(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """What `json.dumps` takes, and the tensors in it, by name.
+    """Encode `state` as a value for `json.dumps` and the tensors in it, by name.
 
-    A tensor that occurs twice is listed once. Tensors are not copied.
+    A tensor that occurs twice is stored once. Tensors are not copied.
 
     Args:
-        state: nested dicts, lists and tuples of tensors, numbers, texts, bytes and None; also dtypes, devices, and
+        state: nested dicts, lists and tuples of tensors, numbers, strings, bytes and None; also dtypes, devices, and
             parts of tensors (`TensorPart`).
-        name: of the whole, the first word of each tensor's name.
+        name: the name of the whole state, with which each tensor's name begins.
 
     Raises:
-        TypeError: something else; its place is named.
-        ValueError: a tensor that cannot be stored: sparse, on the meta device, or a subclass that wraps others; an
-            integer of thousands of digits.
+        TypeError: a value has another type; the message names its place.
+        ValueError: a tensor cannot be stored, because it is sparse, on the meta device, or of a subclass that wraps
+            other tensors; or an integer has thousands of digits.
 
     Example:
         >>> encode({"lr": 0.1, "betas": (0.9, 0.99), "state": {0: torch.zeros(2)}}, "optimizer")[0]
@@ -70,7 +70,7 @@ class _Encoder:
         self._names: dict[int, str] = {}
 
     def encode(self, value: Any, place: str) -> Any:
-        # Exact types: a subclass (numpy.float64 is a float, an IntEnum is an int) would come back as another.
+        # Exact types, because a subclass (numpy.float64 is a float, an IntEnum is an int) would change its type.
         kind = type(value)
         if kind is int and value.bit_length() > _MAX_INT_BITS:
             raise ValueError(
@@ -146,7 +146,7 @@ class _Encoder:
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """The name, or where keys with dots have made two places look the same, the next one that is free."""
+    """Return the name, or one with a number if it is taken (keys with dots can give two places the same name)."""
     number, free = 1, name
     while free in taken:
         number += 1
@@ -155,16 +155,16 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Tensor] | None = None) -> Any:
-    """The inverse of `encode`: equal to what was encoded, with these tensors; ordered dicts come back as dicts.
+    """Decode what `encode` returned; the result equals the original, but ordered dicts become plain dicts.
 
     Args:
-        encoded: by `encode`.
-        tensors: by name.
-        parts: where those of parts are; None: among the others.
+        encoded: the JSON value from `encode`.
+        tensors: the tensors, by name.
+        parts: the tensors of `TensorPart` values, by name; None means that they are among `tensors`.
 
     Raises:
         KeyError: a tensor is missing.
-        ValueError, TypeError: not something that `encode` gives.
+        ValueError, TypeError: `encode` cannot have returned this value.
 
     Example:
         >>> encoded, tensors = encode({"betas": (0.9, float("inf")), 3: torch.ones(1)}, "x")
@@ -242,7 +242,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def tensors_in(encoded: Any) -> Iterator[str]:
-    """The names of the tensors in what `encode` gave, also more than once.
+    """Yield the names of the tensors in a value from `encode`; a name may occur more than once.
 
     Example:
         >>> list(tensors_in(encode({"a": torch.zeros(1), "b": (torch.ones(1), 2)}, "x")[0]))

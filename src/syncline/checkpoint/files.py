@@ -1,4 +1,4 @@
-"""The few things that a checkpoint asks of a file system, and how they are made durable."""
+"""The file system operations that checkpoints need, and a durable implementation of them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ __all__ = ["Files", "LocalFiles"]
 
 
 class Files(Protocol):
-    """Paths are absolute or relative texts with "/"; errors are OSError's.
+    """A file system. Paths are absolute or relative strings with "/"; failures raise OSError.
 
-    What was written is certain to be there after a crash of the machine only if it was synced, and so was the directory
-    that names it; a rename, too, counts from the sync of its directory on.
+    A written file is certain to survive a crash of the machine only after both the file and its directory were synced.
+    A rename is certain only after its directory was synced.
     """
 
     def names(self, directory: str) -> list[str]:
-        """What is in a directory; nothing where there is none."""
+        """Return the names of the entries of a directory; none if it does not exist."""
 
     def make_directory(self, path: str) -> None:
-        """Make one, and those that it is in; it may be there already."""
+        """Create a directory and its missing parents; it may exist already."""
 
     def write(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a new file, part by part, and sync it."""
 
     def read(self, path: str) -> bytes:
-        """All of a file."""
+        """Return the content of a file."""
 
     def map(self, path: str) -> memoryview:
-        """All of a file, read where it is used; writing to it does not change the file."""
+        """Map a file into memory and return its content; writes to this memory do not change the file."""
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file or a directory another name, in one stroke; nothing has that name yet."""
+        """Rename a file or a directory atomically; the new name must not exist yet."""
 
     def sync_directory(self, path: str) -> None:
-        """Make sure of the names in a directory."""
+        """Sync a directory, so that its entries are durable."""
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with all that is in it; it may be gone already."""
+        """Remove a file, or a directory with its content; it may be gone already."""
 
 
 _KINDS = {
@@ -57,12 +57,12 @@ _KINDS = {
 
 
 def _opened(path: str) -> int:
-    """Open a regular file to read it; anything else is refused, for whoever opens or reads a FIFO may wait for ever.
+    """Open a regular file for reading; refuse anything else, because opening or reading a FIFO may block forever.
 
     Raises:
-        OSError: it is none, or cannot be opened.
+        OSError: it is not a regular file, or cannot be opened.
     """
-    _check_is_regular(os.stat(path), path)  # to open a device may be to change it
+    _check_is_regular(os.stat(path), path)  # before opening it, because opening a device may change its state
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_is_regular(os.fstat(fd), path)
@@ -79,7 +79,7 @@ def _check_is_regular(found: os.stat_result, path: str) -> None:
 
 
 class LocalFiles:
-    """Those of this host, or of a file system that is mounted here."""
+    """The file system of this host, including mounted remote ones."""
 
     def names(self, directory: str) -> list[str]:
         try:

@@ -1,4 +1,4 @@
-"""A checkpoint that plain torch has written, taken over into a `TrainState`: what is where, and what is left over."""
+"""Load a checkpoint that plain torch wrote into a `TrainState`, and report the entries that do not match."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = ["Key", "Matched", "adopt", "match", "renamed_like"]
 
 
 Key = str | int | Sequence[str | int]
-"""Where something is: a key, or several, one inside of the other."""
+"""The place of an object in a file: a key, or several keys for nested objects."""
 
 _TITLE = "sl.TrainState.load_torch"
 
 _WRAPPERS = ("module.", COMPILED_PREFIX)
-"""What DistributedDataParallel and torch.compile put before the names of parameters."""
+"""Prefixes that DistributedDataParallel and torch.compile add to parameter names."""
 
 
 def adopt(
@@ -51,7 +51,7 @@ def adopt(
     strict: bool,
     transport: Transport,
 ) -> dict[str, Any]:
-    """See `TrainState.load_torch`."""
+    """Load a torch checkpoint into `state`; see `TrainState.load_torch`."""
     fault: Exception | None = None
     matched, lines = Matched(), []
     try:
@@ -69,7 +69,7 @@ def adopt(
     remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
     before = Before(
         state.named, state.step
-    )  # and no rank has begun to load: they may have one copy of a module
+    )  # before any rank begins to load, because ranks may share one copy of a module
     exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
     loaded: dict[str, Any] = {}
     try:
@@ -88,10 +88,10 @@ def adopt(
 
 
 def _checked(path: object, names: object, besides: object) -> tuple[str, dict[str, Key | None], list[str]]:
-    """The arguments, if they are of the types that they should be.
+    """Return the arguments in a normal form.
 
     Raises:
-        TypeError: one is not.
+        TypeError: an argument has a wrong type.
     """
     path = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(path, str):
@@ -117,19 +117,19 @@ def _checked(path: object, names: object, besides: object) -> tuple[str, dict[st
 
 @dataclass
 class Matched:
-    """What was found in a file, for whom."""
+    """The objects that were found in a file, and those that do not match."""
 
     found: dict[str, Any] = field(default_factory=dict)
-    """By name of the state."""
+    """The objects of the file that match a name of the state, by that name."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """What is of no name, by key."""
+    """The entries of the file that match no name, by key."""
     missing: list[str] = field(default_factory=list)
-    """The names that nothing was found for."""
+    """The names for which the file has nothing."""
     unused: list[str] = field(default_factory=list)
-    """The keys of the rest that nobody has asked for."""
+    """The keys of `rest` that the caller did not ask for."""
 
     def left(self) -> list[str]:
-        """What did not fit, in words."""
+        """Return lines that describe what did not match."""
         lines = []
         if self.missing:
             lines.append(f"not in the file: {', '.join(self.missing)}")
@@ -138,7 +138,7 @@ class Matched:
         return lines
 
     def check_complete(self, path: str) -> None:
-        """Raise a ValueError if anything did not fit."""
+        """Raise a ValueError if anything did not match."""
         if self.missing or self.unused:
             ways = []
             if self.missing:
@@ -157,7 +157,7 @@ class Matched:
 
 
 def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
-    """A name that was not found, and the key that is most likely to be it, for an example.
+    """Return a missing name and the unused key that most likely belongs to it, as an example for the message.
 
     Example:
         >>> _alike(["step", "model", "optimizer"], ["model_state", "opt", "global_step"])
@@ -177,16 +177,16 @@ def _alike(missing: Sequence[str], unused: Sequence[str]) -> tuple[str, str]:
 def match(
     content: Any, named: Mapping[str, Any], *, names: Mapping[str, Key | None], besides: Collection[str] = ()
 ) -> Matched:
-    """Say what in a file belongs to which name.
+    """Match the entries of a file with the names of a state.
 
     Args:
-        content: of the file.
-        named: of the state.
-        names: where something is if not under its own name; None: nowhere.
-        besides: keys that are asked for.
+        content: the content of the file.
+        named: the objects of the state, by name.
+        names: for a name, its key in the file if that differs from the name; None means that it is not in the file.
+        besides: further keys that the caller wants.
 
     Raises:
-        ValueError: it is no dict, or names that nobody has are looked for.
+        ValueError: `content` is not a dict, or `names` has a name that the state does not have.
 
     Example:
         >>> import torch
@@ -236,18 +236,18 @@ def match(
 
 
 def _is_of_module(content: Mapping[Any, Any]) -> bool:
-    """Whether a file is what `module.state_dict()` gives, and nothing else."""
+    """Return whether `content` is what `module.state_dict()` returns, and nothing else."""
     return bool(content) and all(
         isinstance(key, str) and (isinstance(value, Tensor) or key.endswith(EXTRA_STATE))
         for key, value in content.items()
     )
 
 
-# ---------------------------------------------------------------------- into the objects
+# ---------------------------------------------------------------------- load into the objects
 
 
 def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
-    """Load what was found, and give back what has to be the same on all ranks now."""
+    """Load the matched objects, and return those that must now be equal on all ranks."""
     loaded: dict[str, Any] = {}
     if "step" in matched.found:
         step = matched.found["step"]
@@ -270,7 +270,8 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
             loaded[name] = _load_module(module, found, name, matched, path, strict=strict)
             continue
         try:
-            # Who keeps what it gets must not keep the file; who takes a share of it does not.
+            # An object may keep references to its state, which must not keep the mapped file open. Sharded objects
+            # copy their shard.
             with calling(f"load_state_dict() of {name} ({type(one).__name__})"):
                 load_into(one, found if has_sharded_state(one) else deepcopy(found), types)
         except (KeyError, AttributeError, IndexError) as error:
@@ -314,7 +315,7 @@ def _some(keys: Collection[Any]) -> str:
 
 
 def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's state with the prefixes of wrappers as `own` has them.
+    """Return a module's state with its wrapper prefixes replaced by those of `own`.
 
     Example:
         >>> dict(renamed_like({"module.fc.weight": 1, "module.fc.bias": 2}, {"fc.weight": 0, "fc.bias": 0}))
@@ -340,7 +341,7 @@ def renamed_like(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def _prefix(keys: Collection[str]) -> str:
-    """What wrappers have put before all of these names."""
+    """Return the wrapper prefixes that all of these names begin with."""
     prefix = ""
     while keys:
         longer = [prefix + one for one in _WRAPPERS if all(str(key).startswith(prefix + one) for key in keys)]

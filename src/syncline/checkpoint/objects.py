@@ -1,6 +1,6 @@
-"""How the state of one object is taken, and loaded: a module, wrapped or not, an optimizer, anything else.
+"""Take and load the state of one object: a module (wrapped or not), an optimizer, or another object.
 
-What an optimizer keeps of a parameter: in memory as the parameter is, in the types in which it was saved.
+Optimizers need care when they load: torch casts their state to the parameter's dtype, and a file does not keep strides.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = [
 
 
 def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-    """Give state the types in which it was saved, where its parameter has the type that it had then.
+    """Restore the dtypes in which optimizer state was saved, where the parameter still has its dtype from then.
 
-    torch turns floating-point state into its parameter's type when it loads it, so that moments kept in float32 beside
-    weights in bfloat16 would be rounded, and a run would not go on as it was.
+    torch casts floating-point state to its parameter's dtype when it loads. Moments kept in float32 for bfloat16
+    weights would be rounded, and the resumed run would differ.
 
     Args:
-        optimizer: of whole parameters, that has just loaded its state.
-        saved: what it has loaded, as its `state_dict()` gave it.
-        types: in which parameters were saved, by `id`; others are left alone.
+        optimizer: an unsharded optimizer that has just loaded its state.
+        saved: the state that it loaded, as returned by its `state_dict()`.
+        types: the dtypes in which parameters were saved, by `id`; other parameters are left alone.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -50,7 +50,7 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
         torch.float32
     """
     if not {"state", "param_groups"} <= saved.keys():
-        return  # its class saves in a form of its own
+        return  # the optimizer's class has a state format of its own
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     for parameter, key in zip(parameters, keys, strict=False):
@@ -63,14 +63,14 @@ def keep_types(optimizer: Optimizer, saved: Mapping[str, Any], types: Mapping[in
 
 
 def lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """Give each tensor of the state that has its parameter's shape the parameter's strides, too.
+    """Give each state tensor of its parameter's shape the parameter's strides as well.
 
-    A file has elements in the order of their dimensions. Optimizers begin otherwise, with `zeros_like(parameter)`, and
-    their fused kernels go through parameter, gradient and state side by side: beside a channels_last weight, state in
-    another order would be that of other elements.
+    A file stores elements in the order of their dimensions. Optimizers create state with `zeros_like(parameter)`, and
+    their fused kernels read parameter, gradient and state in memory order. State in another order than its
+    channels_last weight would be applied to the wrong elements.
 
     Args:
-        optimizer: of whole parameters, that has just loaded its state.
+        optimizer: an unsharded optimizer that has just loaded its state.
 
     Example:
         >>> conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
@@ -86,27 +86,27 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
         for name, value in state.items():
             if type(value) is not Tensor or value.shape != parameter.shape or value.layout != torch.strided:
                 continue
-            # As `zeros_like` does; that makes something dense of an expanded parameter.
+            # Allocate as `zeros_like` does, which gives a dense tensor even for an expanded parameter.
             alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
             if alike.stride() != value.stride():
                 state[name] = alike.copy_(value)
 
 
 def copies(one: Any) -> bool:
-    """Whether loading into it copies tensors, so that it keeps none of those that it is given.
+    """Return whether loading into `one` copies the tensors, so that it keeps no reference to them.
 
-    Of a wrapped module that holds for the module's own; what synchronization remembers may be kept.
+    For a wrapped module this holds for the module's own tensors; synchronization state may be kept.
     """
     return has_sharded_state(one) or isinstance(one, nn.Module)
 
 
 def is_wrapped(state: Any) -> bool:
-    """Whether it is the state of a wrapped module: the module's, and what synchronization remembers."""
+    """Return whether `state` is that of a wrapped module: the module's state and the synchronization state."""
     return isinstance(state, dict) and state.keys() == {"module", "synchronization"}
 
 
 def state_of(one: Any) -> Any:
-    """The state of something named: of a wrapped module, the module's and what synchronization remembers."""
+    """Return the state of an object; for a wrapped module, the module's state and the synchronization state."""
     if not isinstance(one, DistributedDataParallel):
         return one.state_dict()
     beside = one.sync_state_dict() if isinstance(one, SynchronizedModule) else None
@@ -114,22 +114,22 @@ def state_of(one: Any) -> Any:
 
 
 def types_in(module: nn.Module, state: Any) -> dict[int, torch.dtype]:
-    """In which types the parameters of a module were saved, by `id`."""
+    """Return the dtypes in which the parameters of a module were saved, by `id`."""
     if isinstance(module, DistributedDataParallel):
         module = module.module
     tensors = state["module"] if is_wrapped(state) else state
     if not isinstance(tensors, Mapping):
-        return {}  # loading it says what it should be
+        return {}  # loading it raises the error
     found = ((id(parameter), tensors.get(name)) for name, parameter in module.named_parameters())
     return {key: tensor.dtype for key, tensor in found if isinstance(tensor, Tensor)}
 
 
 def load_into(one: Any, state: Any, types: Mapping[int, torch.dtype]) -> None:
-    """Load something that was named.
+    """Load a state into an object.
 
     Args:
-        one: what.
-        state: what `state_of` gave, or all shares of it joined (`join_parts`).
+        one: the object.
+        state: the result of `state_of`, or all of its shards joined (`join_parts`).
         types: see `keep_types`.
 
     Raises:
@@ -168,14 +168,14 @@ def _load_optimizer(optimizer: Any, state: Any, types: Mapping[int, torch.dtype]
 
 
 def _settings_of(optimizer: Optimizer) -> set[str]:
-    """What the optimizer itself has put into all of its groups, not a schedule."""
+    """Return the settings that the optimizer itself put into all of its groups, without those of a scheduler."""
     return set.intersection(*({*group} for group in optimizer.param_groups), {*optimizer.defaults})
 
 
 def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
-    """Raise unless an optimizer still has its settings: torch takes whatever groups it is given, and fails at a step.
+    """Raise unless an optimizer still has its settings, because torch accepts any groups and fails at a later step.
 
-    What a newer torch has added is there: its optimizers fill it in when they load (`__setstate__`).
+    Settings that a newer torch has added are present: its optimizers fill them in when they load (`__setstate__`).
     """
     for group in optimizer.param_groups:
         missing = sorted(settings - group.keys())

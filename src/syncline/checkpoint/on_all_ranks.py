@@ -1,4 +1,4 @@
-"""What happens to files on one rank, told to all: its result, or the same error everywhere."""
+"""Run file operations so that all ranks get the same outcome: all results, or the same error."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """A disk that is full, a file that is damaged: on every rank."""
+    """A failed file operation, such as a full disk or a damaged file; raised on every rank."""
 
 
 def _by_ranks(texts: Mapping[int, str], num_ranks: int) -> str:
-    """Each text with the ranks that gave it; without, where all did."""
+    """Return each text with the ranks that gave it; without ranks if all gave the same text."""
     if len(texts) == num_ranks and len(set(texts.values())) == 1:
         return texts[0]
     return "; ".join(f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_with(texts).items())
 
 
 def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
-    """What `fn` returns on each rank, as JSON holds it; a collective call.
+    """Call `fn` on each rank and return all results, as JSON represents them; a collective call.
 
     Args:
-        lane: between the ranks.
-        fn: what happens to files on this rank.
+        lane: the transport between the ranks.
+        fn: the file operation of this rank.
 
     Raises:
-        Refused: it failed somewhere, by what happens to files; on every rank.
-        SynclineError: it failed otherwise on another rank; on that rank what `fn` raised.
+        Refused: a file operation failed on any rank; on every rank.
+        SynclineError: `fn` failed otherwise on another rank. On the rank where it failed, the error of `fn` is raised.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -64,5 +64,5 @@ def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
 
 
 def on_rank_0(lane: Transport, fn: Callable[[], T]) -> T:
-    """What `fn` returns on rank 0, which alone calls it; as JSON holds it. A collective call; see `everywhere`."""
+    """Call `fn` on rank 0 only and return its result on all ranks; a collective call, see `everywhere`."""
     return cast(T, everywhere(lane, lambda: fn() if lane.rank == 0 else None)[0])

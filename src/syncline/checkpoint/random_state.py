@@ -1,7 +1,4 @@
-"""Where this process's random number generators are, as texts that can be compared.
-
-Where the random number generators of this process are.
-"""
+"""The state of this process's random number generators: get, set, check, compare and send it."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ __all__ = ["check_rng_state", "packed", "positions", "rng_state", "set_rng_state
 
 
 def rng_state() -> dict[str, Any]:
-    """Where this process's random number generators are: Python's, NumPy's where it is imported, and torch's."""
+    """Return the state of Python's generator, NumPy's if it is imported, and torch's (CUDA if in use)."""
     version, numbers, gauss = random.getstate()
-    # As a tensor, for 625 numbers a rank would hide all else that there is to read in a manifest.
+    # A tensor keeps the manifest readable; as JSON, 625 numbers per rank would hide everything else.
     python = (version, torch.tensor(numbers), gauss)
     state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
@@ -42,7 +39,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """The inverse of `rng_state`."""
+    """Set the generators to a state from `rng_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     torch.set_rng_state(state["torch"])
@@ -56,10 +53,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def check_rng_state(state: Any) -> None:
-    """Raise unless `set_rng_state` can set it; nothing is changed.
+    """Raise unless `set_rng_state` can set `state`; change nothing.
 
     Raises:
-        ValueError, TypeError, LookupError: it is not what `rng_state` gives.
+        ValueError, TypeError, LookupError: it is not a state from `rng_state`.
     """
     version, numbers, gauss = state["python"]
     random.Random().setstate((version, tuple(numbers.tolist()), gauss))
@@ -79,7 +76,7 @@ def check_rng_state(state: Any) -> None:
 
 
 def positions() -> dict[str, str]:
-    """For each generator 16 digits that change when it is drawn from.
+    """Return 16 digits for each generator; they change when a number is drawn.
 
     Example:
         >>> before = positions()
@@ -102,7 +99,7 @@ def positions() -> dict[str, str]:
 
 
 def packed() -> bytes:
-    """`rng_state()` as bytes, to be sent to another rank."""
+    """Return `rng_state()` as bytes that can be sent to another rank."""
     state = rng_state()
     version, numbers, gauss = state["python"]
     told: dict[str, Any] = {
@@ -117,7 +114,7 @@ def packed() -> bytes:
 
 
 def unpacked(told: bytes) -> dict[str, Any]:
-    """What `packed` was made from, for `set_rng_state`; of devices that are not in use here nothing."""
+    """Return the state from `packed`, for `set_rng_state`, without the devices that this process does not use."""
     found = json.loads(told)
     version, numbers, gauss = found["python"]
     state = {
@@ -137,7 +134,7 @@ def unpacked(told: bytes) -> dict[str, Any]:
 
 
 def _from_the_current_device(states: list[Tensor]) -> list[Tensor]:
-    """Those of all devices, beginning with the one that this rank computes on: rank 1's cuda:1 is rank 0's cuda:0."""
+    """Rotate the states so that this rank's device is first, because rank 1's cuda:1 matches rank 0's cuda:0."""
     first = torch.cuda.current_device() if states else 0
     return states[first:] + states[:first]
 

@@ -1,6 +1,6 @@
-"""What one rank needs of a save: checked, and read where it is used.
+"""Read and verify the part of a save that one rank needs.
 
-What a person should know of a save that was loaded: what stays as it was, what is another's.
+It also has the warnings after a load: names that were not saved, state of other ranks, and state of other classes.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = ["Found", "remarks"]
 
 
 class Found:
-    """What one rank needs of a save: checked, and read where it is used.
+    """The part of a save that one rank needs, verified; tensors stay mapped from the file.
 
     Args:
-        files: where.
-        path: of the save.
-        manifest: its.
-        rank: this rank; of its own it gets what the rank of the same number had, or rank 0 if there was none.
-        num_ranks: how many there are now.
+        files: the file system.
+        path: the directory of the save.
+        manifest: the manifest of the save.
+        rank: this rank. Its per-rank state is that of the same rank at save time, or of rank 0 if there was none.
+        num_ranks: the number of ranks now.
 
     Raises:
-        CheckpointCorrupt: it is damaged.
-        OSError: it could not be read.
+        CheckpointCorrupt: the save is damaged.
+        OSError: the save could not be read.
     """
 
     def __init__(self, files: Files, path: str, manifest: Manifest, *, rank: int, num_ranks: int) -> None:
         self.manifest = manifest
         self.is_new_rank = rank >= manifest.num_ranks
-        """Whether there was no rank of this number."""
+        """Whether this rank did not exist at save time."""
         self._place = place = 0 if self.is_new_rank else rank
         self._are_others = num_ranks != manifest.num_ranks
         self._trees = [manifest.shared | own for own in manifest.ranks]
@@ -65,7 +65,7 @@ class Found:
             self._tensors.append(tensors)
 
     def _needed_of_others(self, trees: Mapping[str, Any]) -> Iterator[str]:
-        """The tensors that are needed though another rank had them."""
+        """Yield the names of the tensors that this rank needs although another rank saved them."""
         for name, tree in trees.items():
             if name in self.manifest.sharded:
                 yield from tensors_in(tree)
@@ -74,11 +74,14 @@ class Found:
 
     @property
     def names(self) -> list[str]:
-        """Of what there is."""
+        """The names of the saved objects."""
         return list(self._trees[self._place])
 
     def own_names(self, named: Collection[str]) -> list[str]:
-        """What each rank had of its own of these, but for what is divided evenly anyway: names, or a few tensors."""
+        """Return descriptions of per-rank state among `named`: names, or the tensors of a name that differed.
+
+        State that is divided among any number of ranks, such as shards and sampler positions, is left out.
+        """
         stored = self.manifest.files.get(SHARED_FILE)
         shared = stored.tensors.keys() if stored is not None else set()
         names = []
@@ -98,14 +101,14 @@ class Found:
         return names
 
     def decoded_for(self, named: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-        """What `TrainState.load_state_dict` takes.
+        """Decode the states that `TrainState.load_state_dict` takes.
 
         Args:
-            named: what is to be loaded, by name.
-            strict: whether all that was saved is wanted, or only what is named.
+            named: the objects to load into, by name.
+            strict: decode all that was saved, not only what is in `named`.
 
         Raises:
-            CheckpointCorrupt: the manifest says what was never saved.
+            CheckpointCorrupt: the manifest has content that no save writes.
         """
         wanted = {"step", "rng", *(self.names if strict else named)}
         with malformed_is_corrupt(self._manifest_path):
@@ -113,11 +116,11 @@ class Found:
             check(states["step"] == self.manifest.step, "expected a step", states["step"])
             check_rng_state(states["rng"])
         if self.is_new_rank:
-            del states["rng"]  # nobody else's numbers
+            del states["rng"]  # a new rank must not repeat rank 0's random numbers
         return states
 
     def decoded(self, name: str, one: Any) -> Any:
-        """The state of something named, for `one` to load; of what was sharded, all shares joined."""
+        """Decode the state of an object, for `one` to load; shards are joined to the whole."""
         if name not in self.manifest.sharded:
             tree, tensors = self._trees[self._place][name], self._tensors[self._place]
             place = self._place_to_resume(name, self._place) if isinstance(one, DistributedSampler) else None
@@ -132,7 +135,7 @@ class Found:
                 "module": decode(tree["module"], tensors if copies(one) else _Kept(tensors)),
                 "synchronization": beside,
             }
-        # Nobody keeps a part: who cannot take parts gets the whole, in new memory.
+        # An object that loads shards copies them. One that needs whole tensors gets them joined in new memory.
         return join_parts(
             [
                 decode(trees[name], tensors if copies(one) else _Kept(tensors), parts=tensors)
@@ -141,12 +144,12 @@ class Found:
         )
 
     def _have_one_place(self, name: str) -> bool:
-        """Whether it is of samplers that all go on where rank 0's does."""
+        """Return whether this is the position of samplers that all resume where rank 0's does."""
         places = [self._place_to_resume(name, rank) for rank in range(self.manifest.num_ranks)]
         return places[0] is not None and all(place == places[0] for place in places)
 
     def _place_to_resume(self, name: str, rank: int) -> Any:
-        """Return where a sampler resumes, see `place_to_resume`; None if something else was saved."""
+        """Return where a sampler resumes (see `place_to_resume`), or None if the state is not a sampler's."""
         places = []
         for tree in (self._trees[rank][name], self._trees[0][name]):
             place = None if any(tensors_in(tree)) else decode(tree, {})
@@ -156,20 +159,20 @@ class Found:
         return place_to_resume(*places, rank=rank, num_ranks=self.manifest.num_ranks)
 
     def _for_another_number(self, name: str, own: Any) -> Any:
-        """What synchronization remembers, for another number of ranks: what is pending is divided evenly."""
+        """Return synchronization state for another number of ranks, with pending residuals divided evenly."""
         of_all = [
             decode(trees[name]["synchronization"], tensors)
             for trees, tensors in zip(self._trees, self._tensors, strict=True)
         ]
         try:
             return with_mean_residuals(own, of_all)
-        except RuntimeError as error:  # they have different shapes
+        except RuntimeError as error:  # the residuals have different shapes
             raise ValueError(str(error)) from None
 
     def same_on_all(self, state: TrainState) -> dict[str, Any]:
-        """What has to be the same on all ranks after it was loaded, as it is now in what `state` names.
+        """Return the current state of the objects in `state` that must be equal on all ranks after loading.
 
-        Modules and optimizers; but not what each rank had of its own when it was saved, and no shares.
+        These are modules and optimizers, without per-rank entries and without shards.
         """
         found: dict[str, Any] = {}
         for name, one in state.named.items():
@@ -179,13 +182,13 @@ class Found:
                 if own is not None:
                     found[name] = {key: value for key, value in module.state_dict().items() if key not in own}
             elif isinstance(one, Optimizer) and not has_sharded_state(one):
-                was_sharded = name in self.manifest.sharded  # then it was joined to what is one for all
+                was_sharded = name in self.manifest.sharded  # if so, it was joined to one state for all ranks
                 if was_sharded or self._own_entries(name) == set():
                     found[name] = one.state_dict()
         return found
 
     def _own_entries(self, name: str) -> set[str] | None:
-        """The keys of what each rank had of its own in something named; None where all of it may have been."""
+        """Return the keys of an object's per-rank entries; None if the whole object may be per rank."""
         tree = self.manifest.shared.get(name)
         if not isinstance(tree, dict):
             return None
@@ -197,7 +200,7 @@ class Found:
 
 
 class _Kept(Mapping[str, Tensor]):
-    """Tensors in memory of their own, for those who keep what they get."""
+    """Tensors that are copied when they are read, for objects that keep references to what they load."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -216,13 +219,13 @@ class _Kept(Mapping[str, Tensor]):
 
 
 def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Iterator[str]:
-    """Sentences, the same on all ranks.
+    """Yield warnings about a loaded save, the same on all ranks.
 
     Args:
-        name: of the save.
-        found: what was in it.
-        state: what it was loaded into.
-        num_ranks: how many there are now.
+        name: the name of the save.
+        found: the content of the save.
+        state: the state that it was loaded into.
+        num_ranks: the number of ranks now.
     """
     stays = [one for one in state.named if one not in found.names]
     if stays:
@@ -241,7 +244,7 @@ def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Itera
             f"{num_ranks} now: {what}"
         )
 
-    # Another class may mean other things by the same words. Modules may be wrapped another time.
+    # Another class may give the same keys another meaning. Modules are exempt: they may be wrapped differently.
     for key, one in state.named.items():
         now, then = type(one).__name__, found.manifest.classes.get(key)
         if then not in (now, None) and not isinstance(one, nn.Module):

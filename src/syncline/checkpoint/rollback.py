@@ -1,4 +1,4 @@
-"""How things were before a load, so that one that fails leaves nothing half changed."""
+"""A backup of objects from before a load, so that a failed load leaves nothing half changed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Before"]
 
 
 class Before:
-    """How things were.
+    """The state of objects before a load.
 
-    A module's tensors are copied, which takes the memory that its gradients take in training. Of torch's optimizers
-    there are references: loading gives them other tensors. Those with a `load_state_dict` of their own may write into
-    the tensors they have, which are copied. Of anything else there is what its `state_dict()` gives.
+    A module's tensors are copied, which takes as much memory as its gradients take in training. For torch's optimizers
+    references are enough, because loading gives them new tensors. An optimizer with its own `load_state_dict` may
+    write into its tensors, so they are copied. For any other object, the backup is its `state_dict()`.
 
     Args:
-        named: what is loaded, by name.
-        step: of the `TrainState`.
+        named: the objects to load into, by name.
+        step: the step of the `TrainState`.
     """
 
     def __init__(self, named: Mapping[str, Any], step: int) -> None:
@@ -42,11 +42,11 @@ class Before:
         self._rng = rng_state()
 
     def restore(self, *, together: bool) -> None:
-        """Make things what they were.
+        """Restore the objects.
 
         Args:
-            together: whether all ranks do this now. Alone, a rank leaves modules as they are of which ranks have one
-                copy: others may have loaded them.
+            together: whether all ranks do this now. Otherwise modules of which ranks share one copy are left alone,
+                because other ranks may have loaded them.
         """
         for name, undo in self._undo.items():
             copies = _one_copies(self._named[name])
@@ -58,7 +58,7 @@ class Before:
                         written.enter_context(copy.writing())
                     undo()
             except Exception as error:
-                # What is raised is the error of the load, and what can be restored is restored.
+                # Restore the other objects as well; the error that is raised is that of the load.
                 warnings.warn(
                     f"{name} could not be made what it was before the load, which failed: {type(error).__name__}: "
                     f"{error}. It may have been loaded in part: make it anew",
@@ -82,8 +82,8 @@ def _undo_of(one: Any) -> Callable[[], None]:
         kept = dict(vars(one))
         return lambda: vars(one).update(kept)
     if isinstance(one, DataLoader):
-        return _nothing  # one with a place begins to iterate when it is asked for that
-    with suppress(Exception):  # it is not known to work before a load
+        return _nothing  # a loader with a position begins to iterate when it is asked for its state
+    with suppress(Exception):  # state_dict() may not work before the first load
         state = deepcopy(one.state_dict())
         return lambda: _try(lambda: one.load_state_dict(state))
     return _nothing
@@ -92,11 +92,11 @@ def _undo_of(one: Any) -> Callable[[], None]:
 def _undo_of_module(module: nn.Module) -> Callable[[], None]:
     remembered: Any = None
     if isinstance(module, SynchronizedModule):
-        with suppress(Exception):  # as long as something is under way, there is none
+        with suppress(Exception):  # it may be unavailable while communication is in progress
             remembered = deepcopy(module.sync_state_dict())
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     parts = list(inner.modules())
-    # A load may put others in their places.
+    # A load may replace parameters and buffers by others.
     places = [(kept, dict(kept)) for part in parts for kept in (part._parameters, part._buffers)]
     tensors = [_undo_of_tensor(tensor) for tensor in {*inner.parameters(), *inner.buffers()}]
     extras = [
@@ -122,7 +122,7 @@ def _undo_of_module(module: nn.Module) -> Callable[[], None]:
 
 
 def _undo_of_tensor(tensor: Tensor) -> Callable[[], None]:
-    if is_lazy(tensor):  # a load makes it a parameter like any other
+    if is_lazy(tensor):  # a load turns it into an ordinary parameter
         kind, empty = type(tensor), tensor.data
 
         def undo_lazy() -> None:
@@ -162,10 +162,10 @@ def _undo_of_optimizer(optimizer: Any) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Nothing is to be undone."""
+    """Do nothing, because nothing has to be undone."""
 
 
 def _try(fn: Callable[[], object]) -> None:
-    """Code of others, which may fail as it has just done; the error that counts is the first."""
+    """Call user code that may fail as the load has just failed; ignore its error in favor of the first."""
     with suppress(Exception):
         fn()

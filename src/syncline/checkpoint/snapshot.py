@@ -1,13 +1,13 @@
-"""One saved state on disk: a directory with a manifest, and tensors in safetensors files.
+"""One save on disk: a directory with a manifest, and tensors in safetensors files.
 
     save-000007-step-1200/
-        manifest.json            what is there, its checksums, and all that is not a tensor; written last
-        shared.safetensors       what is the same on all ranks, written by rank 0
-        rank-0.safetensors       what each rank has of its own: its share of what is sharded, too
+        manifest.json            the list of contents, their checksums, and all JSON values; written last
+        shared.safetensors       the tensors that are equal on all ranks, written by rank 0
+        rank-0.safetensors       the tensors that differ per rank, including each rank's shard
         rank-1.safetensors
 
-A directory is complete when it bears its name: it is written under another one. Everything in it is covered by a
-checksum: the manifest by its own, each file's header and each tensor by one in the manifest.
+A directory is written under a temporary name and renamed when it is complete. Checksums cover everything in it: the
+manifest ends with its own, and it lists one for each file's header and one for each tensor.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
 FORMAT = "syncline checkpoint"
 
 VERSION = 3
-"""Of what is written. What a later version writes is refused; what an earlier one has written is read.
+"""The format version that is written. Earlier versions can be read; later ones are refused.
 
 1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter"), "classes".
 """
 
 SHARED_FILE = "shared.safetensors"
-"""Of the tensors that are the same on all ranks."""
+"""The name of the file of tensors that are equal on all ranks."""
 
 MANIFEST = "manifest.json"
 
@@ -55,18 +55,18 @@ _NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that is known of one saved state but its tensors.
+    """The description of one save: everything except its tensors.
 
     Attributes:
-        step: at which it was saved.
-        number: of the save: 1 for the first in its directory. 0 where that was not written yet.
-        num_ranks: that saved it.
-        shared: what is the same on all ranks, as `encode` gives it.
-        ranks: what each rank has of its own.
-        files: by name.
-        classes: the names of the classes of what was saved, but for modules, by name.
-        sharded: by name, that of which each rank has a share: all of them together have it.
-        about: versions and the like, for people.
+        step: the step at which it was saved.
+        number: the number of the save; 1 for the first in its directory, 0 for early formats that do not record it.
+        num_ranks: the number of ranks that saved it.
+        shared: the JSON values that are equal on all ranks, as returned by `encode`, by name.
+        ranks: the JSON values that differ, by name, for each rank.
+        files: the tensor files, by name.
+        classes: the class names of the saved objects except modules, by name.
+        sharded: the names of objects of which each rank saved a shard.
+        about: versions and other information for people.
     """
 
     step: int
@@ -81,17 +81,17 @@ class Manifest:
 
 
 def own_file(rank: int) -> str:
-    """The name of the file of the tensors that a rank has of its own."""
+    """Return the name of the file of the tensors that only this rank has."""
     return f"rank-{rank}.safetensors"
 
 
 def directory_name(save: int, step: int) -> str:
-    """The name of the `save`-th save, of the state at `step`; their order is that of saving."""
+    """Return the directory name of save number `save` of the state at `step`; numbers follow the order of saving."""
     return f"save-{save:06d}-step-{step}"
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """Save and step of a directory's name; None if it is not one of ours.
+    """Return the save number and step of a directory name; None if it is not the name of a save.
 
     Example:
         >>> parse_name(directory_name(7, 1200)), parse_name("notes")
@@ -102,7 +102,7 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
-    """Write the manifest into a directory in which all else is there."""
+    """Write the manifest into a directory that has all other files."""
     files.write(f"{directory}/{MANIFEST}", [_text(manifest)])
 
 
@@ -124,15 +124,15 @@ def _text(manifest: Manifest) -> bytes:
         "ranks": list(manifest.ranks),
     }
     text = json.dumps(body, indent=1, allow_nan=False)
-    # The checksum is the last line, so the rest can be read, and checked, as it stands.
+    # The checksum is the last line, so the text before it can be read and verified unchanged.
     return f"{text}\n{checksum(text.encode())}\n".encode()
 
 
 def read_manifest(files: Files, directory: str) -> Manifest:
-    """The manifest of a directory, checked.
+    """Read and verify the manifest of a directory.
 
     Raises:
-        CheckpointCorrupt: it is missing, damaged, or of a version that is not known.
+        CheckpointCorrupt: it is missing, damaged, or of an unknown version.
         OSError: it could not be read.
     """
     path = f"{directory}/{MANIFEST}"
@@ -155,10 +155,10 @@ def read_manifest(files: Files, directory: str) -> Manifest:
 
 
 def _manifest(body: Mapping[str, Any]) -> Manifest:
-    """A manifest of what JSON has of it.
+    """Build a manifest from its JSON object.
 
     Raises:
-        ValueError, TypeError, LookupError: it is not what `write_manifest` writes, in any version.
+        ValueError, TypeError, LookupError: no version of `write_manifest` writes such an object.
     """
     shared, ranks, files = body["shared"], body["ranks"], body["files"]
     step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]

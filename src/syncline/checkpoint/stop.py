@@ -1,7 +1,7 @@
-"""All ranks stop after the same step because one of them was asked to.
+"""Stop all ranks after the same step when one of them was asked to stop.
 
-Whether they do is agreed with the control data of backwards that are reduced, or else by a collective of its own (see
-`gradients/stop_vote.py`). Which of the two follows from what all ranks have done alike, never from what one rank knows.
+The ranks agree with the control data of their backwards, or by a separate collective (see `gradients/stop_vote.py`).
+Which of the two they use depends only on what all ranks did alike, never on what a single rank knows.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["JointStop"]
 
 
 class JointStop:
-    """Whether ranks stop now, and how that ends.
+    """The agreement of all ranks on whether to stop, and the end of the process if they do.
 
     Args:
-        transport: between the ranks.
-        signals: that ask this process to stop, from the first question on.
-        every: of so many questions that need a collective of their own, one is asked.
+        transport: the transport between the ranks.
+        signals: the signals that ask this process to stop; handled from the first call of `is_agreed` on.
+        every: of the calls that need a collective of their own, only one in `every` runs it.
 
     Raises:
-        TypeError, ValueError: `signals` or `every` make no sense.
+        TypeError, ValueError: `signals` or `every` is invalid.
     """
 
     def __init__(self, transport: Transport, signals: Sequence[str | int], every: int) -> None:
@@ -57,19 +57,19 @@ class JointStop:
         self._vote = StopVote(self.request)
         self._num_received = 0
         self._num_without_backward = 0
-        """Calls of `is_agreed` without a backward that carried votes since the one before."""
+        """Number of calls of `is_agreed` with no vote-carrying backward since the previous call."""
         self._lane: Transport | None = None
         self._is_listening = False
 
     def describe(self) -> list[str]:
-        """What has to be the same on all ranks."""
+        """Return the settings that must be the same on all ranks, one per line."""
         return [
             f"stop_signals  {', '.join(number.name for number in self._signals) or 'none'}",
             f"stop_every  {self._every}",
         ]
 
     def is_agreed(self, state: TrainState) -> bool:
-        """Whether all ranks stop now; a collective call, which sends nothing where a backward has carried the votes."""
+        """Return whether all ranks stop now; a collective call that sends nothing if a backward carried the votes."""
         if not self._is_listening:
             self._listen()
         if self._transport.size == 1:
@@ -88,7 +88,7 @@ class JointStop:
         return bool(self._vote.asked_ranks)
 
     def _route(self, state: TrainState) -> VoteRoute:
-        """Let the wrapped modules carry the vote; return how it travels."""
+        """Let the wrapped modules carry the vote, and return the route that it takes."""
         routes: set[VoteRoute] = set()
         for one in state.named.values():
             replica = replica_of(one)
@@ -103,7 +103,7 @@ class JointStop:
     def _listen(self) -> None:
         self._is_listening = True
         if listen(self.request, self._signals):
-            # Not at the end of the program: until it has ended, the signals must not do what they did before.
+            # Not at exit: until the process has ended, the signals must not regain their usual effect.
             weakref.finalize(self, forget, self.request).atexit = False
         elif self._signals:
             warnings.warn(
@@ -115,7 +115,7 @@ class JointStop:
             )
 
     def close(self) -> None:
-        """Listen no more, unless the end of this process is what was agreed: until then signals must not do harm."""
+        """Stop handling signals, unless a stop was agreed: then signals stay ineffective until the process ends."""
         if self._vote.asked_ranks:
             return
         if self._is_listening:
@@ -124,17 +124,17 @@ class JointStop:
             self._lane.close()
 
     def end(self, lane: Transport, step: int, saved: str | None, last: Any) -> None:
-        """End this process as all others.
+        """End this process, as all ranks do.
 
         Args:
-            lane: on which nothing is under way.
-            step: after which all ranks stop.
-            saved: where; None if it could not be saved.
-            last: what was saved before, for the message; None if nothing was.
+            lane: a transport with no collective in progress.
+            step: the step after which all ranks stop.
+            saved: the directory of the save; None if saving failed.
+            last: the previous save, for the message; None if there is none.
 
         Raises:
-            Stopped: it is saved.
-            SynclineError: it is not.
+            Stopped: the state is saved.
+            SynclineError: the state could not be saved.
         """
         told = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(self.request.why).encode())]
         whys = {rank: why for rank, why in enumerate(told) if why is not None}
@@ -151,8 +151,8 @@ class JointStop:
                 file=sys.stderr,
                 flush=True,
             )
-        # From here to the end of the process is not long: a launcher that tells the ranks that are left to end, because
-        # one has ended already, must not make it another end.
+        # This process ends soon. A launcher that sees one rank end may signal the others to end, and such a signal
+        # must not change this rank's exit code.
         rearm()
         raise Stopped
 

@@ -1,7 +1,8 @@
-"""Files of tensors, as safetensors has them, every byte of which is covered by a checksum.
+"""Safetensors files, with checksums that cover every byte.
 
-They are written from where the tensors are, and read where they are mapped, so that nothing is copied on the way.
-The checksum is XXH3 with 128 bits: fast enough not to be noticed beside a disk, and long enough to tell tensors apart.
+Tensors are written directly from their memory, and read as mapped memory, so nothing is copied.
+The checksum is XXH3 with 128 bits. Its cost is negligible beside that of a disk, and it is long enough to distinguish
+tensors.
 """
 
 from __future__ import annotations
@@ -49,22 +50,22 @@ STORABLE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Types that can be stored, as safetensors calls them."""
+"""The dtypes that can be stored, and their names in safetensors."""
 
 _BY_NAME = {name: dtype for dtype, name in STORABLE.items()}
 
 _ENTRY = {"dtype", "shape", "data_offsets"}
-"""What a header says of each tensor."""
+"""The keys of a tensor's entry in a header."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What has to be in a file of tensors.
+    """The expected content of a tensor file.
 
     Attributes:
-        num_bytes: of the file.
-        header: checksum of everything before the tensors.
-        tensors: that of each tensor.
+        num_bytes: the size of the file.
+        header: the checksum of everything before the tensors.
+        tensors: the checksum of each tensor, by name.
     """
 
     num_bytes: int
@@ -78,15 +79,15 @@ def write_tensors(
     """Write tensors as a safetensors file.
 
     Args:
-        files: where.
-        path: a new file.
-        tensors: on the CPU, contiguous, of types that can be stored.
-        checksums: theirs, where they are known.
+        files: the file system.
+        path: the path of a new file.
+        tensors: contiguous tensors on the CPU, of dtypes that can be stored.
+        checksums: the checksums of the tensors, if they are known.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
-    # Types of more bytes first, so that each value lies at a multiple of its size.
+    # Larger item sizes first, so that each tensor begins at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     header: dict[str, Any] = {}
     end = 0
@@ -108,17 +109,17 @@ def write_tensors(
 def read_tensors(
     files: Files, directory: str, name: str, stored: StoredFile, wanted: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a file, checked.
+    """Read and verify the tensors of a file.
 
     Args:
-        files: where.
-        directory: the file's.
-        name: of the file.
-        stored: what has to be in it.
-        wanted: which of them, others are not looked at; None: all.
+        files: the file system.
+        directory: the directory of the file.
+        name: the name of the file.
+        stored: the expected content.
+        wanted: the names of the tensors to verify and return; None means all.
 
     Raises:
-        CheckpointCorrupt: they are not what was written.
+        CheckpointCorrupt: the content is not what was written.
         OSError: the file could not be read.
     """
     path = f"{directory}/{name}"
@@ -148,10 +149,10 @@ def read_tensors(
 
 
 def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Of each tensor its type, its shape, and where it begins and ends.
+    """Return the dtype, shape, start and end of each tensor.
 
     Raises:
-        ValueError, TypeError, LookupError: it is not a header that `write_tensors` gives for so many bytes.
+        ValueError, TypeError, LookupError: `write_tensors` does not write such a header for `num_bytes` bytes.
     """
     found = {}
     end = 0
@@ -180,16 +181,16 @@ def _places(header: bytes, num_bytes: int) -> dict[str, tuple[torch.dtype, list[
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU; it is there for as long as they are."""
+    """Return the bytes of a contiguous CPU tensor without a copy; they keep the tensor alive."""
     if not tensor.numel():
         return memoryview(b"")
     memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # an address keeps nothing alive, and `tensor` may be a copy that nobody else has
+    memory.owner = tensor  # an address keeps no tensor alive, and this may be the only reference to a copy
     return memoryview(memory)
 
 
 def checksum_of_file(path: str) -> str:
-    """Of all of a file of this host.
+    """Return the checksum of a whole file of this host.
 
     Raises:
         OSError: it could not be read.
@@ -198,5 +199,5 @@ def checksum_of_file(path: str) -> str:
 
 
 def checksum(memory: bytes | memoryview) -> str:
-    """Of some bytes, 32 hexadecimal digits."""
+    """Return the checksum of some bytes, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(memory)

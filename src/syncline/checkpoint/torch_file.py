@@ -1,4 +1,4 @@
-"""Reading what `torch.save` has written, without running anything that the file says."""
+"""Read a file that `torch.save` wrote, without running code that the file names."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_SHOWN = 5
 
 
 def read_torch_file(path: str) -> Any:
-    """What is in it; tensors are on the CPU, and mapped where the format allows it.
+    """Load the file; tensors are on the CPU, and mapped where the format allows it.
 
     Raises:
-        ValueError: it is not what `torch.save` writes; or something in it is of a type that only code of the file's
-            choosing could make: keys and types are named.
-        OSError: it could not be read.
+        ValueError: it is not a file that `torch.save` writes, or it has objects that only code named by the file could
+            create; the message lists their keys and types.
+        OSError: the file could not be read.
     """
-    with open(path, "rb") as file:  # what cannot be opened is said in the system's words
+    with open(path, "rb") as file:  # raises the system's own error if the file cannot be opened
         is_zip = zipfile.is_zipfile(file)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # about torch's own old types
+            warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own old types
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
     except OSError:
         raise
@@ -58,17 +58,17 @@ def read_torch_file(path: str) -> Any:
         raise ValueError("\n".join([problem, *places, remedy])) from None
 
 
-# ---------------------------------------------------------------------- what was refused, and where it is
+# ---------------------------------------------------------------------- the refused objects and their places
 
 
 def _refused_types(path: str) -> list[str]:
-    """A line for each place of something refused; empty where that cannot be found out."""
+    """Return a line for each place of a refused object; empty if the places cannot be found."""
     try:
         refused = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         with zipfile.ZipFile(path) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             content = _Shapes(io.BytesIO(archive.read(name))).load()
-    except Exception:  # only to say more about a file that is refused in any case
+    except Exception:  # the file is refused in any case; this only adds detail
         return []
     places = list(dict.fromkeys(_places(content, refused, "")))
     unplaced = refused - {place.rpartition(" is a ")[2] for place in places}
@@ -76,7 +76,7 @@ def _refused_types(path: str) -> list[str]:
 
 
 class _Inert:
-    """Stands for whatever a pickle would make, and does nothing."""
+    """A placeholder for any object of a pickle, which does nothing."""
 
     kind = ""
 
@@ -96,7 +96,7 @@ class _Inert:
 
 
 class _Shapes(pickle.Unpickler):
-    """Makes containers of plain values, and something inert of all else: nothing is imported, and nothing called."""
+    """An unpickler that creates only plain containers and placeholders; it imports and calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -119,6 +119,6 @@ def _places(value: Any, refused: set[str], place: str) -> Iterator[str]:
 
 
 def _kind_of(value: Any) -> str:
-    """What something inert stands for: an object, or a class."""
+    """Return the type that a placeholder, an instance or a class, stands for; "" for any other value."""
     kind = value if isinstance(value, type) else type(value)
     return kind.kind if issubclass(kind, _Inert) else ""

@@ -1,4 +1,4 @@
-"""What belongs to a training run, named once."""
+"""TrainState: the objects of a training run, by name."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _RESERVED = ("step", "rng")
 
 
 class TrainState(ShardedState):
-    """What belongs to a training run: saved, loaded and compared as one.
+    """The objects of a training run, which are saved, loaded and compared together.
 
-    Beside what is named here it has `step`, and the state of the random number generators of this rank: Python's,
-    NumPy's where that is imported, torch's on the CPU and on each CUDA device in use.
+    It also holds `step` and the state of this rank's random number generators: Python's, NumPy's if it is imported,
+    and torch's on the CPU and on each CUDA device in use.
 
     Args:
-        model: a module; wrapped by torch's or Syncline's DistributedDataParallel or not, compiled by torch.compile or
-            not, which makes no difference to what is saved. Of Syncline's wrapper, the strategy's and the compression's
-            state belong to it.
-        optimizer: a torch optimizer; attached ones, too.
-        scheduler: of the learning rate.
+        model: a module. It may be wrapped by torch's or Syncline's DistributedDataParallel, or compiled by
+            torch.compile; the saved state is the same. For Syncline's wrapper, the state of the strategy and of the
+            compression is included.
+        optimizer: a torch optimizer, attached or not.
+        scheduler: a learning rate scheduler.
         scaler: a `torch.amp.GradScaler`.
-        sampler: what deals out the samples: a `DistributedSampler`, or a loader that has the place in the data itself,
-            as torchdata's StatefulDataLoader.
-        named: anything else with `state_dict()` and `load_state_dict(state)`, by a name of yours.
+        sampler: the object that deals out the samples: a `DistributedSampler`, or a loader that keeps its own position
+            in the data, such as torchdata's StatefulDataLoader.
+        named: further objects with `state_dict()` and `load_state_dict(state)`, by names of your choice.
 
     Raises:
-        TypeError: something without these two methods; `step` and `rng` as names; a `DistributedSampler` by a name of
-            yours alone, which `commit` would not move on.
-        ValueError: a sampler and the loader that has it inside: each would have the place in the data; a module that
-            has a wrapped one inside, which is not named and whose strategy or compression has a state.
+        TypeError: an object lacks these two methods; `step` or `rng` is used as a name; or a `DistributedSampler` has
+            only a name of your choice, so that `commit` would not advance it.
+        ValueError: both a sampler and the loader that contains it are named, so that each would keep the position; or
+            a module contains a wrapped module that is not named and whose strategy or compression has a state.
 
     Example:
         >>> import torch, syncline as sl
@@ -82,11 +82,11 @@ class TrainState(ShardedState):
         }
         given = {name: one for name, one in roles.items() if one is not None} | named
         self.named: dict[str, Any] = {name: uncompiled(one) for name, one in given.items()}
-        """What was named, by name; of what torch.compile has made of a module, that module."""
+        """The named objects, by name; for a compiled module, the module that was compiled."""
         self.step = 0
-        """How many steps were made."""
+        """Number of steps made."""
         self._places = Places(self.named)
-        """Whether the places of streams move."""
+        """Detects whether the positions of streams change."""
         _check_one_place(self.named)
         _check_none_is_hidden(self.named)
         for name, one in self.named.items():
@@ -103,16 +103,16 @@ class TrainState(ShardedState):
             _check_none_is_misnamed(self.named)
 
     def commit(self, num_samples: int | None = None) -> None:
-        """One more step was made: `step` goes up, and the sampler's place moves on.
+        """Count one more step, and advance the sampler.
 
         Args:
-            num_samples: how many samples this rank has used for it, of all its micro-batches; needed where the sampler
-                is a `DistributedSampler`, which cannot see what a DataLoader has only fetched ahead. Of one epoch: when
-                the next is begun, all that was used of this one has to be told.
+            num_samples: the number of samples that this rank has used in the step, over all of its micro-batches.
+                Required if the sampler is a `DistributedSampler`, which cannot know what a DataLoader has only
+                prefetched. Report all used samples of an epoch before the next epoch begins.
 
         Raises:
-            TypeError: it is needed, and missing; there is no sampler that it could be for; it is no integer.
-            ValueError: below 0, or more than are left of the epoch.
+            TypeError: `num_samples` is required and missing, is given without a sampler, or is not an integer.
+            ValueError: it is below 0, or more than the epoch has left.
         """
         if num_samples is not None:
             checked_count("num_samples", num_samples, at_least=0)
@@ -134,11 +134,11 @@ class TrainState(ShardedState):
             self._places.step_ended()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, on this rank; tensors are not copied. A collective call where something is sharded."""
+        """Return the state of all objects on this rank, without copies; a collective call if any is sharded."""
         return self._states(state_of)
 
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return the same, but of what is sharded this rank's shard alone; local."""
+        """Return the same state, but only this rank's shard of sharded objects; a local call."""
         return self._states(_shard_state_of)
 
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
@@ -154,18 +154,19 @@ class TrainState(ShardedState):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load what `state_dict` returned.
 
-        Tensors may be kept by who gets them (see `copies`). Without "rng" chance stays as it is.
+        Objects may keep references to the given tensors (see `copies`). Without "rng", the random number generators
+        keep their state.
 
         Args:
-            state: what was saved.
-            strict: whether it has to be of the same names. Otherwise what is in both is loaded, and the rest stays.
+            state: the saved state.
+            strict: require the same names. Otherwise names that are in both are loaded, and the others stay unchanged.
 
         Raises:
-            TypeError: it is no dict.
-            ValueError: names are missing, or there are others.
+            TypeError: `state` is not a dict.
+            ValueError: names are missing or unknown.
 
-        What fails leaves all as it was: modules (but for one that ranks share, `sharded=True`), optimizers,
-        random numbers, and other objects as far as their `state_dict()` brings them back.
+        If loading fails, everything is restored: modules (except one that ranks share, `sharded=True`), optimizers,
+        random numbers, and other objects as far as their `state_dict()` allows.
         """
         checked_state(state)
         checked_flag("strict", strict)
@@ -178,13 +179,13 @@ class TrainState(ShardedState):
             raise
 
     def _resume_from_step(self, step: int) -> None:
-        """Set `step` after a load, also the one that messages and records of wrapped modules count from."""
+        """Set `step` after a load, also in the wrapped modules, which use it in messages and records."""
         self.step = step
         for one in self._gradient_syncs():
             one.resume_from_step(step)
 
     def _mark_replicas_equal(self) -> None:
-        """Record that all ranks have compared what was loaded: a later divergence has come about since."""
+        """Record that all ranks have compared what was loaded, so that a later divergence must be newer."""
         for one in self._gradient_syncs():
             one.mark_replicas_equal()
 
@@ -201,31 +202,31 @@ class TrainState(ShardedState):
         strict: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Take over a checkpoint of plain torch: `torch.save({"model": model.state_dict(), ...}, path)`.
+        """Load a checkpoint of plain torch, such as `torch.save({"model": model.state_dict(), ...}, path)`.
 
-        A collective call: all ranks read the same file. It is read with `weights_only=True`, so nothing that it says is
-        run. Names are looked up in it, and `step`; a file of nothing but `module.state_dict()` is the one module's that
-        is named. The prefixes of DistributedDataParallel and torch.compile ("module.", "_orig_mod.") may be there or
-        not.
+        A collective call: all ranks read the same file. The file is read with `weights_only=True`, so no code from it
+        runs. It is searched for `step` and for the names given here. A file that is only a `module.state_dict()` is
+        loaded into the one named module. The prefixes of DistributedDataParallel and torch.compile ("module.",
+        "_orig_mod.") may be present or not.
 
         Args:
-            path: of the file.
-            names: by name of what is named here, the key under which the file has it, if that is another; several, one
-                inside of the other, as a tuple; None for what the file has not and what stays as it is.
-            besides: keys of the file that have no name here, to be given back.
-            strict: whether anything else that is in the file and not used, or that is missing there, is an error, also
-                in a module's state; otherwise it is a warning.
+            path: the path of the file.
+            names: for a name given here, its key in the file if that differs; a tuple of keys for nested objects; None
+                for what is not in the file and stays unchanged.
+            besides: keys of the file that match no name here and are to be returned.
+            strict: raise an error for unused or missing entries, also within a module's state. Otherwise they are a
+                warning.
             group: see `broadcast_`.
 
         Returns:
-            What the file has besides what was loaded, by key.
+            The entries of the file that were not loaded, by key.
 
         Raises:
-            TypeError: an argument is of another type; on every rank.
-            ValueError: something is missing, or is left over; the file is not what torch.save writes, has objects of
-                other types, or what is in it does not fit what is named. On every rank.
-            ContractMismatch: the ranks have different files, or name different things.
-            ReplicaDivergence: modules or optimizers are not the same on all ranks now.
+            TypeError: an argument has a wrong type; on every rank.
+            ValueError: entries are missing or unused; the file was not written by torch.save, or has objects of other
+                types; or its content does not fit the named objects. On every rank.
+            ContractMismatch: the ranks have different files, or name different objects.
+            ReplicaDivergence: modules or optimizers differ between ranks after loading.
 
         Example:
             >>> import tempfile, torch, syncline as sl
@@ -243,7 +244,7 @@ class TrainState(ShardedState):
 
 
 def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> None:
-    """As `TrainState.load_state_dict`; what fails leaves it half loaded."""
+    """Load the state as `TrainState.load_state_dict` does, but leave it half loaded after a failure."""
     missing = sorted({"step", *into.named} - state.keys())
     unknown = sorted(state.keys() - {"step", "rng", *into.named})
     if "step" not in state or (strict and (missing or unknown)):
@@ -267,8 +268,8 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
     if "rng" in state:
         rng = state["rng"]
         set_rng_state(rng)
-        # A DataLoader draws a number when it begins: it did so before the state was saved, and will again. So
-        # chance is where it was when the sampler deals the first index of the epoch that goes on.
+        # A DataLoader draws a random number when it begins. It did so before the state was saved, and will again. So
+        # the generators are set a second time, when the sampler deals the first index of the resumed epoch.
         sampler = dealer_of(into.named.get("sampler"))
         if sampler is not None:
             sampler.when_resumed = lambda: set_rng_state(rng)

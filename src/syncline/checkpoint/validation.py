@@ -1,4 +1,4 @@
-"""Is what a file says what we write? Its checksum proves that nobody has changed it since, not that it makes sense."""
+"""Checks of a file's content. A matching checksum only proves that a file is unchanged, not that it is well formed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["check", "is_count", "json_object", "malformed_is_corrupt"]
 
 
 _MAX_COUNT = 2**63
-"""torch has no larger sizes, and steps are stored in as many bits."""
+"""torch's largest size plus one; steps are stored in as many bits."""
 
 
 @contextmanager
 def malformed_is_corrupt(path: str) -> Iterator[None]:
-    """Let what is raised because a file says nonsense be a `CheckpointCorrupt` with its name.
+    """Turn errors about malformed content into a `CheckpointCorrupt` that names the file.
 
-    For code that does nothing but interpret what the file says. Lack of memory passes.
+    Use it only around code that interprets the content of the file. A MemoryError is passed on.
 
     Example:
         >>> with malformed_is_corrupt("manifest.json"):
@@ -38,10 +38,10 @@ def malformed_is_corrupt(path: str) -> Iterator[None]:
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """Read a JSON object, in UTF-8, of unique names and finite numbers.
+    """Parse a JSON object in UTF-8, with unique names and finite numbers only.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such an object.
         RecursionError: it is nested too deep.
 
     Example:
@@ -74,14 +74,14 @@ def _finite(text: str) -> float:
 
 
 def check(holds: bool, expected: str, found: object) -> None:
-    """Raise a ValueError that says what was expected and what was found, unless it holds."""
+    """Raise a ValueError that names the expected and the found value, unless `holds` is true."""
     if not holds:
         shown = repr(found)
         raise ValueError(f"{expected}, found {shown[:80]}{'...' if len(shown) > 80 else ''}")
 
 
 def is_count(value: object) -> bool:
-    """Whether it is an integer from 0 on that torch can count to; True and False are none.
+    """Return whether `value` is an integer from 0 to torch's largest size; True and False are not.
 
     Example:
         >>> [is_count(value) for value in (3, -1, True, 1.0, 2**63)]

@@ -1,4 +1,4 @@
-"""Is what was loaded the same on all ranks, bit for bit?"""
+"""Check that loaded objects are equal on all ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = ["agree_on_loaded"]
 def agree_on_loaded(
     transport: Transport, title: str, contents: Mapping[str, Any], *, fault: Exception | None = None
 ) -> None:
-    """Raise unless `contents` are the same on all ranks; a collective call.
+    """Raise unless `contents` are equal on all ranks; a collective call.
 
-    Costs a pass over memory, at the speed of XXH3 for tensors on the CPU, and one small collective. Strides and devices
-    do not matter.
+    The cost is one pass over memory (at the speed of XXH3 for tensors on the CPU) and one small collective. Strides and
+    devices may differ.
 
     Args:
-        transport: between the ranks.
-        title: what they have called.
-        contents: by name, what `encode` takes.
+        transport: the transport between the ranks.
+        title: the name of the call, for messages.
+        contents: values that `encode` accepts, by name.
         fault: see `exchange`.
 
     Raises:
-        ReplicaDivergence: something differs; it is named, with who has what; the same text on every rank.
+        ReplicaDivergence: a value differs. The message names it and the ranks that agree; it is the same on every rank.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ def agree_on_loaded(
 
 
 def _digest(trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """32 bytes that are equal on two ranks if all is."""
+    """Return 32 bytes that are equal on two ranks if their contents are equal."""
     elsewhere = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     found = dict(zip(elsewhere, map(str, fingerprints(list(elsewhere.values()))), strict=True))
     lines = [
@@ -82,7 +82,7 @@ def _digest(trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _tell(transport: Transport, title: str, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Find what differs, by numbers that are the same on all kinds of devices."""
+    """Find and raise the differences, by fingerprints that are the same on all kinds of devices."""
     found_here = zip(tensors.items(), fingerprints(list(tensors.values())), strict=True)
     mine = {
         name: fingerprint_of_number(f"{tensor.dtype} {tuple(tensor.shape)} {found}")

@@ -1,4 +1,4 @@
-"""Which samples each rank sees, in which order.
+"""The distribution of samples over ranks, and their order.
 
 Imports: checks, session.
 

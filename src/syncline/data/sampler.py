@@ -1,4 +1,4 @@
-"""`DistributedSampler`: torch's, without its traps (the forgotten epoch, duplicated samples, a lost place)."""
+"""`DistributedSampler`: torch's class, without forgotten epochs, duplicated samples and lost positions."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ __all__ = ["DistributedSampler", "place_to_resume"]
 
 
 class DistributedSampler(torch_data.DistributedSampler[int]):
-    """Deals a dataset's indices out to the ranks; for the same epoch, the very indices that torch deals.
+    """A sampler that deals a dataset's indices out to the ranks; per epoch, the same indices as torch's class.
 
     It differs from torch's class in three points.
 
-    The epoch moves by itself: the first iteration is epoch 0, the next one epoch 1, and so on, so that
-    every epoch is shuffled anew. `set_epoch(e)` wins for the iteration that follows; the one after is
-    `e + 1`. Each rank counts for itself: iterate equally often on all ranks, or call `set_epoch`.
+    The epoch advances automatically: the first iteration is epoch 0, the next one epoch 1, and so on, so that
+    every epoch has a new order. `set_epoch(e)` sets the epoch of the next iteration; the one after it is `e + 1`. Each
+    rank counts its own iterations: iterate equally often on all ranks, or call `set_epoch`.
 
-    With `pad=False` no sample is repeated or left out: together the ranks see each one exactly once,
-    and they differ by at most one sample. Use it for evaluation, with `len(batch)` as weight of the
-    mean; in training, ranks with unequal numbers of batches would wait for each other in vain.
+    With `pad=False` no sample is repeated or left out: together the ranks see each sample exactly once, and their
+    counts differ by at most one. Use it for evaluation, with `len(batch)` as the weight of the mean. In training,
+    ranks with unequal numbers of batches would wait for each other forever.
 
-    Its `state_dict` is a place in the middle of an epoch, from which any number of ranks goes on: the samples that were
-    not used yet, each one once (where ranks cannot have equally many, `pad` and `drop_last` decide as ever). What was
-    used, `advance` is told, by `TrainState.commit`: what a DataLoader's workers have fetched ahead does not count.
+    Its `state_dict` is a position within an epoch. Any number of ranks can resume from it; they get each unused sample
+    once (if the samples do not divide evenly, `pad` and `drop_last` apply as usual). `TrainState.commit` reports
+    used samples through `advance`; samples that a DataLoader's workers have only prefetched do not count.
 
     Args:
-        dataset: anything with a length.
+        dataset: any object with a length.
         num_replicas: number of ranks to deal to; None means the world's size.
         rank: the rank to deal for, 0 to `num_replicas - 1`; None means the world's rank.
-        shuffle: whether each epoch has an order of its own, drawn from `seed + epoch`.
-        seed: the same on all ranks.
+        shuffle: give each epoch its own order, drawn from `seed + epoch`.
+        seed: the seed of the order, the same on all ranks.
         drop_last: leave out the tail that does not divide evenly, instead of repeating samples.
         pad: repeat a few samples so that all ranks have equally many (torch's behaviour).
 
     Raises:
         TypeError: the dataset has no length.
-        ValueError: a rank or a number of replicas that cannot be, or `drop_last` together with `pad=False`.
+        ValueError: a rank or number of replicas is invalid, or `drop_last` is combined with `pad=False`.
 
     Example:
         >>> ranks = [DistributedSampler(range(5), 2, rank, shuffle=False, pad=False) for rank in (0, 1)]
@@ -81,15 +81,15 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self.pad = pad
         self._next_epoch = 0
         self._begun = (0, 0)
-        """The epoch that is under way, and how many samples of it, of all ranks, were used before it began here."""
+        """The current epoch, and how many of its samples all ranks had used when it began here."""
         self._used = 0
-        """Samples that this rank has used since."""
+        """Number of samples that this rank has used since then."""
         self._resumed: tuple[int, int] | None = None
-        """The same two numbers of an epoch that was loaded and has not begun yet."""
+        """The same two numbers for an epoch that was loaded and has not begun yet."""
         self.when_resumed: Callable[[], object] | None = None
-        """Called once, when an epoch goes on in the middle of which a state was loaded."""
+        """Called once, when an epoch resumes at a loaded position."""
         if not pad:
-            # torch fills up to total_size: with nothing to fill, what is left is exact.
+            # torch pads up to total_size. If that is the dataset's length, nothing is padded.
             self.total_size = len(dataset)
             self.num_samples = len(range(rank, self.total_size, num_replicas))
 
@@ -97,7 +97,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return _Dealing(self)
 
     def _begin(self) -> tuple[tuple[int, int], Iterator[int]]:
-        """Take the next epoch: where it begins, and this rank's indices."""
+        """Take the next epoch; return its position at the start, and this rank's indices."""
         self.epoch = self._next_epoch
         self._next_epoch += 1
         resumed, self._resumed = self._resumed, None
@@ -112,7 +112,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return self._begun, iter(self._after(already))
 
     def _after(self, already: int) -> list[int]:
-        """This rank's indices of the epoch, but for the first `already` of all ranks."""
+        """Return this rank's indices of the epoch, without the first `already` samples of all ranks."""
         order = list(range(self._num_samples))
         if self.shuffle:
             g = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -124,20 +124,20 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return left[self.rank :: self.num_replicas]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`; without a further call the one after is `epoch + 1`.
+        """Set the epoch of the next iteration; without a further call, the one after it is `epoch + 1`.
 
-        The epoch in the middle of which a state was loaded goes on there; any other begins at its beginning.
+        An epoch that was loaded at a position resumes there. Any other epoch begins at its start.
         """
         epoch = checked_count("epoch", epoch)
         super().set_epoch(epoch)
         self._next_epoch = epoch
 
     def advance(self, num_samples: int) -> None:
-        """This rank has used the next `num_samples` samples: its place moves on by so many.
+        """Count the next `num_samples` samples of this rank as used, and advance its position.
 
         Raises:
-            ValueError: below 0, or more than are left of the epoch; or a place was loaded, and no iteration has begun
-                there yet: what came before it does not count.
+            ValueError: `num_samples` is below 0 or more than the epoch has left; or a position was loaded and no
+                iteration has begun there yet, so samples from before the load would be counted.
         """
         num_samples = checked_count("num_samples", num_samples, at_least=0)
         if self._resumed is not None and num_samples:
@@ -154,24 +154,24 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
                 f"got {num_samples}"
             )
         self._used += num_samples
-        # A rank with a smaller share than others is at the last place that they have in common.
+        # A rank whose shard is smaller stops at the last position that all ranks have in common.
         if num_samples and already + self._used * self.num_replicas >= self._end(already):
             self._begun, self._used = (epoch + 1, 0), 0
 
     def _end(self, already: int) -> int:
-        """How many samples were used when an epoch is over, of which so many were used when it began here."""
+        """Return the number of samples used at the end of an epoch that began here with `already` used samples."""
         left = self._num_samples - already
         return (
             already + left // self.num_replicas * self.num_replicas if self.drop_last else self._num_samples
         )
 
     def _num_left(self, already: int) -> int:
-        """Of an epoch of which so many were used when it began, how many are this rank's."""
+        """Return how many samples this rank has left in an epoch that began with `already` used samples."""
         left = self._end(already) - already
         return -(-left // self.num_replicas) if self.pad else len(range(self.rank, left, self.num_replicas))
 
     def state_dict(self) -> dict[str, Any]:
-        """Its place: what was used, of all ranks together if they advance alike."""
+        """Return the position: the samples used by all ranks together, if they advance alike."""
         epoch, already = self._resumed or self._begun
         if not self._resumed:
             already += self._used * self.num_replicas
@@ -181,11 +181,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return {"epoch": epoch, "used": used, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a place that was saved, by this number of ranks or another.
+        """Resume at a saved position, which may come from another number of ranks.
 
         Raises:
-            TypeError, ValueError: it is no such state, or it was of another dataset's length, another seed, or shuffled
-                otherwise.
+            TypeError, ValueError: it is not a sampler's state, or the dataset's length, the seed or `shuffle` differs.
         """
         mine = self._order()
         missing = sorted({*mine, "epoch", "used"}.difference(checked_state(state)))
@@ -208,20 +207,20 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
     @property
     def _num_samples(self) -> int:
-        """Of the dataset."""
+        """Number of samples in the dataset."""
         dataset: Any = self.dataset
         return len(dataset)
 
     def _order(self) -> dict[str, Any]:
-        """By which the order of samples is determined."""
+        """Return the settings that determine the order of samples."""
         return {"num_samples": self._num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
 
 class _Dealing(Iterator[int]):
-    """One iteration. The epoch is taken with the first index: a DataLoader may make an iterator that it does not use.
+    """One iteration. It takes the epoch with the first index, because a DataLoader may not use every iterator it makes.
 
-    Its own state is the place behind the index that it dealt last. That is what torchdata's StatefulDataLoader saves,
-    which knows how many of them its workers have only fetched ahead; `advance` has no part in it.
+    Its state is the position after the last index that it dealt. torchdata's StatefulDataLoader saves this state, and
+    knows how many indices its workers have only prefetched; `advance` is not involved.
     """
 
     def __init__(self, sampler: DistributedSampler) -> None:
@@ -262,14 +261,14 @@ def _check_dataset(dataset: Sized) -> None:
 def place_to_resume(
     own: Mapping[str, Any], first: Mapping[str, Any], *, rank: int, num_ranks: int
 ) -> Mapping[str, Any]:
-    """Return a rank's saved place, or rank 0's where the rank was at the end of an epoch that rank 0 had left.
+    """Return a rank's saved position, or rank 0's if the rank was at the end of an epoch that rank 0 had left.
 
-    With `pad=False` a rank with the smaller shard cannot see whether others have one sample left. Rank 0 can: no rank
-    has more samples.
+    With `pad=False` a rank with the smaller shard cannot see whether others have one sample left. Rank 0 can, because
+    no rank has more samples.
 
     Args:
-        own: what the rank has saved.
-        first: what rank 0 has saved.
+        own: the position that the rank saved.
+        first: the position that rank 0 saved.
         rank: the rank that saved `own`.
         num_ranks: how many ranks saved.
 

@@ -1,4 +1,4 @@
-"""Layers that compute over all ranks' samples.
+"""Layers that compute over the samples of all ranks.
 
 Imports: checks, _torch, transport, session.
 

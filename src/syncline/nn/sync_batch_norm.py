@@ -6,9 +6,9 @@ With x the samples of all ranks, n their number per channel, and dy the gradient
     dx = (dy - sum(dy)/n - (x - mean) * invstd**2 * sum(dy * (x - mean))/n) * invstd * weight
                                                          one all_reduce: the two sums
 
-M2 is the sum of squared deviations from a rank's own mean. Ranks' moments are pooled by the formula of Chan, Golub
-and LeVeque (1979), here for all ranks at once; so nothing cancels when a mean is large, and every sample counts the
-same however unequal the batches are. Moments and sums are float32, or float64 for float64 inputs.
+M2 is the sum of squared deviations from a rank's own mean. The moments of all ranks are pooled by the formula of Chan,
+Golub and LeVeque (1979), extended from two sets to any number. It avoids cancellation when a mean is large, and gives
+every sample the same weight even if batch sizes differ. Moments and sums are float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ __all__ = ["SyncBatchNorm", "pool_moments"]
 class SyncBatchNorm(nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` for every device and transport.
 
-    In training, outputs, gradients and running statistics are those of one process that normalizes the
-    concatenated batches of all ranks; batches may differ in size, and be empty on some ranks. In eval mode, or
-    with one rank, it is plain batch normalization. Gradients of `weight` and `bias` stay local, for
-    `DistributedDataParallel` to average.
+    In training, outputs, gradients and running statistics equal those of one process that normalizes the
+    concatenated batches of all ranks. Batches may differ in size, and may be empty on some ranks. In eval mode, or
+    with one rank, it is plain batch normalization. Gradients of `weight` and `bias` stay local;
+    `DistributedDataParallel` averages them.
 
-    Every rank must run the forward and the backward of each such layer equally often and in the same order. Where
-    ranks take different paths through the model (`find_unused_parameters`), give the layers a group of their own,
-    so that their collectives do not meet those of the gradients.
+    Every rank must run the forward and the backward of each such layer equally often and in the same order. If
+    ranks take different paths through the model (`find_unused_parameters`), give the layers a separate group, so that
+    their collectives are not matched with those of the gradients.
 
     Args:
-        num_features: channels C of an input (N, C, ...).
+        num_features: number of channels C of an input (N, C, ...).
         eps: added to the variance.
         momentum: weight of the newest batch in the running statistics; None means their cumulative average.
         affine: learn weight and bias.
         track_running_stats: keep running statistics; without them eval mode uses the local batch's.
         process_group: a torch.distributed process group, a Syncline transport, or None for the default group
-            (alone, where torch.distributed is not initialised).
-        device, dtype: of parameters and buffers.
+            (this process alone, if torch.distributed is not initialised).
+        device, dtype: device and dtype of parameters and buffers.
         bias: False leaves out the bias (in the versions of torch whose BatchNorm has this argument).
 
     Raises:
-        ValueError: an argument makes no sense. In forward: an input with the wrong number of dimensions or channels,
-            or with a single value per channel over all ranks.
-        TypeError: an argument is of another type. In forward: an input that is not floating point.
+        ValueError: an argument is invalid. In forward: an input has the wrong number of dimensions or channels, or a
+            single value per channel over all ranks.
+        TypeError: an argument has a wrong type. In forward: an input is not floating point.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -98,7 +98,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input` (N, C, ...); in training a collective call, of all ranks."""
+        """Normalize `input` (N, C, ...); in training a collective call of all ranks."""
         self._check_input(input)
         transport = transport_of(self.process_group) if self.training else None
         if transport is None or transport.size == 1:
@@ -115,18 +115,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     ) -> nn.Module:
         """Replace the BatchNorm layers in `module`, torch's SyncBatchNorm included, by this class.
 
-        A new layer takes over parameters, buffers, hooks, training mode and every other attribute; a layer that
+        A new layer takes over parameters, buffers, hooks, training mode and every other attribute. A layer that
         occurs twice is converted once.
 
         Args:
-            module: changed in place; if it is itself a BatchNorm layer, it is left as it is.
+            module: the module, changed in place; if it is itself a BatchNorm layer, it is left unchanged.
             process_group: see the class.
 
         Returns:
             `module`, or the new layer if `module` is a BatchNorm layer.
 
         Raises:
-            TypeError: an argument is of another type; a BatchNorm layer is lazy, or of a subclass whose own forward
+            TypeError: an argument has a wrong type; or a BatchNorm layer is lazy, or of a subclass whose own forward
                 would be lost. Nothing has been changed then.
 
         Example:
@@ -151,7 +151,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     @classmethod
     def _taking_over(cls, layer: BatchNorm, process_group: object) -> SyncBatchNorm:
         new = cls.__new__(cls)
-        # Other dictionaries stay the same objects, so that the handles of registered hooks can still remove them.
+        # All other dictionaries stay the same objects, so that handles of registered hooks can still remove them.
         state = {
             name: copy.copy(value) if name in COPIED_WITH_A_LAYER else value
             for name, value in vars(layer).items()
@@ -160,7 +160,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy in the same group: groups and transports cannot be copied."""
+        """Return a copy in the same group, because groups and transports cannot be copied."""
         memo[id(self.process_group)] = self.process_group
         new = memo[id(self)] = self.__new__(type(self))
         new.__dict__.update(copy.deepcopy(vars(self), memo))
@@ -193,7 +193,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def _checked_group(group: Any) -> Any:
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # no forward may run there
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # for non-members, no forward may run
         return group
     return checked_kind(
         "process_group", group, dist.ProcessGroup | Transport, "a process group or a Transport"
@@ -216,16 +216,16 @@ def _check_convertible(name: str, layer: BatchNorm) -> None:
         )
 
 
-# ---------------------------------------------------------------------- the moments of all ranks
+# ---------------------------------------------------------------------- moments over all ranks
 
 
 def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of the union of several samples, from the moments of each.
+    """Pool the moments of several samples into those of their union.
 
     Args:
-        counts: (num_ranks, 1) values per channel; 0 is fine.
-        means: (num_ranks, C), finite also where the count is 0.
-        m2s: (num_ranks, C) sums of squared deviations from a rank's own mean.
+        counts: (num_ranks, 1) values per channel; 0 is allowed.
+        means: (num_ranks, C); must be finite even where the count is 0.
+        m2s: (num_ranks, C) sums of squared deviations from each rank's own mean.
 
     Returns:
         The number of values (), their mean (C,) and biased variance (C,).
@@ -237,28 +237,28 @@ def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Te
     """
     total = counts.sum()
     shares = counts / total  # (num_ranks, 1)
-    # Means are averaged as differences from one of them: equal means come out as they are.
+    # Average the differences from one of the means, so that equal means give exactly that mean.
     mean = means[0] + (shares * (means - means[0])).sum(0)
     return total, mean, m2s.sum(0) / total + (shares * (means - mean).square()).sum(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and M2 (C,) of this rank's x (N, C, ...); zeros for an empty batch."""
+    """Return mean and M2 (C,) of this rank's x (N, C, ...); zeros for an empty batch."""
     dims = _all_but_channels(x)
     mean = x.sum(dims) / max(1, x.numel() // x.size(1))
     return mean, (x - _per_channel(mean, x)).square_().sum(dims)
 
 
 def _gather_moments(x: Tensor, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-    """Number of values (), mean and biased variance (C,) over all ranks, by one all_gather."""
+    """Return the number of values (), mean and biased variance (C,) over all ranks, by one all_gather."""
     num_local, num_channels = x.numel() // x.size(1), x.size(1)
-    # A count above 2**24 is rounded in float32, as everything else is.
+    # A count above 2**24 is rounded in float32, as all other values are.
     mine = torch.cat([*_moments(x), x.new_full((1,), num_local)])  # (2C + 1,)
     mine = mine.to(transport.sending_device(x.device))
     rows = mine.new_empty(transport.size * mine.numel())
     transport.all_gather(rows, mine).wait()
     means, m2s, counts = rows.to(x.device).view(transport.size, -1).split([num_channels, num_channels, 1], 1)
-    if num_local <= 1:  # otherwise nobody needs to look, which on a GPU means to wait
+    if num_local <= 1:  # otherwise the total is above 1 anyway, and reading it would block on a GPU
         _check_enough(int(counts.sum()), transport)
     return pool_moments(counts, means, m2s)
 
@@ -275,7 +275,7 @@ def _check_enough(num_values: int, transport: Transport) -> None:
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """(x, weight, bias, eps, transport) -> y, and over all ranks the mean, the biased variance, the count."""
+    """An autograd function: (x, weight, bias, eps, transport) -> (y, mean, biased variance, count), over all ranks."""
 
     @staticmethod
     def forward(
@@ -286,7 +286,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), num_values)
         ctx.transport = transport
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # The kernel of eval mode: normalize by given statistics.
+        # Use the kernel of eval mode, which normalizes by given statistics.
         y = F.batch_norm(x, mean, var, _as(weight, mean), _as(bias, mean), eps=eps)
         ctx.mark_non_differentiable(mean, var, num_values)
         return y, mean, var, num_values

@@ -1,4 +1,4 @@
-"""Plans and records, put into words. Nothing decides by these words.
+"""Plans and records as text. No decision depends on this text.
 
 Imports: words, records, contract, gradients.
 

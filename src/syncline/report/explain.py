@@ -1,7 +1,7 @@
-"""Puts a synchronization into words: the contract's rows and the timeline of one step.
+"""Describe a synchronization as text: the rows of the contract and the timeline of one step.
 
-Pure functions of what is planned (`Plan`, bucket plans) and what was recorded (`Evidence`). Before the first step
-they speak of the plan, afterwards of the record.
+These are pure functions of plans (`Plan`, bucket plans) and records (`Evidence`). Before the first step they describe
+the plan, afterwards the record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Evidence", "Plan", "ReplicaRule", "Sizes", "contract_of", "explain"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much there is of what."""
+    """The numbers and sizes of parameters, gradients and buffers."""
 
     num_parameters: int
     parameter_bytes: int
@@ -31,7 +31,7 @@ class Sizes:
 
 
 class ReplicaRule(NamedTuple):
-    """How replicas are compared."""
+    """The rule for comparing replicas."""
 
     every: int
     on_divergence: str
@@ -39,7 +39,7 @@ class ReplicaRule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is known when a module is wrapped."""
+    """The settings that are known when a module is wrapped."""
 
     module: str
     transport: str
@@ -56,42 +56,42 @@ class Plan:
     """How gradients are encoded."""
     reduce_dtype: str | None = None
     optimizers: tuple[str, ...] = ()
-    """Those that were attached."""
+    """The attached optimizers."""
     sharded: bool = False
-    """Each rank reduces and steps its share."""
+    """Whether each rank reduces and updates only its shard."""
     num_reducing: int | None = None
-    """Ranks that average gradients among themselves, where that is not all of them."""
+    """Number of ranks that average gradients with each other, if that is not all of them."""
     rules: Rules | None = None
-    """What a strategy under which replicas drift promises."""
+    """The rules of a strategy under which replicas drift."""
     replica_check: ReplicaRule | None = None
-    """Within how many steps replicas are compared, and what happens where they differ."""
+    """The number of steps within which replicas are compared, and the action if they differ."""
     on_nonfinite: str = "ignore"
-    """What becomes of gradients that are not finite."""
+    """The action for gradients that are not finite."""
     metrics: tuple[str, ...] = ()
-    """Those that `ddp.report` was given."""
+    """The metrics that `ddp.report` was given."""
     has_buffer_hook: bool = False
-    """A hook of the user's synchronizes buffers."""
+    """Whether a user's hook synchronizes buffers."""
     num_copies: int = 0
-    """Of sharded parameters: one in the memory of each host, for all its ranks; 0 where each rank has its own."""
+    """Number of copies of sharded parameters, one in each host's memory for its ranks; 0 if each rank has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What was recorded on one rank."""
+    """The records of one rank."""
 
     rank: int
     backward: BackwardRecord | None
     buffers: BufferRecord | None
     round: RoundRecord | None = None
-    """The last meeting of parameters, under a strategy that has such."""
+    """The last parameter sync, under a strategy that has them."""
     next_round: int | None = None
-    """After which step the next one is, if that is known."""
+    """The step after which the next parameter sync takes place, if known."""
     met_at: Mapping[str, int] = field(default_factory=dict)
-    """After which step parameters, buffers and optimizers met last."""
+    """The steps after which parameters, buffers and optimizers were last synchronized."""
     replicas_compared: tuple[int, bool] | None = None
     """The step of the last comparison of replicas, and whether they were equal."""
     num_repairs: int = 0
-    """How often replicas were made equal because they were not."""
+    """Number of times that replicas were made equal because they differed."""
 
 
 _NONFINITE_WORDS = {
@@ -107,7 +107,7 @@ _BUFFER_WORDS = {"broadcast": "broadcast from rank 0", "average": "average, stat
 
 
 def contract_of(plan: Plan, evidence: Evidence | None = None) -> Contract:
-    """The contract of a plan; with evidence, each row also says what was last done."""
+    """Return the contract of a plan; with evidence, each row also has the last action."""
     ranks = format_count(plan.num_ranks, "rank")
     where = f"{ranks} on {format_count(plan.num_hosts, 'host')}" if plan.num_ranks > 1 else "1 rank alone"
     if plan.rules is not None:
@@ -192,7 +192,7 @@ def _parameters_row(plan: Plan) -> Row:
 
 
 def _acting_rules(plan: Plan) -> Rules | None:
-    """A strategy's, unless there is nobody to meet."""
+    """Return the strategy's rules; None if there is no strategy, or if it does nothing on a single rank."""
     return plan.rules if plan.rules is not None and (plan.num_ranks > 1 or plan.rules.acts_alone) else None
 
 
@@ -268,7 +268,7 @@ def _metrics_row(plan: Plan) -> Row:
 
 
 def _replica_rows(plan: Plan) -> list[Row]:
-    """How it is checked that replicas are equal, where that was asked for."""
+    """Return the row about comparing replicas, if that was requested."""
     rule = plan.replica_check
     if rule is None:
         return []
@@ -370,7 +370,7 @@ def _last_compared(evidence: Evidence) -> str:
 
 
 def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names: Sequence[str]) -> str:
-    """One step as a timeline, in words."""
+    """Describe one step as a timeline."""
     backward = evidence.backward
     if backward is None:
         heading = "One step, as planned (none has run yet)"
@@ -532,7 +532,7 @@ def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[tuple[str, 
 
 
 def _sent_by(plan: Plan) -> str:
-    """How a bucket travels; what is sharded has no other way, hooks are refused."""
+    """Return the text for how a bucket is sent; sharded gradients are never sent by hooks, which are refused."""
     if plan.compression is not None:
         return f"sent by {plan.compression}"
     return "reduced, each rank its share," if plan.sharded else "sent by all_reduce"
@@ -556,7 +556,7 @@ def _end_of_backward(plan: Plan) -> str:
     )
 
 
-# ---------------------------------------------------------------------- small words
+# ---------------------------------------------------------------------- helpers
 
 
 def _size(num_tensors: int, num_bytes: int) -> str:
@@ -568,7 +568,7 @@ def _mean(backward: BackwardRecord) -> str:
 
 
 def _without_repeats(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The phase is named once."""
+    """Return the entries with each phase named only once."""
     shown = []
     previous = ""
     for phase, text in entries:

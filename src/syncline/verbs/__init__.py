@@ -1,6 +1,6 @@
-"""Synchronization without a wrapper and without a backward: functions to call when you want it.
+"""Functions that synchronize tensors when they are called, without a wrapper and without a backward.
 
-Each is a collective: every rank of the group has to call it, in the same order.
+Each function is a collective: every rank of the group must call it, in the same order.
 
 Imports: errors, words, differences, checks, trees, user_code, _torch, transport, session, optimizers, tensors,
 equality, gradients, sharded, buffers, checkpoint.
@@ -9,10 +9,10 @@ all_reduce.py      all_reduce_
 average.py         average_
 broadcast.py       broadcast_
 check_replicas.py  check_replicas
-common.py          what verbs share
-diverge.py         diverge: replicas that may differ on purpose
+common.py          helpers of several verbs
+diverge.py         diverge: let replicas drift apart on purpose
 keep_best.py       keep_best_
-metrics.py         mean, gather, barrier
+metrics.py         mean, barrier
 sync_gradients.py  sync_gradients_
 """
 

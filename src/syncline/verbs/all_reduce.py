@@ -1,4 +1,4 @@
-"""all_reduce_: every rank ends with the sum, the mean, ... over all ranks."""
+"""all_reduce_: reduce tensors over all ranks, in place."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def all_reduce_(target: T, op: ReduceOp = "sum", *, group: Group = None, async_o
 def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: bool = False) -> Any:
     """Reduce `target` over all ranks, in place; every rank ends with the same bits.
 
-    Tensors of one dtype and device travel together in few collectives, and no gradient flows through. Names, shapes and
-    dtypes are agreed on before anything is written. A single tensor on an engine that compares what the ranks call
-    (shared memory) is sent at once, and its shape is compared on the way.
+    Tensors of one dtype and device are sent together in few collectives. No gradient flows through. The ranks compare
+    names, shapes and dtypes before anything is written. On an engine that compares the ranks' calls (shared memory), a
+    single tensor is sent at once, and its shape is compared during the transfer.
 
     Args:
         target: see `broadcast_`. Of a module, its parameters and buffers.
         op: "sum", as in torch, "mean", "max", "min" or "product". Integers have no mean.
         group: see `broadcast_`.
-        async_op: return at once; `target` is not to be touched before the handle was waited for.
+        async_op: return at once; do not use `target` before waiting for the handle.
 
     Returns:
         `target`, or with async_op a handle with `.wait()`.
 
     Raises:
         ContractMismatch: the ranks' targets or operations differ; the same text on every rank.
-        TypeError: `target` is or contains something else; on every rank, if only one does so.
+        TypeError: `target` is or contains something else; on every rank, even if only one rank's target does.
         ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place; on every rank
             too.
 
@@ -73,7 +73,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
     transport = transport_of(group)
     with transport.turn:
         if isinstance(async_op, bool) and transport.sees_calls and _travels_alone(target, op):
-            # The ranks compare the shape on the way; the rest is part of what is called.
+            # `terms` makes the transfer compare shape and caller; the call itself names operation, dtype and size.
             work = transport.all_reduce(target, op, terms=_terms(target.shape, transport.turn.caller))
             if async_op:
                 return _Alone(work, target, lambda: _agreed(target, op, transport).run())
@@ -91,7 +91,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
 
 
 def _travels_alone(target: Any, op: str) -> bool:
-    """Whether a target can be sent as it is; it may differ from rank to rank."""
+    """Return whether a target can be sent directly; the answer may differ between ranks."""
     return (
         type(target) is Tensor
         and target.layout is torch.strided
@@ -104,12 +104,12 @@ def _travels_alone(target: Any, op: str) -> bool:
 
 
 def _terms(shape: torch.Size, caller: str) -> int:
-    terms = hash(shape)  # of numbers alone: the same in every process
+    terms = hash(shape)  # a hash of integers is the same in every process
     return (terms + zlib.crc32(caller.encode()) if caller else terms) or 1
 
 
 def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False) -> TensorReducer:
-    """What reduces `target`, now that all ranks have given the same."""
+    """Check that all ranks have given the same target, and return its reducer."""
     tensors: list[Tensor] = []
     lines: list[str] = []
     fault = None
@@ -127,12 +127,12 @@ def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool =
 
 
 class _Alone(Work):
-    """A tensor that travels alone, and without that the ranks had agreed.
+    """The work of a single tensor that was sent before the ranks compared their calls.
 
     Args:
-        work: the transport's.
+        work: the transport's work.
         target: the tensor.
-        again: what to do where the ranks did not call the same.
+        again: called if the ranks' calls differ; it compares them in full and reduces again.
     """
 
     def __init__(self, work: Work, target: Tensor, again: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""average_: every rank ends with the weighted mean of what all have.
+"""average_: replace tensors by their weighted mean over all ranks, in place.
 
-Recognizing tensors for which something was planned before, without holding on to them.
+`Likeness` recognizes the tensors of an earlier call, so that its plan can be used again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ __all__ = ["Likeness", "average_"]
 
 
 class Likeness:
-    """By which the named tensors of a target are recognized: nothing but their values has changed.
+    """A record of named tensors, used to recognize them later when only their values have changed.
 
-    What was derived from their names, types, shapes, strides, dtypes, devices and places in memory holds for as long as
-    they fit. Tensors are not referred to, not even weakly: a module may give them up, `tensor.data = other` frees the
-    memory as it always does, and `torch.utils.swap_tensors` works (it refuses tensors with weak references).
+    A plan derived from their names, types, shapes, strides, dtypes, devices and addresses stays valid while they fit
+    this record. It keeps no references to the tensors, not even weak ones. So a module can release its tensors,
+    `tensor.data = other` frees memory as usual, and `torch.utils.swap_tensors` works (it refuses tensors with weak
+    references).
 
     Args:
         walked: names and dense tensors, as from `walk`.
@@ -68,13 +69,13 @@ class Likeness:
         ]
 
     def fits(self, walked: Sequence[tuple[str, Tensor]]) -> bool:
-        """Whether these are they: 0.05 ms for 77 tensors, a fifth of describing and planning them anew."""
+        """Return whether these are the recorded tensors; 0.05 ms for 77 tensors, a fifth of planning them again."""
         if len(walked) != len(self._known):
             return False
         for (name, tensor), known in zip(walked, self._known, strict=True):
             known_name, kind, place, shape, strides, dtype, device, is_conj, is_neg = known
             if (
-                tensor.layout is not torch.strided  # what is sparse has no place to ask for
+                tensor.layout is not torch.strided  # a sparse tensor has no address
                 or _place(tensor) != place
                 or type(tensor) is not kind
                 or tensor.dtype is not dtype
@@ -90,7 +91,7 @@ class Likeness:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where it is; of an empty one, which it is, for what occurs twice counts once."""
+    """Return the address of a tensor, or its id if it is empty, because empty tensors have no distinct address."""
     return tensor.data_ptr() or id(tensor)
 
 
@@ -124,26 +125,26 @@ def average_(target: T, weight: float | Tensor = 1.0, *, group: Group = None, as
 def average_(
     target: Any, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Make `target` its weighted mean over the ranks, in place; every rank ends with the same bits.
+    """Replace `target` by its weighted mean over the ranks, in place; every rank ends with the same bits.
 
-    Floating tensors become sum(weight * value) / sum(weight), right to rounding: 16-bit ones are added up in fp32. With
-    equal weights that is the plain mean; replicas that are equal on 2, 4, 8, ... ranks then stay as they are, bit for
-    bit (on other numbers of ranks, or with other weights, a last bit may change: on all ranks alike). Tied tensors stay
-    tied and count once. Writing counts as an in-place change for autograd. Weights and fingerprint travel in one
-    collective, tensors fused by dtype and device, with at most two packed copies of 32 MiB at a time.
+    Floating-point tensors become sum(weight * value) / sum(weight), correct up to rounding; 16-bit tensors are summed
+    in fp32. With equal weights this is the plain mean. Replicas that are equal on 2, 4, 8, ... ranks then stay
+    unchanged, bit for bit; with other numbers of ranks or other weights a last bit may change, on all ranks alike.
+    Tied tensors stay tied and count once. For autograd, writing is an in-place change. One collective carries weights
+    and fingerprint. Tensors are fused by dtype and device, with at most two packed copies of 32 MiB at a time.
 
-    What has no mean: in a module, integers (BatchNorm's counter) become the maximum and a bool is true where it is
-    true on any rank that counts; a `running_var` is pooled with its `running_mean` (docs/buffers.md). In an optimizer,
-    step counts and other integers of the state become the maximum; settings of its parameter groups are left alone, but
-    have to be equal. In a plain tree integers are refused.
+    Values without a mean: in a module, integers (BatchNorm's counter) become the maximum, and a bool becomes true if
+    it is true on any rank with a weight above 0. A `running_var` is pooled with its `running_mean` (docs/buffers.md).
+    In an optimizer, step counts and other integers of the state become the maximum. The settings of its parameter
+    groups are not changed, but must be equal. In a plain tree integers are refused.
 
     Args:
         target: a Module (parameters and buffers), an Optimizer (its state, not the parameters), a Tensor, or nested
             dicts, lists and tuples of tensors.
-        weight: how much this rank counts: finite, at least 0. A rank of weight 0 contributes nothing, even if its
+        weight: the weight of this rank: finite, at least 0. A rank of weight 0 contributes nothing, even if its
             values are NaN, and gets the result.
         group: see `broadcast_`.
-        async_op: return at once; `target` is not to be touched before the handle was waited for.
+        async_op: return at once; do not use `target` before waiting for the handle.
 
     Returns:
         `target`, or with async_op a handle with `.wait()`.
@@ -151,8 +152,8 @@ def average_(
     Raises:
         ContractMismatch: the ranks' targets or settings differ; the same text on every rank.
         TypeError: `target` is or contains something else.
-        ValueError: a weight is negative, infinite or NaN, or all are 0; an integer in a plain tree; a tensor cannot be
-            written in place; a sharded optimizer; on every rank, if only one does so.
+        ValueError: a weight is negative, infinite or NaN, or all are 0; a plain tree has an integer; a tensor cannot
+            be written in place; or the optimizer is sharded. On every rank, even if the cause is on one.
 
     Example:
         >>> import torch, syncline as sl
@@ -188,10 +189,10 @@ def average_(
 
 
 def _averaged(target: Any) -> _Averaged:
-    """What of a target is averaged how.
+    """Determine how each tensor of a target is averaged.
 
     Raises:
-        TypeError, ValueError: it cannot be averaged.
+        TypeError, ValueError: the target cannot be averaged.
     """
     if isinstance(target, nn.Module):
         return _of_module(target)
@@ -203,16 +204,16 @@ def _averaged(target: Any) -> _Averaged:
 
 
 class _Averaged:
-    """Tensors of a target, by what becomes of them.
+    """The tensors of a target, grouped by the operation that is applied to them.
 
     Args:
-        lines: what the ranks have to agree on.
-        means: those that are replaced by their mean.
-        others: those of which there is none: they take the maximum, or are pooled.
+        lines: the description that must be equal on all ranks.
+        means: the tensors that are replaced by their mean.
+        others: the tensors without a mean; they take the maximum, or are pooled.
         pairs: running means and variances among `others`, to be pooled.
-        steps: step counts of an optimizer, and integers among `others` that stand for them.
-        numbers: an optimizer's, which are no tensors.
-        kept: what a module keeps from call to call.
+        steps: step counts of an optimizer, each with the integer among `others` that stands for it.
+        numbers: the numbers of an optimizer that are not tensors.
+        kept: the cached plan of a module.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class _Averaged:
         self._kept = kept
 
     def start(self, transport: Transport, share: float | None) -> Work:
-        """Everything under way at once. `share` is this rank's of the whole weight; None if all have the same."""
+        """Start all transfers at once; `share` is this rank's weight over the sum of weights, None if all are equal."""
         others = self._start_others(transport, share)
         return WorkThen([others, self._reducer(transport, share).start()], self._finish)
 
@@ -261,7 +262,7 @@ class _Averaged:
         return BufferAverage(self._others, self._pairs, transport, counts=share > 0, share=share)
 
     def _finish(self) -> None:
-        with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+        with torch.inference_mode():  # in which any tensor may be written, inference tensors included
             for step, twin in self._steps:
                 step.data.copy_(twin)
         if self._numbers is not None:
@@ -274,14 +275,14 @@ class _Averaged:
 
 
 class _Kept:
-    """What was found out about a module, for as long as its tensors are the same. It keeps none of them alive.
+    """A plan for averaging a module, valid while its tensors are the same; it keeps none of them alive.
 
     Args:
-        module: whose.
+        module: the module.
         walked: its tensors, as from `walk`.
 
     Raises:
-        ValueError: it cannot be averaged.
+        ValueError: the module cannot be averaged.
     """
 
     def __init__(self, module: nn.Module, walked: Sequence[tuple[str, Tensor]]) -> None:
@@ -298,11 +299,11 @@ class _Kept:
         self.digest = fingerprint(_TITLE, self.lines)
         self.likeness = Likeness(walked)
         self.means = [place[i] for i, is_so in is_other.items() if not is_so]
-        """Which of `walked` are replaced by their mean."""
+        """The indices in `walked` of the tensors that are replaced by their mean."""
         self.others = [place[i] for i, is_so in is_other.items() if is_so]
         self.pairs = [(place[id(mean)], place[id(variance)]) for mean, variance in pairs]
         self.reduction: ReductionPlan | None = None
-        """How the means travelled last time."""
+        """The reduction plan of the last call."""
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()

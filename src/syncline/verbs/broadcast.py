@@ -1,4 +1,4 @@
-"""broadcast_: every rank ends with what one has."""
+"""broadcast_: copy tensors from one rank to all others, in place."""
 
 from __future__ import annotations
 
@@ -42,29 +42,28 @@ def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: bool) 
 
 
 def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool = False) -> Any:
-    """Make `target` what it is on rank `src`, in place, on every rank.
+    """Replace `target` by its value on rank `src`, in place, on every rank.
 
-    All dtypes travel together in few collectives. Tied weights stay tied. Of an optimizer, the tensors and the
-    numbers (learning rate, step counts) of its state and parameter groups are sent, not the parameters. Names,
-    shapes and dtypes are agreed on before anything is sent; strides may differ. Writing counts as an in-place
-    change for autograd, so a graph made before cannot give wrong gradients unnoticed. On `src` nothing is
-    written.
+    All dtypes are sent together in few collectives. Tied weights stay tied. Of an optimizer, the tensors and the
+    numbers (learning rate, step counts) of its state and parameter groups are sent, but not the parameters. The ranks
+    compare names, shapes and dtypes before anything is sent; strides may differ. For autograd, writing is an in-place
+    change, so a graph recorded before raises an error instead of giving wrong gradients. On `src` nothing is written.
 
     Args:
         target: a Module (parameters and buffers), an Optimizer, a Tensor, or nested dicts, lists and tuples of
             tensors.
-        src: whose values: a global rank, as in torch (with a Syncline transport: a rank of it).
+        src: the rank to copy from: a global rank, as in torch (with a Syncline transport: a rank of it).
         group: the group to broadcast in: a `torch.distributed` process group, a Syncline transport, or None for
-            the default group (or a world of one, where torch.distributed is not initialised).
-        async_op: return at once; `target` is not to be touched before the handle was waited for.
+            the default group (or a world of one, if torch.distributed is not initialised).
+        async_op: return at once; do not use `target` before waiting for the handle.
 
     Returns:
         `target`, or with async_op a handle with `.wait()`.
 
     Raises:
         ContractMismatch: the ranks' targets or sources differ; the same text on every rank.
-        TypeError: `target` is or contains something else than the above, or `src` is no integer; on every rank,
-            if only one does so.
+        TypeError: `target` is or contains something else than the above, or `src` is not an integer; on every rank,
+            even if the cause is on one.
         ValueError: a tensor cannot be written in place, or `src` is not a rank of the group; on every rank too.
 
     Example:
@@ -92,13 +91,13 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
 
 
 class Replaced:
-    """What becomes that of one rank: the tensors of a target, and the numbers of an optimizer.
+    """The values that a broadcast replaces: the tensors of a target, and the numbers of an optimizer.
 
     Args:
         target: see `broadcast_`.
 
     Raises:
-        TypeError, ValueError: it cannot be broadcast.
+        TypeError, ValueError: the target cannot be broadcast.
     """
 
     def __init__(self, target: Any) -> None:
@@ -106,7 +105,7 @@ class Replaced:
         self._tensors: list[Tensor] = [tensor for _, tensor in named]
         self._numbers: OptimizerNumbers | None = None
         self.lines = describe_tensors(named, kind="tensor", layout=False)
-        """What the ranks have to agree on."""
+        """The description that must be equal on all ranks."""
         if is_sharded(target):
             raise ValueError(
                 "this optimizer is sharded: each rank has state for its own share, and nothing of it is equal. "
@@ -118,7 +117,7 @@ class Replaced:
             self.lines += self._numbers.lines
 
     def start(self, transport: Transport, src_rank: int) -> Work:
-        """Broadcast, everything under way at once."""
+        """Start all broadcasts at once."""
         return WorkThen(
             [TensorBroadcaster(self._tensors, transport).start(src_rank)],
             lambda: self._finish(is_source=transport.rank == src_rank),

@@ -1,4 +1,4 @@
-"""check_replicas: are the replicas equal, bit for bit?"""
+"""check_replicas: verify that the replicas are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _REMEDY = "Call it with the same tree of tensors on every rank. (Of tied tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaReport:
-    """What `check_replicas` compared, and what it found to differ where the contract allows it.
+    """The result of `check_replicas`: what was compared, and what differs as the contract allows.
 
     Attributes:
-        num_ranks: that were compared.
-        num_compared: tensors and numbers.
-        may_differ: names of those that differ and may: buffers after a forward, parameters between two meetings,
-            tensors under `ignore=`.
+        num_ranks: number of ranks compared.
+        num_compared: number of tensors and numbers compared.
+        may_differ: names of tensors that differ and may differ: buffers after a forward, parameters between two
+            parameter syncs, tensors under `ignore=`.
 
     Example:
         >>> print(ReplicaReport(num_ranks=2, num_compared=7, may_differ=("1.running_mean",)))
@@ -77,30 +77,37 @@ class ReplicaReport:
 def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
     """Raise if `target` is not the same on all ranks, bit for bit.
 
-    Each rank boils its tensors down to numbers of 64 bits, by exact integer arithmetic on the device that they are on;
-    memory for copies is bounded. Replicas that are equal cost one small collective; where they are not, some more find
-    the elements. Equal means the same bits: 0.0 and -0.0 differ, and so do NaNs with different payloads. A difference
-    is missed with a probability of about 2**-64. Nothing is changed.
+    Each rank reduces its tensors to numbers of 64 bits, by exact integer arithmetic on the tensors' own device. Memory
+    for copies is bounded. Equal replicas cost one small collective; if they differ, a few more locate the elements.
+    Equal means the same bits: 0.0 and -0.0 differ, and so do NaNs with different payloads. A difference is missed with
+    a probability of about 2**-64. Nothing is changed.
 
     Args:
-        target: a Module (parameters and buffers; of a wrapped one, what its contract says is equal now: `ddp.module` is
-            compared whole), an Optimizer (tensors and numbers of its state and of its parameter
-            groups), a Tensor, or nested dicts, lists and tuples of tensors. Tied tensors are looked at once. Of a
-            `TrainState`: its step, its modules, optimizers, scheduler and scaler; not what is each rank's own (random
-            numbers, the sampler's place, a share of a sharded optimizer, floats of an optimizer's state, other objects
-            of yours), nor what a wrapped module's contract lets differ (buffers after a forward; what `ignore=` names
-            and the optimizer's state of it; under a strategy that lets replicas drift, the scaler, the state of the
-            optimizer and, between two meetings, parameters).
+        target: one of these. Tied tensors are compared once.
+
+            A Module: its parameters and buffers. Of a wrapped one, only what its contract guarantees to be equal now
+            must be equal; of `ddp.module`, everything.
+
+            An Optimizer: the tensors and numbers of its state and of its parameter groups.
+
+            A Tensor, or nested dicts, lists and tuples of tensors.
+
+            A `TrainState`: its step, modules, optimizers, scheduler and scaler. Per-rank state is left out: random
+            numbers, the sampler's position, a shard of a sharded optimizer, floats of an optimizer's state, and
+            further objects of yours. So is whatever a wrapped module's contract lets differ: buffers after a forward,
+            tensors under `ignore=` and their optimizer state. Under a strategy that lets replicas drift these are also
+            the scaler, the optimizer's state and, between two parameter syncs, parameters.
         group: see `broadcast_`.
 
     Returns:
-        What was compared, the same on every rank. `print` it: what the contract of a wrapped module lets differ, and
-        does, is a note there (BatchNorm's buffers after a forward; under `sl.LocalSGD`, say, parameters between two
-        meetings; what `ignore=` names).
+        A report of what was compared, the same on every rank. If you print it, it ends with a note of what differs as
+        the contract of a wrapped module allows (BatchNorm's buffers after a forward; parameters between two parameter
+        syncs, for example under `sl.LocalSGD`; tensors under `ignore=`).
 
     Raises:
-        ReplicaDivergence: something differs that has to be equal: the first tensors in the target's order, the
-            elements, how many there are, and which ranks are in the minority; the same text on every rank.
+        ReplicaDivergence: values differ that must be equal. The message has the first tensors in the target's order,
+            their differing elements and how many there are, and the ranks in the minority; it is the same on every
+            rank.
         ContractMismatch: the ranks' targets have different names, shapes or dtypes; the same text on every rank.
         TypeError, ValueError: `target` is or contains something else, or is a sharded optimizer; on every rank.
 
@@ -147,19 +154,19 @@ def _without(places: Set[int], values: Sequence[Any]) -> list[Any]:
 
 
 class _Read:
-    """What is compared, as it was found."""
+    """The values to compare, with their names and the rules for them."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.values: list[Any] = []
         """Tensors and numbers."""
         self.lines: list[str] = []
-        """What has to be the same before anything can be compared."""
+        """The description that must be equal on all ranks before values can be compared."""
         self.may_differ: set[int] = set()
-        """Places of tensors that the contract of a wrapped module lets differ now."""
+        """Indices of the tensors that the contract of a wrapped module lets differ now."""
 
     def add(self, target: Any) -> None:
-        """Of a module, an optimizer or a tree of tensors: all of it."""
+        """Add all of a module, an optimizer or a tree of tensors."""
         if is_sharded(target):
             raise ValueError(
                 "this optimizer is sharded: each rank has state for its own share, which no other has"
@@ -174,17 +181,17 @@ class _Read:
                 if any(one.has_diverged and not one.is_open for one in divergences_around(wrapper.module)):
                     equal.update(
                         id(parameter) for parameter in wrapper.parameters()
-                    )  # see whether they have met
+                    )  # to detect whether drifted replicas are equal again
             self.may_differ = {place for place, value in enumerate(self.values) if id(value) not in equal}
 
     def add_optimizer(self, optimizer: Optimizer, prefix: str = "", *, own: Set[int] | None = None) -> None:
-        """Its tensors and numbers; those alone that every rank has the same of, where it is said what is a rank's own.
+        """Add an optimizer's tensors and numbers, but only those that are equal on all ranks if `own` is given.
 
         Args:
-            optimizer: which.
-            prefix: of names.
-            own: ids of the parameters that each rank steps by itself. Floats of the state are a rank's own then, too,
-                as the last loss that LBFGS remembers.
+            optimizer: the optimizer.
+            prefix: a prefix for names.
+            own: ids of the parameters that each rank updates independently. If given, floats of the state count as
+                per rank as well, such as the last loss that LBFGS remembers.
         """
         left_out = () if own is None else _of_a_rank(optimizer, own)
         found = [
@@ -204,14 +211,14 @@ class _Read:
                 self.values.append(leaf)
 
     def add_tensors(self, named: Sequence[tuple[str, Tensor]], prefix: str) -> None:
-        """Some tensors."""
+        """Add tensors, with a prefix for their names."""
         prefixed = [(prefix + name, tensor) for name, tensor in named]
         self.lines += describe_tensors(prefixed, kind="tensor", layout=False)
         self.names += [name for name, _ in prefixed]
         self.values += [tensor for _, tensor in prefixed]
 
     def add_state(self, state: TrainState) -> None:
-        """What all ranks have in common."""
+        """Add the parts of a TrainState that must be equal on all ranks."""
         self.names.append("step")
         self.values.append(state.step)
         wrappers = _wrappers(state)
@@ -239,7 +246,7 @@ class _Read:
 
 
 def _wrappers(state: TrainState) -> list[Any]:
-    """Those by torch or Syncline among what is named, and inside of it."""
+    """Return the modules wrapped by torch or Syncline among the named ones and inside of them."""
     modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
     return [part for one in modules for part in _wrapped_in(one)]
 
@@ -249,19 +256,19 @@ def _wrapped_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
 
 
 def _is_drifting(wrapper: nn.Module) -> bool:
-    """Whether ranks step the replicas of a wrapped module differently; torch's wrapper never lets them."""
+    """Return whether ranks update the replicas of a wrapped module differently; torch's wrapper never lets them."""
     replica = replica_of(wrapper)
     return replica is not None and replica.is_drifting
 
 
 def _in_common(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """What all ranks have the same of, by name: all, but what contracts of wrappers inside let differ."""
+    """Return the tensors of a module that must be equal on all ranks, by name, according to the wrappers inside."""
     if isinstance(module, DistributedDataParallel):
         replica = replica_of(module)
         if replica is not None:
             return replica.equal_tensors()
         ignored = module.parameters_to_ignore
-        # torch's: buffers differ after a forward.
+        # Under torch's wrapper, buffers differ after a forward.
         return [(name, p) for name, p in module.module.named_parameters() if name not in ignored]
     wrapped = {
         name: part for name, part in module.named_modules() if isinstance(part, DistributedDataParallel)
@@ -280,7 +287,7 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
 
 
 def _of_a_rank(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
-    """How the paths of the state of these parameters begin."""
+    """Return the prefixes of the paths to the state of these parameters."""
     places = enumerate(parameters_of(optimizer))
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)
 

@@ -1,4 +1,4 @@
-"""What verbs have in common."""
+"""Helpers of several verbs: groups, source ranks, and work with a final action."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Group = dist.ProcessGroup | Transport | None
 
 
 def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
-    """The rank of `transport` that global rank `src` is."""
+    """Return the rank in `transport` of global rank `src`."""
     rank = checked_count("src", src)
     ranks = list(range(transport.size))
     if isinstance(group, dist.ProcessGroup):
@@ -35,15 +35,15 @@ def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
 
 
 def global_rank(rank: int, group: Group) -> int:
-    """The rank that torch calls rank `rank` of a group; of a transport it is `rank` itself."""
+    """Return torch's global rank of rank `rank` in a group; for a transport, `rank` itself."""
     return dist.get_process_group_ranks(group)[rank] if isinstance(group, dist.ProcessGroup) else rank
 
 
 def refuse_one_copy(target: Any) -> None:
-    """Raise if a module has parameters of which there is one copy for several ranks, which is equal already.
+    """Raise if ranks share one copy of a module's parameters, which are therefore equal already.
 
     Raises:
-        ValueError: it has.
+        ValueError: they do.
     """
     if isinstance(target, nn.Module) and has_one_copy(target):
         raise ValueError(
@@ -53,11 +53,11 @@ def refuse_one_copy(target: Any) -> None:
 
 
 class WorkThen(Work):
-    """Work, all of it, that is followed by something, once.
+    """Several works, followed by one final action.
 
     Args:
-        works: what is waited for, one after the other.
-        then: what is done when all is there.
+        works: the works, waited for one after the other.
+        then: called once, after all works are complete.
     """
 
     def __init__(self, works: Sequence[Work], then: Callable[[], None]) -> None:

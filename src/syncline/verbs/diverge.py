@@ -1,7 +1,4 @@
-"""Replicas that drift apart on purpose (`sl.diverge`), and whether they have met since.
-
-diverge: let replicas drift apart on purpose.
-"""
+"""diverge: let replicas drift apart on purpose, and track whether they have been made equal since."""
 
 from __future__ import annotations
 
@@ -28,13 +25,13 @@ _known: weakref.WeakSet[Divergence] = weakref.WeakSet()
 
 
 class Divergence:
-    """Whether the replicas of one wrapped module are drifting apart on purpose, or have done so.
+    """The record of whether the replicas of one wrapped module drift, or have drifted, apart on purpose.
 
     Args:
         module: the module inside of the wrapper.
-        transport: between the ranks.
-        on_change: called when drifting begins and when it ends, with whether it goes on now.
-        on_met: called when a verb has written all its parameters, so that they are equal.
+        transport: the transport between the ranks.
+        on_change: called when drifting begins (with True) and when it ends (with False).
+        on_met: called when a verb has made all parameters equal.
     """
 
     def __init__(
@@ -45,9 +42,9 @@ class Divergence:
         on_met: Callable[[], object],
     ) -> None:
         self.is_open = False
-        """Whether nothing is synchronized now."""
+        """Whether synchronization is off now."""
         self.has_diverged = False
-        """Whether replicas have drifted on purpose, and nothing has made them equal since."""
+        """Whether replicas have drifted on purpose and have not been made equal since."""
         self._module = weakref.ref(module)
         self._transport = transport
         self._on_change = on_change
@@ -56,12 +53,12 @@ class Divergence:
             _known.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether it is this module's."""
+        """Return whether this is the record of `module`."""
         return self._module() is module
 
     @contextmanager
     def drifting(self) -> Iterator[None]:
-        """Synchronize nothing inside. A collective call on entering."""
+        """Turn synchronization off inside this context. Entering is a collective call."""
         title = f"sl.diverge of {self._title()}"
         fault = None
         if self.is_open:
@@ -77,10 +74,10 @@ class Divergence:
             self._on_change(False)
 
     def check_met(self) -> None:
-        """Raise if the next synchronization would take replicas for equal that have drifted apart.
+        """Raise if the next synchronization would treat drifted replicas as equal.
 
         Raises:
-            SynclineError: they have; on every rank.
+            SynclineError: the replicas have drifted; on every rank.
         """
         if self.has_diverged and not self.is_open:
             raise SynclineError(
@@ -91,23 +88,23 @@ class Divergence:
             )
 
     def covers(self, ids: set[int]) -> bool:
-        """Whether all its parameters are among these."""
+        """Return whether all of the module's parameters are among these ids."""
         module = self._module()
         return module is not None and all(id(parameter) in ids for parameter in module.parameters())
 
     def met(self, *, by_writing: bool) -> None:
-        """All its parameters are equal on all ranks now."""
+        """Record that all of the module's parameters are equal on all ranks now."""
         self.has_diverged = False
         if by_writing:
             self._on_met()
 
     @property
     def module_id(self) -> int:
-        """By which its module is found."""
+        """The id of the module."""
         return id(self._module())
 
     def is_around(self, module: nn.Module) -> bool:
-        """Whether a module is a part of its module, or has it as a part, or is that itself."""
+        """Return whether `module` is the recorded module, one of its parts, or contains it."""
         own = self._module()
         return own is not None and (
             any(part is module for part in own.modules()) or any(part is own for part in module.modules())
@@ -118,17 +115,17 @@ class Divergence:
 
 
 def divergences_around(module: nn.Module) -> list[Divergence]:
-    """Those of wrapped modules that a module is a part of, or has as parts, or is."""
+    """Return the records of wrapped modules that are `module` itself, contain it, or are parts of it."""
     with _lock:
         return [one for one in _known if one.is_around(module)]
 
 
 def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
-    """These tensors are equal on all ranks now; of a module that goes on drifting it does not count.
+    """Record that these tensors are equal on all ranks now; modules that are still drifting are not affected.
 
     Args:
-        tensors: which.
-        by_writing: whether they were made so, and not only found to be.
+        tensors: the tensors.
+        by_writing: whether they were made equal, rather than found to be equal.
     """
     with _lock:
         known = [one for one in _known if not one.is_open]
@@ -141,22 +138,23 @@ def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
 
 
 def diverge(module: nn.Module) -> AbstractContextManager[None]:
-    """A context in which nothing of a wrapped module is synchronized, so that its replicas drift apart.
+    """Turn off all synchronization of a wrapped module inside a context, so that its replicas drift apart.
 
-    Neither gradients nor buffers nor parameters are sent inside, whatever the strategy is: each rank perturbs its
-    weights, trains, or evaluates by itself. After it, bring the replicas together by `sl.average_`, `sl.keep_best_` or
-    `sl.broadcast_` (and the optimizer, if it has stepped): a forward whose gradients are to be reduced before they have
-    met is an error on every rank, and nothing makes them equal behind your back. `docs/strategies.md` has a recipe.
+    Inside, no gradients, buffers or parameters are sent, whatever the strategy is: each rank perturbs its weights,
+    trains, or evaluates independently. Afterwards, make the replicas equal by `sl.average_`, `sl.keep_best_` or
+    `sl.broadcast_` (and the optimizer as well, if it has stepped). Until then, a forward whose gradients are to be
+    reduced raises an error on every rank; replicas are never made equal automatically. `docs/strategies.md` has a
+    recipe.
 
-    A collective call on entering.
+    Entering is a collective call.
 
     Args:
-        module: a `sl.DistributedDataParallel`, the module inside, or one that has such wrappers as parts. Of a bare
-            module that nothing wraps nothing is synchronized anyway.
+        module: a `sl.DistributedDataParallel`, the module inside, or a module that has such wrappers as parts. For a
+            module without wrappers the context has no effect.
 
     Raises:
-        TypeError: not a module, or torch's own wrapper.
-        ValueError: it is a part of what is wrapped, or drifts already; or its parameters are one copy for several ranks
+        TypeError: it is not a module, or torch's own wrapper.
+        ValueError: it is a part of a wrapped module, or drifts already; or ranks share one copy of its parameters
             (`sl.share_`, `sharded=True`).
 
     Example:
@@ -186,7 +184,8 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
             f"this {type(module).__name__} is a part of a module that is wrapped as a whole: give that one"
         )
     refuse_one_copy(inner)
-    return _all_drifting(sorted(found, key=lambda one: position[one.module_id]))  # as on every rank
+    # Sort, so that every rank uses the same order.
+    return _all_drifting(sorted(found, key=lambda one: position[one.module_id]))
 
 
 @contextmanager

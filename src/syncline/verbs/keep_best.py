@@ -1,4 +1,4 @@
-"""keep_best_: every rank ends with what the rank with the best score has."""
+"""keep_best_: copy the values of the rank with the best score to all ranks, in place."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ _SCORE = struct.Struct("<d")
 def keep_best_(
     target: Any, score: float | Tensor, mode: Literal["max", "min"] = "max", *, group: Group = None
 ) -> int:
-    """Make `target` what it is on the rank with the best score, in place, on every rank.
+    """Replace `target` by its value on the rank with the best score, in place, on every rank.
 
-    The scores travel with the agreement on names, shapes and dtypes, in one collective; then the best rank's values are
-    sent as by `broadcast_`.
+    One collective carries the scores and compares names, shapes and dtypes. Then the best rank's values are sent as by
+    `broadcast_`.
 
     Args:
         target: a Module, an Optimizer, a Tensor, or nested dicts, lists and tuples of tensors; see `broadcast_`.
-        score: this rank's: a number, or a tensor of one. NaN never wins.
+        score: this rank's score: a number, or a tensor with one element. NaN never wins.
         mode: "max" if a high score is good, "min" if a low one is.
         group: see `broadcast_`.
 
     Returns:
-        The best rank, the lowest of several: a global rank, as in torch (with a Syncline transport: a rank of it).
+        The best rank, or the lowest of several equally good ones: a global rank, as in torch (with a Syncline
+        transport: a rank of it).
 
     Raises:
         ContractMismatch: the ranks' targets or modes differ; the same text on every rank.
-        TypeError: `target` is or contains something else, or `score` is no number.
-        ValueError: an unknown mode, all scores are NaN, or a tensor cannot be written in place; on every rank.
+        TypeError: `target` is or contains something else, or `score` is not a number.
+        ValueError: the mode is unknown, all scores are NaN, or a tensor cannot be written in place; on every rank.
 
     Example:
         >>> import torch, syncline as sl
@@ -72,14 +73,15 @@ def keep_best_(
                 f"{_TITLE}: the score is NaN on all {transport.size} rank(s), so none is best, and nothing was sent"
             )
         choose = max if mode == "max" else min
-        best = choose(candidates, key=scores.__getitem__)  # of several the first, which is the lowest rank
+        # Of equal scores this is the first, so the lowest rank.
+        best = choose(candidates, key=scores.__getitem__)
         if transport.size > 1:
             replaced.run(transport, best)
         return global_rank(best, group)
 
 
 def _checked_score(score: Any) -> float:
-    """A real number, which may be infinite or NaN."""
+    """Return the score as a real number, which may be infinite or NaN."""
     number = number_in(score)
     is_nan = isinstance(number, float) and math.isnan(number)
     return math.nan if is_nan else checked_number("score", number, finite=False)

@@ -1,10 +1,8 @@
-"""Weighted means of numbers and tensors over ranks, the same bits on every rank.
+"""mean and barrier: collectives that change nothing in place.
 
-Small values are gathered as float64 and added up in rank order by every rank itself. Up to eight of them travel
-in the one record that also carries the weight and the fingerprint of the structure, so that the usual
-`mean(loss, weight=len(batch))` is a single collective. Large tensors are reduced by all_reduce, scaled first.
-
-What ranks tell each other without changing anything in place: mean, and barrier.
+`mean` gives the same bits on every rank. Small values are gathered as float64, and every rank sums them in rank
+order. Up to eight of them are sent in the record that also carries the weight and the fingerprint of the structure, so
+the usual `mean(loss, weight=len(batch))` is a single collective. Large tensors are scaled, then reduced by all_reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ __all__ = ["barrier", "checked_total", "mean", "weighted_mean"]
 
 
 _LARGE_NUMEL = 4096
-"""Tensors from this size on are reduced, not gathered."""
+"""Tensors with at least this many elements are reduced instead of gathered."""
 
 _REMEDY = "Give every rank the same keys, shapes and dtypes."
 
@@ -40,7 +38,7 @@ _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
 
 
 def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
-    """The mean of every leaf over the ranks; see `syncline.mean`, which says what it takes and raises."""
+    """Return the mean of every leaf over the ranks; see `syncline.mean` for arguments and errors."""
     lines: list[str] = []
     found: list[Any] = []
     row = torch.empty(0, dtype=torch.float64)
@@ -67,7 +65,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     return map_leaves(values, lambda path, leaf: next(results))
 
 
-# ---------------------------------------------------------------------- what comes in
+# ---------------------------------------------------------------------- input
 
 
 def _described(values: Any) -> tuple[list[str], list[Any]]:
@@ -92,7 +90,7 @@ def _is_large(leaf: Any) -> bool:
 
 
 def _as_row(leaf: Any) -> Tensor:
-    """(numel,) float64 on the CPU; a complex number counts as two."""
+    """Return a leaf as (numel,) float64 on the CPU; a complex number becomes two values."""
     if not isinstance(leaf, Tensor):
         return torch.tensor([float(leaf)], dtype=torch.float64)
     if leaf.is_complex():
@@ -100,14 +98,14 @@ def _as_row(leaf: Any) -> Tensor:
     return leaf.detach().to("cpu", torch.float64).reshape(-1)
 
 
-# ---------------------------------------------------------------------- what is exchanged
+# ---------------------------------------------------------------------- exchange
 
 
 def checked_total(title: str, weights: Sequence[float]) -> float:
-    """The sum of the ranks' weights.
+    """Return the sum of the ranks' weights.
 
     Raises:
-        ValueError: nothing counts, or the sum is not finite.
+        ValueError: the sum is 0 or not finite.
     """
     total = sum(weights)
     if not 0 < total < math.inf:
@@ -119,11 +117,11 @@ def checked_total(title: str, weights: Sequence[float]) -> float:
 
 
 def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:
-    # A rank of weight 0 is left out, not multiplied by 0: its values may be NaN.
+    # A rank of weight 0 is left out instead of multiplied by 0, because its values may be NaN.
     parts = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight > 0]
     if len(parts) == 1:
         return parts[0][0]
-    # Multiply, then add: an add with a factor may or may not be fused, and ranks may differ in that.
+    # Multiply and add separately: an add with a factor may be fused on some ranks only, and round differently there.
     products = [row * weight for row, weight in parts]
     sums = products[0]
     for product in products[1:]:
@@ -132,10 +130,10 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
 
 
 def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> Iterator[Tensor]:
-    """The weighted means of large tensors, each by an all_reduce of this rank's share."""
+    """Yield the weighted means of large tensors, each by one all_reduce; `share` is this rank's relative weight."""
     started: list[tuple[Tensor, Work]] = []
     for tensor in tensors:
-        # 16-bit values and integers are added up in fp32 at least.
+        # Sum 16-bit values and integers in fp32 at least.
         dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
         part = torch.zeros(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
         if share > 0:
@@ -146,7 +144,7 @@ def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> I
         yield part
 
 
-# ---------------------------------------------------------------------- what goes out
+# ---------------------------------------------------------------------- output
 
 
 def _result_dtype(tensor: Tensor) -> torch.dtype:
@@ -154,7 +152,7 @@ def _result_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Iterator[Any]:
-    """A result for each leaf, of its kind, shape, dtype and device."""
+    """Yield a result for each leaf, with the leaf's kind, shape, dtype and device."""
     position = 0
     for leaf in found:
         if not isinstance(leaf, Tensor):
@@ -177,13 +175,13 @@ T = TypeVar("T")
 
 
 def barrier(group: Group = None) -> None:
-    """Return when every rank of the group has called it.
+    """Wait until every rank of the group has called this function.
 
     Args:
         group: see `broadcast_`.
 
     Raises:
-        CollectiveTimeout: a rank did not come before the deadline.
+        CollectiveTimeout: a rank did not call it before the deadline.
         CollectiveMismatch: a rank called something else.
     """
     transport = transport_of(group)
@@ -200,26 +198,26 @@ def mean(values: T, weight: float | Tensor = 1.0, *, group: Group = None) -> T: 
 
 
 def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> Any:
-    """The weighted mean of `values` over the ranks; the same bits on every rank.
+    """Return the weighted mean of `values` over the ranks; the same bits on every rank.
 
-    Up to eight numbers cost one collective, more of them two; each tensor of 4,096 elements or more one besides.
+    Up to eight numbers cost one collective, and more cost two. Each tensor of 4,096 elements or more costs one more.
 
     Args:
         values: a number, a tensor, or nested dicts, lists, tuples and dataclasses of them; names, shapes and
             dtypes must be the same on all ranks. Nothing is changed in place.
-        weight: how much this rank counts, say the number of items behind its values: finite, at least 0. A rank
+        weight: the weight of this rank, such as the number of items behind its values: finite, at least 0. A rank
             of weight 0 contributes nothing, even if its values are NaN.
         group: see `broadcast_`.
 
     Returns:
-        The same containers. Numbers (int and bool too) become float; tensors keep shape, dtype and device, but
-        integer and bool tensors become float32. Detached from autograd.
+        The same containers. Numbers (int and bool too) become float. Tensors keep shape, dtype and device, but
+        integer and bool tensors become float32. The results are detached from autograd.
 
     Raises:
         ContractMismatch: the ranks' values have different structures; the same text on every rank.
-        ValueError: a weight is negative, infinite or NaN, or all weights are 0; a tensor is not dense (sparse, nested,
-            quantized); on every rank.
-        TypeError: a leaf is neither number nor tensor; on every rank.
+        ValueError: a weight is negative, infinite or NaN, or all weights are 0; or a tensor is not dense (sparse,
+            nested, quantized). On every rank.
+        TypeError: a leaf is neither a number nor a tensor; on every rank.
 
     Example:
         >>> import syncline as sl

@@ -1,4 +1,4 @@
-"""sync_gradients_: the mean of gradients over ranks, without another batch."""
+"""sync_gradients_: replace gradients by their mean over ranks, without another batch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _REMEDY = "Call it with the same module on every rank, by the wrapper or bare al
 
 _STANDING = struct.Struct(
     "<qq???I"
-)  # items and total (-1: none), is_uncounted, is_mean, is_changed; see `_own`
+)  # number of items and total (-1: none), is_uncounted, is_mean, is_changed, number of parameters in `_own`
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
-"""What a rank has for a parameter."""
+"""Kinds of gradients that a rank may have for a parameter."""
 
 
 @overload
@@ -54,33 +54,35 @@ def sync_gradients_(module: AnyModule, *, group: Group = None, async_op: bool) -
 
 
 def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False) -> Any:
-    """Make `.grad` of a module's parameters the mean over ranks, without another batch.
+    """Replace `.grad` of a module's parameters by its mean over ranks, without another batch.
 
-    For gradients that were accumulated under `no_sync` when the epoch ends (pytorch/pytorch issue 53443), or that a
-    bare module got. They become what a backward that synchronizes would have made of them: of
-    `sl.DistributedDataParallel`, they count as reduced from now on (`optimizer.step()` and `clip_grad_norm_` go on),
-    and gradients counted by `normalize_by` are divided by the items of all ranks. A gradient that only some ranks have
-    counts as zero on the others and is created there; one that no rank has stays None. What is reduced already stays
-    as it is (but for a last bit, where the number of ranks is no power of two). Two small collectives (one, up to 196
-    parameters), then the gradients, fused by dtype and device. A communication hook is not asked.
+    Use it for gradients that were accumulated under `no_sync` when the epoch ends (pytorch/pytorch issue 53443), or for
+    gradients of a bare module. The result is that of a synchronizing backward. With `sl.DistributedDataParallel` the
+    gradients count as reduced afterwards, so `optimizer.step()` and `clip_grad_norm_` work, and gradients counted by
+    `normalize_by` are divided by the items of all ranks.
+
+    A gradient that only some ranks have counts as zero on the others and is created there. One that no rank has stays
+    None. Gradients that are already reduced stay unchanged (except for a last bit, if the number of ranks is not a
+    power of two). The cost is two small collectives (one for up to 196 parameters), then the gradients, fused by dtype
+    and device. Communication hooks are not called.
 
     Args:
-        module: `sl.DistributedDataParallel` or torch's wrapper (parameters that they ignore are left out), or a bare
-            module, also one that is wrapped.
-        group: see `broadcast_`; of a wrapped module, its wrapper's, which None stands for.
-        async_op: return at once; gradients are not to be touched before the handle was waited for. (Sparse gradients
-            are waited for here.)
+        module: `sl.DistributedDataParallel` or torch's wrapper (the parameters that they ignore are left out), or a
+            bare module, which may also be wrapped.
+        group: see `broadcast_`; for a wrapped module, None means the wrapper's group, and no other is allowed.
+        async_op: return at once; do not use gradients before waiting for the handle. (Sparse gradients are waited for
+            in this call.)
 
     Returns:
         `module`, or with async_op a handle with `.wait()`.
 
     Raises:
         ContractMismatch: the ranks' modules differ; the same text on every rank.
-        TypeError: not a module.
+        TypeError: `module` is not a module.
         ValueError: the module is sharded, has several wrappers or another group; counted and uncounted micro-batches
-            are mixed, or only some ranks cleared their gradients; a part of a module whose items are counted; on every
-            rank.
-        SynclineError: called inside of a backward.
+            are mixed, or only some ranks cleared their gradients; or it is a part of a module whose items are counted.
+            On every rank.
+        SynclineError: it was called inside of a backward.
 
     Example:
         >>> import torch, syncline as sl
@@ -109,7 +111,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
         told = exchange(transport, _TITLE, lines, payload=payload, fault=fault, remedy=_REMEDY)
         assert mine is not None
         num_own = {_STANDING.unpack_from(row)[-1] for row in told}
-        # A wrapper that nobody holds any more may be gone on some ranks and not yet on others: then it is none of all.
+        # A wrapper without references may be freed on some ranks and not yet on others. Then all ranks ignore it.
         num_items = mine.settle([_read(row) for row in told]) if len(num_own) == 1 else None
         if inline:
             kinds = [_unpacked(row[_STANDING.size :], len(bits)) for row in told]
@@ -126,7 +128,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
 
 
 def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
-    """By what the ranks agree, and what is wrong about it."""
+    """Return the transport to use, and an error if `group` contradicts the module's wrapper."""
     caretakers = caretakers_of(module.parameters()) if isinstance(module, nn.Module) else []
     if not caretakers:
         if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -141,13 +143,13 @@ def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
 
 
 class _Gradients:
-    """What is to be reduced, and what stands behind it.
+    """The gradients to reduce, and their normalization.
 
     Args:
         module: see `sync_gradients_`.
 
     Raises:
-        TypeError, ValueError, SynclineError: it cannot be.
+        TypeError, ValueError, SynclineError: the gradients cannot be reduced.
     """
 
     def __init__(self, module: Any) -> None:
@@ -163,7 +165,7 @@ class _Gradients:
         self._place = {id(parameter): at for at, parameter in enumerate(self._parameters)}
         own = [] if self.caretaker is None else self.caretaker.parameters
         self._own = {self._place[id(parameter)] for parameter in own if id(parameter) in self._place}
-        """Which of them the wrapper takes care of."""
+        """Indices of the parameters that the wrapper synchronizes."""
         self._standing = Standing(None, False, None, False, False)
         if self.caretaker is not None:
             self._standing = self.caretaker.normalizer.standing()
@@ -176,16 +178,16 @@ class _Gradients:
         self.lines = describe_tensors(named, layout=False)
 
     def told(self) -> bytes:
-        """What stands behind this rank's gradients, for the others."""
+        """Return the normalization of this rank's gradients as bytes for the other ranks."""
         items, is_uncounted, total, is_mean, is_changed = self._standing
         counts = (-1 if count is None else count for count in (items, total))
         return _STANDING.pack(*counts, is_uncounted, is_mean, is_changed, len(self._own))
 
     def settle(self, standings: Sequence[Standing]) -> int | None:
-        """By what sums are to be divided: all items, or None for the number of ranks.
+        """Return the divisor of the summed gradients: the items of all ranks, or None for the number of ranks.
 
         Raises:
-            ValueError: no divisor is right; on every rank.
+            ValueError: no divisor is correct; on every rank.
         """
         counted = [rank for rank, one in enumerate(standings) if one.num_items is not None]
         if not counted:
@@ -217,13 +219,13 @@ class _Gradients:
         return normalizer.total([one.num_items or 0 for one in standings], step=self.caretaker.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
-        """Reduce everything; with `wait` in bounded memory, and the work is done but for what comes last.
+        """Reduce everything; with `wait`, memory is bounded, and only the final action of the work is left.
 
         Args:
-            transport: between the ranks.
-            kinds: by parameter, what any rank has.
-            num_items: what sums of counted gradients are divided by.
-            wait: rather wait than start everything at once.
+            transport: the transport between the ranks.
+            kinds: for each parameter, the kind of gradient that any rank has.
+            num_items: the divisor of counted gradients.
+            wait: wait for each reduction instead of starting everything at once.
         """
         dense: dict[bool, list[Tensor]] = {False: [], True: []}
         for at, (parameter, kind) in enumerate(zip(self._parameters, kinds, strict=True)):
@@ -256,7 +258,8 @@ class _Gradients:
 def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
     found = caretakers_of(parameters)
     if len(found) > 1:
-        # Wrappers may share parameters, and a module may be wrapped twice: the latest that has no others is meant.
+        # Wrappers may share parameters, and a module may be wrapped twice. Of the wrappers whose parameters are all
+        # given, which must have the same parameters, the latest is meant.
         given = {id(parameter) for parameter in parameters}
         whole = [one for one in found if all(id(parameter) in given for parameter in one.parameters)]
         if len({frozenset(map(id, one.parameters)) for one in whole}) != 1:
@@ -295,7 +298,7 @@ def _kind(name: str, parameter: Tensor) -> int:
 
 
 def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> None:
-    """Rows are gathered and added up, as in a backward; waits."""
+    """Gather and sum rows, as a backward does; waits for the result."""
     plan = BucketPlan(
         index=0,
         dtype=str(parameter.dtype).removeprefix("torch."),
@@ -317,7 +320,7 @@ def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> N
     bucket.hand_out(frozenset(), any_missing=False)
 
 
-# ---------------------------------------------------------------------- what travels (pure)
+# ---------------------------------------------------------------------- message format (pure)
 
 
 def _read(payload: bytes) -> Standing:
@@ -330,7 +333,7 @@ def _packed_bytes(num_kinds: int) -> int:
 
 
 def _packed(kinds: Sequence[int]) -> bytes:
-    """Four in a byte.
+    """Pack four kinds into each byte.
 
     Example:
         >>> list(_unpacked(_packed([0, 1, 2, 0, 1]), 5))
