@@ -1,7 +1,7 @@
 """Modules and their state dicts, torch's own DistributedDataParallel, Join, and device meshes.
 
-A module's `_parameters`, `_buffers` and `_modules` are used directly elsewhere. They are as old as torch 1.0 and exempt
-from the rule.
+A module's `_parameters`, `_buffers` and `_modules` are used everywhere. They are as old as torch 1.0, and exempt from
+the rule that other packages use no private names of torch.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def checked_device_ids(
         raise TypeError(f"expected output_device to be a device, or None, got {output_device!r}")
     devices = {p.device for p in module.parameters()}
     types = {device.type for device in devices}
-    if not device_ids and not output_device:  # torch lets 0 pass, also on CPU
+    if not device_ids and not output_device:  # as in torch, 0 counts as not given, even on CPU
         return None, None
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
@@ -219,7 +219,8 @@ def checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNonF
     """Return the policy for gradients that are not finite.
 
     Raises:
-        TypeError, ValueError: there is no such policy, or the strategy has no collective in each backward.
+        TypeError, ValueError: there is no such policy, or replicas drift under the strategy, so that ranks do not agree
+            on anything in a backward.
     """
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
     if policy != "ignore" and strategy.drifts:

@@ -65,7 +65,7 @@ class JoinBlock(Join):
         self._ours = joinables
 
     def __enter__(self) -> None:
-        set_join_configs(self)  # it may be entered again
+        set_join_configs(self)  # because a block may be entered more than once
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:

@@ -31,7 +31,7 @@ class OwnFinding:
     module: str
     kind: str
     what: str
-    """What differs, without the rank and the size of the difference."""
+    """A description of the difference, without the rank and the size."""
     difference: str = ""
     """How much it differs, for this rank's own data; "" if unknown."""
     causes: tuple[str, ...] = ()

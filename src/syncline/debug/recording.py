@@ -24,7 +24,7 @@ __all__ = ["Call", "Event", "Recorder", "Recording", "named_modules", "named_roo
 
 @dataclass(kw_only=True)
 class Call:
-    """One forward of one module."""
+    """One call of a module's forward."""
 
     module: str
     """Qualified name of the module."""

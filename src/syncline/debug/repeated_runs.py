@@ -83,7 +83,7 @@ def examine(step: Step, subject: Subject) -> Report:
     """
     report = _Examination(step, subject).report
     if is_compiler_loaded():
-        # If this is called inside compiled code, the compiler stance must not be changed.
+        # Compiled code cannot change how torch compiles, as `_as_written` does, so this must not be traced.
         report = torch.compiler.disable(report)
     with step.transport.board.called(step.title):
         return report()

@@ -62,7 +62,7 @@ class Finding:
     kind: str
     """Class of the module to blame; "" if there is none."""
     what: str
-    """What differs, and how much."""
+    """A description of the difference, with its size."""
     causes: tuple[str, ...] = ()
     """Explanations by observed evidence, the strongest first, each with a remedy."""
 

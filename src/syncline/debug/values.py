@@ -97,7 +97,7 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(torch.isnan(tensor.detach()).any())
 
 
-# ---------------------------------------------------------------------- how much
+# ---------------------------------------------------------------------- size of a difference
 
 
 class Kept:

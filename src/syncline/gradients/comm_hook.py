@@ -114,7 +114,7 @@ def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHo
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}.")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
-    annotation = None if bucket is None else bucket.annotation  # text, where annotations are postponed
+    annotation = None if bucket is None else bucket.annotation  # a string if annotations are postponed
     torchs = dist.GradBucket  # type: ignore[attr-defined]
     allowed = (inspect.Parameter.empty, object, torchs, GradBucket)
     if isinstance(annotation, type) and annotation not in allowed:
