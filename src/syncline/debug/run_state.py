@@ -27,7 +27,7 @@ __all__ = ["Subject", "Synchronization", "synchronization_of", "unwrapped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronization:
-    """The tensors that must be equal on all ranks, over all modules that a function computes with."""
+    """The synchronization of all modules that a function computes with."""
 
     reduced: frozenset[str] = frozenset()
     """Names of parameters whose gradients are the same mean on all ranks after a backward."""
@@ -43,7 +43,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool = True) -> Synchronization:
-    """Return which tensors of these modules must be equal on all ranks.
+    """Return how these modules are synchronized: which of their tensors must be equal on all ranks.
 
     Args:
         roots: modules by the prefix of their parts' names; wrapped, not wrapped, or with wrapped ones inside.
