@@ -47,7 +47,7 @@ def assert_replicas_agree(
       it differs, and the causes for which there is evidence.
     - Between ranks, parameters must be equal, and so must gradients that a DistributedDataParallel (torch's or
       Syncline's) reduces. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, must be the
-      same. Without `inputs` each rank has other data, and the results of that run are not compared.
+      same. Without `inputs` each rank has other data; the values that ranks compute from it are then not compared.
 
     Args:
         fn: the step. It takes its data from `inputs`, or holds a fixed batch; an iterator would return other data in
