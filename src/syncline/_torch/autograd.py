@@ -1,4 +1,4 @@
-"""Autograd's engine: its graph tasks, backwards inside of backwards, and what a thread keeps during a backward.
+"""Autograd's engine: its graph tasks, nested backwards, and thread-local data of a backward.
 
 A graph task is one run of the engine: one `backward()`. Tasks are numbered in the order in which they begin.
 """
@@ -35,30 +35,30 @@ __all__ = [
 current_graph_task_id: Callable[[], int] = lookup(
     "torch._C:_current_graph_task_id", "see which backward a gradient belongs to"
 )
-"""Return the number of the graph task that runs in this thread, -1 outside of any. torch's own function: each gradient
-calls it."""
+"""Return the number of the graph task that runs in this thread, or -1 if none does. This is torch's own function,
+because it is called for each gradient."""
 
 queue_callback: Callable[[Callable[[], object]], None] = lookup(
     "torch.autograd:Variable._execution_engine.queue_callback", "see the end of a backward"
 )
-"""Have a function called at the end of the graph task that runs now."""
+"""Register a function to be called at the end of the graph task that runs now."""
 
 reaches_all_leaves: Callable[[], bool] = lookup(
     "torch.autograd:Variable._execution_engine.is_checkpoint_valid",
     "tell a backward from torch.autograd.grad",
 )
-"""Return whether the graph task that runs now was asked for no particular inputs."""
+"""Return whether the running graph task was started without particular inputs, as `backward()` does."""
 
 will_execute_node: Callable[[Node], bool] = lookup(
     "torch._C:_will_engine_execute_node", "find the parameters that a backward does not reach"
 )
-"""Return whether the graph task that runs now will come to a node."""
+"""Return whether the running graph task will execute a node."""
 
-# ---------------------------------------------------------------------- a backward inside of another
+# ---------------------------------------------------------------------- nested backwards
 
-# Activation checkpointing with `use_reentrant=True` runs a backward of its own for each checkpoint, from inside the
-# backward function of an autograd node. To the engine these are graph tasks like any other. Only the Python stack
-# shows that another one goes on around them: torch's function that runs the engine, called from a node in Python.
+# Activation checkpointing with `use_reentrant=True` runs a separate backward for each checkpoint, inside the backward
+# function of an autograd node. For the engine these are ordinary graph tasks. Only the Python stack shows that another
+# one is running around them: torch's function that runs the engine was called from a node in Python.
 _RUN_BACKWARD = lookup("torch.autograd.graph:_engine_run_backward.__code__", "use re-entrant checkpoints")
 
 _NODE = lookup("torch.autograd.function:BackwardCFunction.apply.__code__", "use re-entrant checkpoints")
@@ -67,8 +67,8 @@ _NODE = lookup("torch.autograd.function:BackwardCFunction.apply.__code__", "use 
 def is_inside_another_backward() -> bool:
     """Return whether an autograd node written in Python started the backward that runs in this thread.
 
-    Walks up the Python stack: call it once a backward, not once a gradient. Where torch has no such functions, the
-    answer is no. A re-entrant checkpoint is then taken for a whole backward, which raises `UnreducedGradients`.
+    Walks up the Python stack, so call it once per backward, not once per gradient. If torch lacks these functions, the
+    result is False. A re-entrant checkpoint is then taken for a whole backward, which raises `UnreducedGradients`.
 
     Example:
         >>> is_inside_another_backward()
@@ -86,10 +86,10 @@ def is_inside_another_backward() -> bool:
     return False
 
 
-# ---------------------------------------------------------------------- what a thread keeps during a backward
+# ---------------------------------------------------------------------- thread-local data of a backward
 
 _CONTEXT = "context"
-"""Where torch 2.12 and later keep the caller's contextvars while a backward runs."""
+"""The key under which torch 2.12 and later keep the caller's contextvars while a backward runs."""
 
 _is_kept = lookup("torch._C:_is_key_in_tls", "keep the context of a backward out of a collective")
 
@@ -103,7 +103,7 @@ _CAN_REMOVE = all(is_there(one) for one in (_is_kept, _get, _stash, _remove))
 
 
 def call_without_context(function: Callable[[], Any]) -> Any:
-    """Call a function while this thread holds no context of a backward. torch 2.11 has none; then it is only called."""
+    """Call a function while this thread holds no context of a backward. torch 2.11 has no such context."""
     if not (_CAN_REMOVE and _is_kept(_CONTEXT)):
         return function()
     context = _get(_CONTEXT)
@@ -127,12 +127,12 @@ _get_gradients = lookup("torch._C._distributed_autograd:get_gradients", _OVER_RP
 
 
 def is_rpc_in_use() -> bool:
-    """Return whether this process has joined torch's RPC. Without its modules it cannot have."""
+    """Return whether this process has joined torch's RPC. False if torch was built without RPC."""
     return torch.distributed.rpc.is_available() and is_there(_is_agent_set) and bool(_is_agent_set())
 
 
 def current_context_id() -> int | None:
-    """Return the context of distributed autograd that this thread is in; None in an ordinary forward."""
+    """Return the id of this thread's context of distributed autograd; None in an ordinary forward."""
     try:
         context_id: int = _current_context()._context_id()
     except SynclineError:
@@ -143,7 +143,7 @@ def current_context_id() -> int | None:
 
 
 def gradients_in_context(context_id: int) -> dict[Tensor, Tensor] | None:
-    """Return the gradients by parameter; None for a context that has ended."""
+    """Return the gradients by parameter; None if the context has ended."""
     try:
         gradients: dict[Tensor, Tensor] = _get_gradients(context_id)
     except SynclineError:

@@ -1,4 +1,4 @@
-"""torch.compile: the code that synchronizes must run as it is written. The module inside is compiled."""
+"""torch.compile: keep it out of the code that synchronizes. The module inside the wrapper is still compiled."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _is_kept_out = False
 
 
 def is_compiler_loaded() -> bool:
-    """Return whether anything has imported the compiler. To import it takes seconds."""
+    """Return whether the compiler has been imported. Importing it takes seconds."""
     return _COMPILER in sys.modules
 
 
 def import_compiler() -> None:
-    """Import it now: torch does so at the first step of an optimizer, and for checkpoints of activations."""
+    """Import the compiler now; torch would do so at an optimizer's first step and for activation checkpoints."""
     importlib.import_module(_COMPILER)
 
 
 class NotTraced:
-    """A method that torch.compile does not trace into, while it compiles what that calls.
+    """A method that torch.compile does not trace, though it compiles the functions that the method calls.
 
-    As `torch.compiler.disable(recursive=False)`, without importing the compiler for those who do not compile. The
-    compiler looks the method up before it decides, so the lookup is the moment to tell it.
+    Like `torch.compiler.disable(recursive=False)`, but without an import of the compiler in programs that do not use
+    it. The compiler looks the method up before it decides whether to trace it, so the lookup configures the compiler.
 
     Args:
         function: the method.
@@ -50,11 +50,11 @@ class NotTraced:
 
 
 def _keep_out_of_compilation() -> None:
-    """If the compiler is loaded, tell it once not to compile the functions of this package."""
+    """Exclude the functions of this package from compilation, once, if the compiler is loaded."""
     global _is_kept_out
     if _is_kept_out or not is_compiler_loaded():
         return
-    # Looked up here, for the lookup waits for another thread that imports the compiler now.
+    # Looked up here, because the lookup waits if another thread is importing the compiler.
     add = lookup(f"{_COMPILER}:trace_rules.add", "keep its own functions out of torch.compile")
     _is_kept_out = True
     add(__name__.partition(".")[0])

@@ -1,7 +1,7 @@
-"""The launcher: how it starts, polls and closes the processes of a host.
+"""The launcher: replacements for how torch's agent starts, polls and closes the processes of a host.
 
-torch's launcher takes no orders for what it does with its processes. So methods of its `SubprocessContext` are
-replaced, while `syncline run` is at work, in that process only.
+torch's launcher has no public way to change this. So `syncline run` replaces methods of its `SubprocessContext`, in
+its own process and only while it runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["CLOSE", "POLL", "START", "Method"]
 
 
 class Method:
-    """A method of torch's `SubprocessContext` that can be replaced for a while.
+    """A method of torch's `SubprocessContext` that can be replaced temporarily.
 
     Args:
-        name: of the method.
-        used_for: what does not work without it; see `lookup`.
+        name: the name of the method.
+        used_for: the feature that needs it; see `lookup`.
     """
 
     def __init__(self, name: str, used_for: str) -> None:
@@ -34,15 +34,15 @@ class Method:
 
     @property
     def is_there(self) -> bool:
-        """Whether torch has it."""
+        """Whether this torch has the method."""
         return self._is_there
 
     @contextlib.contextmanager
     def replaced(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """While this is open, have another function in its place.
+        """Replace the method inside a `with` block.
 
         Args:
-            make: makes the function, given the one that was there.
+            make: returns the replacement, given the original function.
 
         Raises:
             SynclineError: torch has no such method.
@@ -63,7 +63,7 @@ START = Method("_start", "run ranks that can be asked to stop")
 """Starts all ranks of the host."""
 
 POLL = Method("_poll", "run ranks that can be asked to stop")
-"""Looks whether the ranks still run; returns their results when all have ended, or one has failed."""
+"""Checks whether the ranks are running; returns their results when all have ended, or one has failed."""
 
 CLOSE = Method("_close", "let ranks report why a peer has ended")
-"""Ends the ranks. Where it is missing, ranks are ended without a moment to report why a peer has ended."""
+"""Ends the ranks. If it is missing, ranks are ended without time to report why a peer has ended."""

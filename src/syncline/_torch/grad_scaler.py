@@ -1,6 +1,7 @@
-"""GradScalers in use: one expects infinite gradients now and then, and has to see them to lower its scale.
+"""Detection of GradScalers in use. A scaler expects infinite gradients at times, because it then lowers its scale.
 
-torch keeps no list of them. So methods of torch's class are replaced, once in a process, when the first finder is made.
+torch keeps no list of scalers. So methods of torch's class are replaced, once per process, when the first finder is
+created.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ __all__ = ["ScalerFinder"]
 _lock = threading.Lock()  # ranks may be threads
 
 _seen: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-"""Those that have scaled a loss since the first finder was made."""
+"""Scalers that have scaled a loss since the first finder was created."""
 
 _SCALING = ("scale", "_lazy_init_scale_growth_tracker")
-"""Every loss goes through the first. A subclass with a `scale` of its own calls the second at its first loss. Where
-torch has no such method, that scaler is found only among all objects."""
+"""Every loss goes through the first method. A subclass with its own `scale` calls the second at its first loss. If
+torch has no such method, that scaler is found only by a search among all objects."""
 
 _scale_of = attribute("_scale", "see whether a GradScaler is in use")
-"""Return the scale of a GradScaler: None until it has scaled a loss."""
+"""Return the scale of a GradScaler; None until it has scaled a loss."""
 
 
 class ScalerFinder:
-    """Finds a `torch.amp.GradScaler` of this process that is in use: alive, enabled, and one that has scaled a loss.
+    """A search for a `torch.amp.GradScaler` that is in use: alive, enabled, and with at least one scaled loss.
 
-    Nobody registers a scaler. From the first finder on each one is remembered, but not kept alive, when it scales a
-    loss: `GradScaler.scale` notes it. That finds it also after `gc.freeze()`, which hides all that there is from
-    searches. Those that have scaled before are looked for among all objects, which takes milliseconds, in the rare step
-    in which a gradient is not finite.
+    Scalers are not registered. After the first finder is created, `GradScaler.scale` records each scaler that scales a
+    loss, by a weak reference. Recorded scalers are found even after `gc.freeze()`, which hides all present objects from
+    searches. Scalers that scaled a loss earlier are searched among all objects. This takes milliseconds, in the rare
+    steps with a gradient that is not finite.
 
     Example:
         >>> import torch
@@ -54,7 +55,7 @@ class ScalerFinder:
         _note_those_that_scale()
 
     def is_any_in_use(self) -> bool:
-        """Whether there is one."""
+        """Return whether a scaler is in use."""
         with _lock:
             seen = list(_seen)
         if any(_is_in_use(scaler) for scaler in seen):
@@ -72,9 +73,9 @@ def _is_in_use(scaler: GradScaler) -> bool:
 
 def _living() -> Iterator[GradScaler]:
     kinds = [GradScaler]
-    for kind in kinds:  # it grows by the subclasses of what is in it
+    for kind in kinds:  # the list grows by the subclasses of its entries
         kinds += [one for one in kind.__subclasses__() if one not in kinds]
-    # An object refers to its class. By `type`, for isinstance may run code of objects that are none of our business.
+    # An object refers to its class. `type` instead of isinstance, which may run code of unrelated objects.
     return (found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
 
@@ -84,7 +85,7 @@ def _remember(scaler: GradScaler) -> None:
 
 
 def _note_those_that_scale() -> None:
-    """From now on, once in a process. `torch.cuda.amp.GradScaler` and other subclasses inherit it."""
+    """Record scalers that scale a loss from now on; `torch.cuda.amp.GradScaler` and other subclasses inherit this."""
     with _lock:
         for name in _SCALING:
             method = getattr(GradScaler, name, None)
@@ -95,7 +96,7 @@ def _note_those_that_scale() -> None:
 def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def noting(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # a compiled one is left as it is
+        if not torch.compiler.is_compiling():  # compiled code stays unchanged
             _remember(self)
         return method(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Find torch's private names, and raise a clear error where one is missing and needed."""
+"""Lookup of torch's private names, with a clear error when a missing one is used."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["TESTED", "attribute", "is_there", "lookup"]
 
 
 TESTED = ("2.11", "2.15")
-"""The first and the last torch that the tests run with."""
+"""The first and the last version of torch that the tests run with."""
 
 
 def lookup(path: str, used_for: str) -> Any:
-    """Return what torch has at `path`, or a stand-in that raises an error when it is used.
+    """Return the object at `path` in torch, or a stand-in that raises an error when it is used.
 
     Args:
-        path: a module, a colon, and names inside of it: "torch._C:_current_graph_task_id".
-        used_for: what does not work without it; completes "Syncline needs it to ...".
+        path: a module, a colon, and names inside it: "torch._C:_current_graph_task_id".
+        used_for: the feature that needs it; completes "Syncline needs it to ...".
 
     Example:
         >>> lookup("torch:add", "add")(torch.ones(1), 1)
@@ -40,7 +40,7 @@ def lookup(path: str, used_for: str) -> Any:
 
 
 def is_there(found: object) -> bool:
-    """Return whether `lookup` found it.
+    """Return whether `lookup` found the object.
 
     Example:
         >>> is_there(lookup("torch:_no_such_name", "show this"))
@@ -50,7 +50,7 @@ def is_there(found: object) -> bool:
 
 
 def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
-    """Return a function that reads a private attribute of an object: what only instances have cannot be looked up.
+    """Return a function that reads a private attribute of an object, for attributes that only instances have.
 
     Args:
         path: names after the object, with dots between them.
@@ -72,9 +72,9 @@ def attribute(path: str, used_for: str) -> Callable[[Any], Any]:
 
 
 class _Missing(type):
-    """A class in the place of a name that is missing: it can be a base or the second argument of `isinstance`.
+    """A class in place of a missing name. It can be a base class or the second argument of `isinstance`.
 
-    A call of it, and any attribute, is an error.
+    Calling it or reading any attribute raises an error.
     """
 
     _used_for: str
@@ -83,7 +83,7 @@ class _Missing(type):
         _raise_missing(cls.__name__, cls._used_for)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python and its tools ask for those, and can do without them
+        if name.startswith("__"):  # Python and its tools read such names, and can do without them
             raise AttributeError(name)
         _raise_missing(cls.__name__, cls._used_for)
 

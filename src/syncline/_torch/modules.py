@@ -1,7 +1,7 @@
 """Modules and their state dicts, torch's own DistributedDataParallel, Join, and device meshes.
 
-A module's `_parameters`, `_buffers` and `_modules` are not here: they are as old as torch 1.0, used everywhere, and
-exempt from the rule.
+A module's `_parameters`, `_buffers` and `_modules` are used everywhere. They are as old as torch 1.0, and exempt from
+the rule that other packages use no private names of torch.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ else:
 # ---------------------------------------------------------------------- layers
 
 COPIED_WITH_A_LAYER = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""The dictionaries and sets of a module that a copy has of its own. A name that torch drops is copied no more."""
+"""The dictionaries and sets of a module that are copied with it. A name that torch drops is no longer copied."""
 
-# ---------------------------------------------------------------------- what torch.compile puts around a module
+# ---------------------------------------------------------------------- the wrapper of torch.compile
 
 _COMPILED = "_orig_mod"
 
 COMPILED_PREFIX = f"{_COMPILED}."
-"""What names of parameters in a compiled module begin with."""
+"""The prefix of parameter names in a compiled module."""
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module that torch.compile has wrapped; any other object as it is."""
+    """Return the module that torch.compile has wrapped; any other object unchanged."""
     return getattr(module, _COMPILED, module) if isinstance(module, nn.Module) else module
 
 
 # ---------------------------------------------------------------------- state dicts
 
 EXTRA_STATE = "_extra_state"
-"""The key of what `get_extra_state` returns ends with it. It is part of torch's file format."""
+"""The end of the key under which the result of `get_extra_state` is stored. It is part of torch's file format."""
 
 _METADATA = "_metadata"
-"""The attribute of a state dict by which a module knows how old its state is."""
+"""The attribute of a state dict that holds the version of each module's state."""
 
 
 def metadata_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a module's state dict by the path of the module; None where it has none."""
+    """Return the metadata of a state dict, by the path of each module; None if it has none."""
     return getattr(state_dict, _METADATA, None)
 
 
 def set_metadata(state_dict: Any, metadata: dict[str, Any]) -> None:
-    """Give a state dict its metadata."""
+    """Set the metadata of a state dict."""
     setattr(state_dict, _METADATA, metadata)
 
 
 # ---------------------------------------------------------------------- torch's DistributedDataParallel
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module with the names that torch's class leaves alone. Where nothing sets it, none are ignored."""
+"""The attribute of a module with the names that torch's class ignores. If it is not set, none are ignored."""
 
 
 def while_in_forward_of_ddp(wrapper: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which torch.compile knows that it runs inside of a wrapper's forward.
+    """Return a context that marks, for torch.compile, that a wrapper's forward is running.
 
-    Without it a graph is not split at the buckets, which is slower.
+    Without it graphs are not split at the buckets, which is slower.
     """
     make = getattr(wrapper, "_inside_ddp_forward", nullcontext)
     context: AbstractContextManager[Any] = make()
@@ -100,7 +100,7 @@ _disabled = lookup(
 )
 
 is_in_join: Callable[[Joinable], bool] = attribute("_join_config.enable", "join uneven inputs")
-"""Return whether a wrapper is used inside of a `join` block."""
+"""Return whether a wrapper is used inside a `join` block."""
 
 _JOIN_CONFIG = "_join_config"
 
@@ -111,12 +111,12 @@ def leave_join(joinable: Joinable) -> None:
 
 
 def with_join_disabled(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the attributes of a wrapper as they are outside of any `join` block."""
+    """Copy the attributes of a wrapper, with the values that they have outside any `join` block."""
     return {**attributes, _JOIN_CONFIG: _disabled()}
 
 
 def set_join_configs(join: Join) -> None:
-    """Mark the wrappers of a `join` block as inside of it. torch does so only when the block is made."""
+    """Mark the wrappers of a `join` block as inside it. torch does so only when the block is created."""
     set_all = lookup(
         "torch.distributed.algorithms.join:Join._set_joinable_configs", "enter a join block again"
     )
@@ -135,7 +135,7 @@ def is_slice(mesh: DeviceMesh) -> bool:
 
 def prepare_for_tensor_parallel(module: nn.Module) -> None:
     """Let a module's DTensor parameters be reduced as plain tensors."""
-    # Looked up here, for this imports DTensor.
+    # Looked up here, because the lookup imports DTensor.
     transform = lookup(
         "torch.distributed.tensor.parallel.ddp:_pre_dp_module_transform",
         "combine tensor and data parallelism",

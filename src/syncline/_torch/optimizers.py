@@ -1,4 +1,4 @@
-"""Optimizers: hooks of their state dicts, and those that step inside backward."""
+"""Optimizers: hooks of their state dicts, and optimizers that step inside backward."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _post_hooks = attribute("_optimizer_state_dict_post_hooks", "save a sharded opti
 
 
 def state_dict_pre_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer], None]]:
-    """Return what `register_state_dict_pre_hook` was given."""
+    """Return the hooks registered by `register_state_dict_pre_hook`."""
     return list(_pre_hooks(optimizer).values())
 
 
 def state_dict_post_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, dict[str, Any]], Any]]:
-    """Return what `register_state_dict_post_hook` was given."""
+    """Return the hooks registered by `register_state_dict_post_hook`."""
     return list(_post_hooks(optimizer).values())
 
 
@@ -41,20 +41,20 @@ def state_dict_post_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, dic
 
 
 def mark_step_as_made(optimizer: Optimizer) -> None:
-    """Keep a scheduler from a warning about a step that was left out on purpose.
+    """Mark an optimizer as stepped, so that its scheduler does not warn about a step left out on purpose.
 
-    Setting it is harmless where torch no longer asks for it.
+    Setting the mark is harmless if torch no longer reads it.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def as_overlapped(kind: type, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return an optimizer of a class that steps in a communication hook, as torch makes it.
+    """Return an optimizer that steps in a communication hook, made by torch for an optimizer class.
 
     Raises:
-        NotImplementedError: torch has none for this class.
+        NotImplementedError: torch supports no such optimizer for this class.
     """
-    # Looked up here, for this imports much, and few call it.
+    # Looked up here, because the lookup imports much, and few programs need it.
     make = lookup(
         "torch.distributed.algorithms._optimizer_overlap:_as_overlapped_optim",
         "step optimizers in a communication hook",
@@ -64,11 +64,11 @@ def as_overlapped(kind: type, options: Any, *args: Any, **kwargs: Any) -> Any:
 
 # ---------------------------------------------------------------------- steps inside backward
 
-# torch's `_apply_optimizer_in_backward` lets each parameter's optimizer step as soon as its local gradient is there. On
-# several ranks that would be a step with an unreduced gradient. So its hooks are taken off, as torch's own class does,
-# and the optimizers step when `.grad` holds the mean. Then the gradient is freed, as the helper's users expect.
+# torch's `_apply_optimizer_in_backward` lets each parameter's optimizer step as soon as its local gradient is ready. On
+# several ranks that would be a step with an unreduced gradient. So its hooks are removed, as torch's own class does,
+# and the optimizers step when `.grad` holds the mean. Then the gradient is freed, as users of the helper expect.
 _STEPS_HERE = "_in_backward_optimizers"
-"""The attribute that the helper puts on a parameter. A torch without the helper puts it on none."""
+"""The attribute that the helper sets on a parameter. A torch without the helper sets it on none."""
 
 
 def steps_in_backward(parameter: Tensor) -> bool:
@@ -77,10 +77,10 @@ def steps_in_backward(parameter: Tensor) -> bool:
 
 
 def optimizers_in_backward(parameters: Sequence[Tensor]) -> Callable[[], None] | None:
-    """Take off the hooks that step inside backward.
+    """Remove the hooks that step optimizers inside backward.
 
     Returns:
-        A function that steps those optimizers; None where no parameter has one.
+        A function that steps those optimizers; None if no parameter has one.
     """
     with_optimizers: list[tuple[Tensor, list[Any]]] = [
         (parameter, getattr(parameter, _STEPS_HERE))
@@ -89,7 +89,7 @@ def optimizers_in_backward(parameters: Sequence[Tensor]) -> Callable[[], None] |
     ]
     if not with_optimizers:
         return None
-    # Looked up here, for this imports much, and few need it.
+    # Looked up here, because the lookup imports much, and few programs need it.
     handles = lookup(
         "torch.distributed.optim:apply_optimizer_in_backward.param_to_optim_hook_handle_map",
         "step optimizers inside backward",

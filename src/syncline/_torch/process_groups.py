@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: make, list and forget them, and call what has no public name."""
+"""Process groups of torch.distributed: create, list and forget them, and call functions without a public name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ else:
     AllgatherOptions = lookup(
         "torch._C._distributed_c10d:AllgatherOptions", "gather tensors on an accelerator"
     )
-    # Public names, but none of them is there where torch was built without torch.distributed.
+    # Public names, but missing if torch was built without torch.distributed.
     Store = lookup("torch.distributed:Store", "meet other ranks")
     TCPStore = lookup("torch.distributed:TCPStore", "meet other ranks")
     PrefixStore = lookup("torch.distributed:PrefixStore", "meet other ranks")
@@ -55,7 +55,7 @@ _C10D = "torch.distributed.distributed_c10d"
 _world: Any = lookup(f"{_C10D}:_world", "see which process groups there are")
 
 _living: Any = lookup(f"{_C10D}:_world.pg_map", "see which process groups there are")
-"""The same dictionary for as long as the process lives."""
+"""The same dictionary for the lifetime of the process."""
 
 _new_group = lookup(f"{_C10D}:_new_process_group_helper", "make a process group among its members")
 
@@ -68,7 +68,7 @@ _group_name = lookup(f"{_C10D}:GroupName", "name a process group")
 _get_default_group = lookup(f"{_C10D}:_get_default_group", "see in which call a rank waits")
 
 is_living: Callable[[object], bool] = _living.__contains__ if is_there(_living) else _living
-"""Return whether a process group is there and not destroyed. Each collective calls it."""
+"""Return whether a process group exists and is not destroyed. Each collective calls it."""
 
 
 def living_groups() -> dict[dist.ProcessGroup, Any]:
@@ -84,7 +84,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def has_record_of(group: dist.ProcessGroup) -> bool:
-    """Return whether torch has recorded which backends a group has."""
+    """Return whether torch has recorded the backends of a group."""
     return group in _world.pg_backend_config
 
 
@@ -98,16 +98,16 @@ def new_group_of(
     *,
     size: int | None = None,
 ) -> dist.ProcessGroup:
-    """Make a process group; only its members call this.
+    """Create a process group; only its members call this.
 
     Args:
-        global_ranks: of the members, in the default group; empty for all of them.
-        rank: of this process among the members.
+        global_ranks: ranks of the members in the default group; empty for all of them.
+        rank: rank of this process among the members.
         backend: as in `torch.distributed.init_process_group`.
-        store: that all members have, and that no other group uses.
-        name: of the group.
-        timeout: of its operations; None for the backend's own.
-        size: number of members, where `global_ranks` is empty.
+        store: a store that all members can reach and no other group uses.
+        name: name of the group.
+        timeout: timeout of its operations; None for the backend's default.
+        size: number of members, if `global_ranks` is empty.
     """
     group: dist.ProcessGroup
     group, _ = _new_group(
@@ -123,12 +123,12 @@ def new_group_of(
 
 
 def record_ranks(group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
-    """Let torch.distributed find the ranks of a new group."""
+    """Record the ranks of a new group for torch.distributed."""
     _world.pg_group_ranks[group] = {global_rank: rank for rank, global_rank in enumerate(global_ranks)}
 
 
 def forget_group(group: dist.ProcessGroup, name: str) -> None:
-    """Remove a new group from torch's record. Its maker keeps it, and closes it."""
+    """Remove a new group from torch's record. The caller keeps the group and closes it."""
     for record in (_world.pg_map, _world.pg_names, _world.pg_backend_config):
         record.pop(group)
     _unregister(_group_name(name))
@@ -138,7 +138,7 @@ def forget_group(group: dist.ProcessGroup, name: str) -> None:
 
 # ---------------------------------------------------------------------- calls without a public name
 
-# torch renames them: `_allgather_base` is `all_gather_single` in later versions, which have both so far.
+# torch renames these methods: later versions also call `_allgather_base` `all_gather_single`, and have both so far.
 _ALL_GATHER, _REDUCE_SCATTER = (
     ("_allgather_base", "_reduce_scatter_base")
     if is_there(lookup("torch.distributed:ProcessGroup._allgather_base", "gather tensors"))
@@ -149,7 +149,7 @@ _ALL_GATHER, _REDUCE_SCATTER = (
 def all_gather_flat(
     group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
 ) -> dist.Work:
-    """Start to gather one flat tensor of each rank into one."""
+    """Start to gather one flat tensor per rank into one."""
     work: dist.Work = getattr(group, _ALL_GATHER)(output, input, options)
     return work
 
@@ -157,15 +157,15 @@ def all_gather_flat(
 def reduce_scatter_flat(
     group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor, options: Any
 ) -> dist.Work:
-    """Start to reduce a flat tensor, of which each rank gets its part."""
+    """Start to reduce a flat tensor; each rank gets its shard of the result."""
     work: dist.Work = getattr(group, _REDUCE_SCATTER)(output, input, options)
     return work
 
 
 def num_calls_started(group: dist.ProcessGroup) -> int | None:
-    """Return how many calls this rank has started on a group; None where the backend does not count.
+    """Return how many calls this rank has started on a group; None if the backend does not count them.
 
-    Without it, a rank that waits in a call of torch.distributed is not named.
+    Without this number, a rank that waits in a call of torch.distributed cannot be named.
     """
     try:
         number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -183,7 +183,7 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def timeout_seconds_of(group: dist.ProcessGroup) -> float | None:
-    """Return the shortest timeout of a group's backends; None where none is known."""
+    """Return the shortest timeout of a group's backends; None if none is known."""
     found = []
     for device in getattr(group, "_device_types", ()):
         timeout = timeout_of(getattr(backend_on(group, device), "options", None))
@@ -196,7 +196,7 @@ _TIMEOUT = "_timeout"
 
 
 def timeout_of(options: Any) -> timedelta | None:
-    """Return the timeout in a backend's options; None where there is none."""
+    """Return the timeout in a backend's options; None if there is none."""
     timeout = getattr(options, _TIMEOUT, None)
     return timeout if isinstance(timeout, timedelta) else None
 
@@ -207,7 +207,7 @@ def set_timeout_of(options: Any, timeout: timedelta) -> None:
 
 
 def serve_cpu_by(group: dist.ProcessGroup, backend: Any) -> None:
-    """Register the backend of a group for tensors on the CPU."""
+    """Register a backend of a group for tensors on the CPU."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)

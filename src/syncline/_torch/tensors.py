@@ -42,7 +42,7 @@ _TOGETHER = "compute with many tensors in one call"
 
 
 def _foreach(name: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Look up an operation on lists; without it, the tensors are handled one by one: slower, and the same result."""
+    """Look up an operation on lists; without it, tensors are processed one by one: slower, with the same result."""
     found = lookup(f"torch:{name}", _TOGETHER)
     return found if is_there(found) else one_by_one
 
@@ -67,25 +67,25 @@ foreach_norm = _foreach(
 split_like: Callable[[Tensor, _Tensors], tuple[Tensor, ...]] = lookup(
     "torch._C:_nn.unflatten_dense_tensors", "view a flat tensor as tensors of given shapes"
 )
-"""Return views of a flat tensor in the shapes of others, made in one call."""
+"""Return views of a flat tensor in the shapes of others, created in one call."""
 
 # ---------------------------------------------------------------------- one tensor
 
 version_of: Callable[[Tensor], int] = attribute("_version", "see whether a tensor was written to")
-"""Return how often a tensor was written to."""
+"""Return the version counter of a tensor, which each write increases."""
 
-# The public methods refuse a sparse tensor that is not coalesced, and gradients of embeddings are not.
+# The public methods reject a sparse tensor that is not coalesced, and gradients of embeddings are not.
 num_entries: Callable[[Tensor], int] = lookup("torch:Tensor._nnz", "reduce sparse gradients")
-"""Return how many rows a sparse tensor stores."""
+"""Return the number of rows that a sparse tensor stores."""
 
 stored_indices: Callable[[Tensor], Tensor] = lookup("torch:Tensor._indices", "reduce sparse gradients")
-"""Return where they belong."""
+"""Return the indices of these rows."""
 
 stored_values: Callable[[Tensor], Tensor] = lookup("torch:Tensor._values", "reduce sparse gradients")
 """Return the rows; writing to them changes the sparse tensor."""
 
 TorchFuture: Any = lookup("torch._C:Future", "check what a communication hook returns")
-"""The base of torch.futures.Future; torch returns objects of it as well."""
+"""The base of torch.futures.Future; torch also returns instances of it."""
 
 tree_map_only: Callable[..., Any] = lookup("torch.utils._pytree:tree_map_only", "move or cast inputs")
 """Replace the objects of one type in nested lists, tuples and dicts."""
@@ -95,7 +95,7 @@ tree_map_only: Callable[..., Any] = lookup("torch.utils._pytree:tree_map_only", 
 _make_wrapper_subclass = lookup("torch:Tensor._make_wrapper_subclass", "shard gradients")
 
 no_torch_function: Any = lookup("torch._C:_disabled_torch_function_impl", "shard gradients")
-"""The `__torch_function__` of a subclass that is only asked by `__torch_dispatch__`."""
+"""The `__torch_function__` of a subclass that overrides only `__torch_dispatch__`."""
 
 plain_torch_functions: Any = lookup("torch._C:DisableTorchFunctionSubclass", "shard gradients")
 """A context in which subclasses are treated as plain tensors."""
@@ -103,22 +103,22 @@ plain_torch_functions: Any = lookup("torch._C:DisableTorchFunctionSubclass", "sh
 UNSCALE = lookup(
     "torch:_amp_foreach_non_finite_check_and_unscale_", "use a GradScaler with sharded gradients"
 )
-"""By which a GradScaler looks for infinities; to compare with, in `__torch_function__`."""
+"""The function by which a GradScaler looks for infinities, for comparison in `__torch_function__`."""
 
 FOREACH_NORM = lookup("torch:_foreach_norm", _TOGETHER)
-"""What clip_grad_norm_ calls; to compare with, in `__torch_function__`. Where it is missing nothing calls it."""
+"""The function that clip_grad_norm_ calls, for comparison in `__torch_function__`. If missing, nothing calls it."""
 
 FOREACH_ZERO = lookup("torch:ops.aten._foreach_zero_.default", _TOGETHER)
-"""What zero_grad calls; to compare with, in `__torch_dispatch__`. Where it is missing nothing calls it."""
+"""The function that zero_grad calls, for comparison in `__torch_dispatch__`. If missing, nothing calls it."""
 
 
 def make_without_memory(kind: type[Tensor], like: Tensor) -> Any:
-    """Make a tensor of a subclass, in the shape and type of another, that has no memory."""
+    """Create a tensor of a subclass without memory, in the shape, dtype and device of another."""
     return _make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def check_that_infinities_are_seen() -> None:
-    """Raise an error if a GradScaler could look for infinities in a way that a subclass does not see."""
+    """Raise an error if a GradScaler could look for infinities by a function that a subclass cannot intercept."""
     if not is_there(UNSCALE):
         UNSCALE()
 

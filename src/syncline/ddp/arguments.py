@@ -1,4 +1,4 @@
-"""The arguments of DistributedDataParallel, checked by torch's rules, before any rank hears of them."""
+"""The arguments of DistributedDataParallel, checked by torch's rules on each rank before any communication."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ __all__ = [
 
 
 def checked_truths(**given: object) -> list[bool]:
-    """torch's yes or no arguments, by name, in the order in which they are given (see `checked_truth`)."""
+    """Return torch's boolean arguments, checked, in the order in which they are given (see `checked_truth`)."""
     return [checked_truth(name, value) for name, value in given.items()]
 
 
 def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[str, nn.Parameter]]:
-    """The parameters whose gradients travel last, by torch's rules."""
+    """Return the parameters whose gradients are reduced last, by torch's rules."""
     if (named is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
@@ -65,11 +65,11 @@ def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[
 
 
 def check_reduce_dtype(reduce_dtype: object) -> None:
-    """Raise unless gradients can be added up in it.
+    """Raise unless gradients can be added up in `reduce_dtype`.
 
     Raises:
-        TypeError: not a type of elements.
-        ValueError: integers, complex numbers, or floating numbers of one byte, in which nothing can be added up.
+        TypeError: it is not a torch.dtype.
+        ValueError: it is an integer, complex or one-byte floating type.
     """
     if reduce_dtype is None:
         return
@@ -85,7 +85,7 @@ def checked_device_ids(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[int] | None, int | None]:
-    """Where inputs are moved to, by torch's rules; None leaves them alone."""
+    """Return the devices of inputs and outputs, by torch's rules; None leaves them where they are."""
     is_list = isinstance(device_ids, Sequence) and not isinstance(device_ids, str)
     if device_ids is not None and not (is_list and all(map(_is_device, device_ids))):
         raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
@@ -93,7 +93,7 @@ def checked_device_ids(
         raise TypeError(f"expected output_device to be a device, or None, got {output_device!r}")
     devices = {p.device for p in module.parameters()}
     types = {device.type for device in devices}
-    if not device_ids and not output_device:  # torch lets 0 pass, also on CPU
+    if not device_ids and not output_device:  # as in torch, 0 counts as not given, even on CPU
         return None, None
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
@@ -126,7 +126,7 @@ def _index_of(device: int | torch.device) -> int:
 def checked_buffers(
     buffers: BufferPolicy | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[BufferPolicy, bool]:
-    """What becomes of buffers before a forward, and whether they are broadcast at construction."""
+    """Return the buffer policy, and whether buffers are broadcast at construction."""
     if broadcast_buffers is not None:
         broadcast_buffers = checked_truth("broadcast_buffers", broadcast_buffers)
     if forward_sync_buffers is not None:
@@ -151,7 +151,7 @@ def checked_buffers(
 
 
 def checked_caps(bucket_cap_mb: float | None, listed_mb: Any) -> BucketCaps | None:
-    """As in torch, where a list is given, nothing else counts; None where nothing is given."""
+    """Return the bucket caps, or None if none are given. As in torch, a list overrides the single value."""
     if listed_mb is not None and (not isinstance(listed_mb, Sequence) or isinstance(listed_mb, str)):
         raise TypeError(
             f"expected bucket_cap_mb_list to be a list of sizes (MiB), or None, got {listed_mb!r}"
@@ -173,10 +173,10 @@ def checked_caps(bucket_cap_mb: float | None, listed_mb: Any) -> BucketCaps | No
 
 
 def checked_strategy(strategy: object) -> Strategy[Any]:
-    """The strategy; `EveryStep` where none is given.
+    """Return the strategy, or `EveryStep` if none is given.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `strategy` is not a strategy.
     """
     if strategy is None:
         return EveryStep()
@@ -194,11 +194,11 @@ def checked_strategy(strategy: object) -> Strategy[Any]:
 
 
 def checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCheck | None:
-    """How replicas are compared.
+    """Return the check of replicas, or None.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it does not go with the rest.
+        TypeError: `replica_check` is not a `ReplicaCheck`.
+        ValueError: it cannot be combined with `sharded`.
     """
     if replica_check is None:
         return None
@@ -216,10 +216,11 @@ def checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaChe
 
 
 def checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNonFinite:
-    """What becomes of gradients that are not finite.
+    """Return the policy for gradients that are not finite.
 
     Raises:
-        TypeError, ValueError: there is no such policy; or under this strategy the ranks agree on nothing in a backward.
+        TypeError, ValueError: there is no such policy, or replicas drift under the strategy, so that ranks do not agree
+            on anything in a backward.
     """
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
     if policy != "ignore" and strategy.drifts:
@@ -232,7 +233,7 @@ def checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNonF
 
 
 def check_compression(compression: object, chosen: Selection, *, sharded: bool) -> None:
-    """Raise where gradients cannot be encoded."""
+    """Raise if these gradients cannot be compressed."""
     if compression is None:
         return
     if not isinstance(compression, Compression):
@@ -265,7 +266,7 @@ def check_sharded(
     reduce_dtype: torch.dtype | None,
     strategy: Strategy[Any],
 ) -> None:
-    """Raise where `sharded=True` does not go with the rest, or where a shared module needs it."""
+    """Raise if `sharded=True` cannot be combined with another argument, or if a shared module needs it."""
     if num_ranks == 1:
         return
     if not sharded:

@@ -1,8 +1,8 @@
-"""Uneven inputs: a rank without inputs left takes part in what the others do, with zeros (torch's `Join`).
+"""Uneven inputs: a rank without inputs takes part in the other ranks' collectives with zeros (torch's `Join`).
 
-Before each forward the ranks agree in one small collective whether this iteration synchronizes and whose buffers
-count: those of the highest rank that still has inputs, or the mean over all that have. When all are done, the model
-of the rank that was last becomes everybody's.
+Before each forward, one small collective decides whether this iteration synchronizes and whose buffers count: those
+of the highest rank that still has inputs, or the mean over all that have. When all ranks are done, they get the model
+of the rank that finished last.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ __all__ = [
 
 
 NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
-"""Why sharded replicas cannot join."""
+"""The reason why sharded replicas cannot join."""
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """What the ranks that still have inputs do in one iteration."""
+    """The work of one iteration on the ranks that still have inputs."""
 
     synchronizes: bool
     """Whether its backward reduces gradients on some rank."""
     buffers_from: int
-    """The rank whose buffers count."""
+    """The rank whose buffers count, if one rank's do; -1 if no rank has inputs."""
     num_with_inputs: int
-    """How many ranks they are."""
+    """Number of ranks that still have inputs."""
     has_inputs: bool
-    """Whether this rank is one of them."""
+    """Whether this rank has inputs."""
 
 
 class JoinBlock(Join):
-    """torch's `Join`, after which its joinables are outside of it again; torch's leaves them as they are inside.
+    """torch's `Join` that resets its joinables at the end; torch's leaves them in the state of the block.
 
     Args:
-        transport: over the same ranks.
-        joinables: as `Join`.
-        options: as `Join`.
+        transport: the transport over the same ranks.
+        joinables: as in `Join`.
+        options: as in `Join`.
     """
 
     def __init__(self, transport: Transport, joinables: list[Joinable], **options: bool) -> None:
@@ -65,7 +65,7 @@ class JoinBlock(Join):
         self._ours = joinables
 
     def __enter__(self) -> None:
-        set_join_configs(self)  # it may be entered again
+        set_join_configs(self)  # because a block may be entered more than once
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
@@ -82,7 +82,7 @@ class JoinBlock(Join):
 
 
 def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> Iteration:
-    """One all_reduce of a number for each rank and one more; a collective call, also on ranks without inputs."""
+    """Agree on the next iteration with one all_reduce of `size + 1` numbers; collective, also without inputs."""
     mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
     mine[transport.rank], mine[-1] = has_inputs, synchronizes
     transport.all_reduce(mine, "sum").wait()
@@ -104,15 +104,15 @@ def joined_forward_begins(
     synchronizes: bool,
     counts_all_ranks: bool,
 ) -> None:
-    """What a rank with inputs does before a forward inside of `join`.
+    """Prepare a forward inside `join`, on a rank with inputs.
 
     Args:
-        joinable: the wrapper, whose peers are told that it goes on.
-        transport: of the wrapper.
+        joinable: the wrapper; the other ranks are notified that it still has inputs.
+        transport: the wrapper's transport.
         gradients: its gradient synchronization.
-        buffers: its buffers, which are made equal where that is due.
+        buffers: its buffers, which are synchronized if that is due.
         synchronizes: whether this iteration reduces gradients on this rank.
-        counts_all_ranks: divide gradients by the number of all ranks, not of those that still have inputs.
+        counts_all_ranks: whether to divide gradients by the number of all ranks, not only of those with inputs.
     """
     work = Join.notify_join_context(joinable)
     if work is not None:
@@ -124,7 +124,7 @@ def joined_forward_begins(
 
 
 def _sync_buffers(buffers: BufferSync, iteration: Iteration) -> None:
-    """As a forward does."""
+    """Synchronize buffers as a forward does."""
     buffers.before_forward(
         next_is_due=iteration.synchronizes,
         src=iteration.buffers_from,
@@ -134,13 +134,13 @@ def _sync_buffers(buffers: BufferSync, iteration: Iteration) -> None:
 
 
 class ShadowHook(JoinHook):
-    """What a rank does while it has no inputs left.
+    """The hook that runs on a rank while it has no inputs left.
 
     Args:
-        transport: of the wrapped module.
+        transport: the transport of the wrapped module.
         gradients: its gradient synchronization.
         buffers: its buffers.
-        sync_module: make parameters and buffers those of the rank it is given.
+        sync_module: copies parameters and buffers from the given rank to all.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class ShadowHook(JoinHook):
         self._sync_module = sync_module
 
     def main_hook(self) -> None:
-        """Match the collectives of one iteration of the others."""
+        """Match the collectives of the other ranks in one iteration."""
         iteration = agree_on_iteration(self._transport, has_inputs=False, synchronizes=False)
         _sync_buffers(self._buffers, iteration)
         if iteration.synchronizes:
@@ -165,7 +165,7 @@ class ShadowHook(JoinHook):
                 self._gradients.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks are done: the last one's model becomes everybody's."""
+        """Give every rank the model of the rank that finished last."""
         last = torch.tensor(
             [self._transport.rank if is_last_joiner else -1], device=self._transport.control_device
         )

@@ -1,7 +1,7 @@
-"""torch's `mixed_precision=` of DistributedDataParallel: forward and backward in a lower precision.
+"""Forward and backward in lower precision: torch's `mixed_precision=` of DistributedDataParallel.
 
-The parameters stay as they are. Forward runs on low-precision copies made for it, and autograd carries the
-gradients back through the cast, so optimizers, clipping and checkpoints see full precision.
+The parameters stay as they are. Forward runs on low-precision copies, and autograd carries the gradients back through
+the cast. Optimizers, clipping and checkpoints therefore see full precision.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["MixedPrecision"]
 
 
 class MixedPrecision:
-    """Runs a module in lower precision.
+    """A module that runs in lower precision.
 
     Args:
-        module: whose floating buffers are cast at once, in place, to `buffer_dtype`.
-        ignored: names of parameters that stay as they are.
-        config: torch's `_MixedPrecision`: `param_dtype`, `reduce_dtype`, `buffer_dtype`, None leaves things alone.
+        module: the module. Its floating-point buffers are cast to `buffer_dtype` at once, in place.
+        ignored: names of parameters that are not cast.
+        config: torch's `_MixedPrecision`: `param_dtype`, `reduce_dtype`, `buffer_dtype`; None casts nothing.
     """
 
     def __init__(self, module: nn.Module, config: Any, ignored: Collection[str] = ()) -> None:
@@ -43,7 +43,7 @@ class MixedPrecision:
                     buffer.data = buffer.data.to(config.buffer_dtype)
 
     def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward."""
+        """Run the module's forward in the lower precision."""
         dtype = self.param_dtype
         if dtype is None:
             return self._module(*inputs, **kwargs)

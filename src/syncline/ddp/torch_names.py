@@ -1,9 +1,10 @@
-"""Undocumented names of torch's DistributedDataParallel that users and frameworks call, as far as can be honoured.
+"""Undocumented names of torch's DistributedDataParallel that users and frameworks call.
 
-Found in use: Lightning (`reducer`, `_set_static_graph`, `_register_builtin_comm_hook`), Accelerate and Megatron
-(`bucket_bytes_cap`, `_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec
-and torch's own tests (the rest). What reaches into torch's reducer beyond that raises an error that says so (see
-`REFUSED`). Other names are harmless as torch has them; a test goes through all of them.
+Names found in use are supported as far as possible: Lightning (`reducer`, `_set_static_graph`,
+`_register_builtin_comm_hook`), Accelerate and Megatron (`bucket_bytes_cap`,
+`_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec and torch's own tests
+(the rest). Names that reach further into torch's reducer raise an error with the alternative (see `REFUSED`). Other
+names work as inherited from torch; a test covers all of them.
 """
 
 from __future__ import annotations
@@ -65,21 +66,21 @@ REFUSED = {
     "_sync_final_model": _JOIN,
     "_sync_module_buffers": _BUFFERS,
 }
-"""Methods of torch's class that drive its reducer, and what to use instead."""
+"""Methods of torch's class that drive its reducer, each with its alternative."""
 
 
 class _NoReducer:
-    """Stands where torch's class has its reducer, for code that prepares it by hand. There is nothing to prepare.
+    """A replacement for the reducer of torch's class, for code that prepares it by hand. The methods do nothing.
 
     Args:
-        gradients: what is asked instead.
+        gradients: the gradient synchronization that supplies the numbers.
     """
 
     def __init__(self, gradients: GradientSync) -> None:
         self._gradients = gradients
 
     def _get_local_used_map(self) -> Tensor:
-        """How many ranks used each parameter in the last backward."""
+        """Return how many ranks used each parameter in the last backward."""
         return torch.tensor(self._gradients.num_ranks_using, dtype=torch.int32)
 
     def _rebuild_buckets(self) -> bool:
@@ -99,7 +100,7 @@ class _NoReducer:
 
 
 class TorchNames:
-    """What torch's class has beside its public interface; for `DistributedDataParallel` alone."""
+    """The part of torch's class beyond its public interface; a base of `DistributedDataParallel` only."""
 
     module: nn.Module
     find_unused_parameters: bool
@@ -124,7 +125,7 @@ class TorchNames:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The torch.distributed group under the transport; None where there is none."""
+        """The torch.distributed group under the transport; None if there is none."""
         return self._replica.transport.group
 
     @process_group.setter
@@ -133,32 +134,32 @@ class TorchNames:
 
     @property
     def reducer(self) -> _NoReducer:
-        """What is left of torch's reducer."""
+        """A replacement for torch's reducer."""
         return _NoReducer(self._replica.gradients)
 
     @property
     def device(self) -> torch.device:
-        """Where the module's first parameter lives."""
+        """The device of the module's first parameter."""
         return self._replica.gradients.parameters[0].device
 
     @property
     def device_type(self) -> str:
-        """Its kind: "cpu", "cuda"."""
+        """The type of the device: "cpu", "cuda"."""
         return self.device.type
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Whether parameters live on several devices."""
+        """Whether the parameters are on several devices."""
         return len({parameter.device for parameter in self._module_parameters}) > 1
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The largest cap, in bytes; torch.compile splits graphs by it."""
+        """The largest cap, in bytes; torch.compile uses it to split graphs."""
         return self._replica.options.caps.largest_bytes
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The caps of the first buckets, where they were given one by one."""
+        """The caps of the first buckets, if they were given as a list."""
         return list(self._replica.options.caps.listed_bytes)
 
     @property
@@ -168,17 +169,17 @@ class TorchNames:
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of the parameters and buffers that are left alone."""
+        """Names of the parameters and buffers that are not synchronized."""
         return self._replica.ignored
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronized, as they are now."""
+        """The buffers that are synchronized, looked up at each access."""
         return list(self.named_module_buffers.values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are synchronized, by name, as they are now."""
+        """The buffers that are synchronized, by name, looked up at each access."""
         return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
 
     @property
@@ -199,7 +200,7 @@ class TorchNames:
         return self._replica.transport.rank
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What torch's logger says, where we know it."""
+        """Return the data that torch's logger would report, as far as they are known."""
         replica = self._replica
         last = replica.gradients.ledger.last()
         parameters = self._module_parameters
@@ -246,7 +247,7 @@ class TorchNames:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward synchronizes: what `no_sync` switches, and some frameworks set."""
+        """Whether the next backward synchronizes; `no_sync` switches it, and some frameworks set it."""
         return self._replica.gradients.enabled
 
     @require_backward_grad_sync.setter
@@ -255,7 +256,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward may synchronize buffers: the previous one ran outside of no_sync and no_grad."""
+        """Whether the next forward may synchronize buffers, because the last one ran outside of no_sync and no_grad."""
         return self._replica.buffers.due
 
     @require_forward_param_sync.setter
@@ -274,12 +275,12 @@ class TorchNames:
     broadcast_buffers = forward_sync_buffers
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward sends buffers."""
+        """Return whether the next forward sends buffers."""
         replica = self._replica
         return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
 
     def _set_static_graph(self) -> None:
-        """As `static_graph=True` at construction. Only before the first backward."""
+        """Behave as with `static_graph=True` at construction. Only before the first backward."""
         if self.static_graph:
             warnings.warn("static_graph is True already: no need to set it again", stacklevel=2)
             return
@@ -292,7 +293,7 @@ class TorchNames:
         self._replica.use_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport | None) -> None:
-        """Synchronize over another group from now on; the ranks in it must be equal already."""
+        """Synchronize over another group from now on; its ranks must be equal already."""
         self._replica.use_transport(transport_of(new_process_group))
 
     def _remove_autograd_hooks(self) -> None:
@@ -312,7 +313,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether torch 2.15's `finalize_backward` has to be called: no, backward waits for what it has sent."""
+        """Whether torch 2.15's `finalize_backward` has to be called; always False, because backward waits itself."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -321,22 +322,22 @@ class TorchNames:
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Refused."""
+        """Raise: a backward cannot be finalized by hand."""
         raise SynclineError(
             "a backward ends with reduced gradients: it cannot be finalized by hand, and need not be"
         )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing to switch: outputs are never cloned."""
+        """Do nothing, because outputs are never cloned."""
 
     def _assign_modules_buffers(self) -> None:
-        """Nothing to assign: buffers are looked up when they are needed."""
+        """Do nothing, because buffers are looked up when they are needed."""
 
     def _clear_grad_buffer(self) -> None:
-        """Nothing to clear: delayed gradients have ordinary buckets."""
+        """Do nothing, because delayed gradients have ordinary buckets."""
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
-        """Not needed: rows are exchanged as they come."""
+        """Do nothing, because sparse rows are exchanged without metadata."""
 
     # ------------------------------------------------------------------ other ways to register a hook
 
@@ -383,7 +384,7 @@ class TorchNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Make tensors (the buffers, if none are given) those of one rank; buffer hooks call it."""
+        """Copy one rank's values of tensors (of the buffers, if none are given) to all ranks; buffer hooks call it."""
         tensors = self.modules_buffers if bufs is None else bufs
         self._distributed_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
 

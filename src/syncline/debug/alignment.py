@@ -1,4 +1,4 @@
-"""The same inputs, random numbers and values of tensors on all ranks: rank 0's, for a while."""
+"""Alignment of ranks: copy rank 0's inputs, random number generators and tensors to all ranks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["Aligned", "align_chance", "align_inputs", "align_tensors"]
 
 
 class Aligned(NamedTuple):
-    """Inputs that are the same on all ranks."""
+    """The result of `align_inputs`."""
 
     inputs: Any
     why_not: str
-    """Why they could not be made so; "" where they are. The same on all ranks."""
+    """The reason why the inputs could not be aligned; "" if they were. The same on all ranks."""
 
 
 def align_chance(transport: Transport) -> None:
-    """Set this rank's random number generators to where rank 0's are. A collective call."""
+    """Set this rank's random number generators to the state of rank 0's. A collective call."""
     told = transport.all_gather_bytes(packed() if transport.rank == 0 else b"")[0]
     if transport.rank:
         set_rng_state(unpacked(told))
 
 
 def align_tensors(tensors: Sequence[Tensor], transport: Transport) -> None:
-    """Give these tensors rank 0's values. A collective call."""
+    """Copy rank 0's values into these tensors. A collective call."""
     broadcast_tensors(tensors, transport, src=0).wait()
 
 
 def align_inputs(inputs: Any, transport: Transport) -> Aligned:
-    """Rank 0's inputs; shapes of tensors may differ between the ranks. A collective call.
+    """Return rank 0's inputs; shapes of tensors may differ between the ranks. A collective call.
 
     Args:
-        inputs: nested dicts, lists and tuples of tensors and plain values; the latter have to be equal already.
-        transport: between the ranks.
+        inputs: nested dicts, lists and tuples of tensors and plain values. The plain values must be equal already.
+        transport: the transport between the ranks.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -71,12 +71,12 @@ def align_inputs(inputs: Any, transport: Transport) -> Aligned:
 
 
 def _like(tensor: Tensor, shape: Sequence[int], *, is_source: bool) -> Tensor:
-    """Where rank 0's values go; on rank 0 they are in it."""
+    """Return a tensor to receive rank 0's values; on rank 0 it is the tensor itself, without its graph."""
     return tensor.detach() if is_source else torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _described(name: str, leaf: Any) -> tuple[str, str, list[int]]:
-    """Name, kind (or why it cannot be sent) and shape."""
+    """Return name, kind (or after "!" the reason why it cannot be sent) and shape."""
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_meta or leaf.is_nested:
             return name, f"!a tensor that is not an ordinary one ({leaf.layout} on {leaf.device.type})", []

@@ -1,4 +1,4 @@
-"""The first place at which recordings of one computation part. Pure."""
+"""Search for the first difference between recordings of one computation. Pure."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "r
 
 
 class Found(NamedTuple):
-    """Where recordings part.
+    """The first difference between recordings.
 
-    Stages: "state" before the run; "calls": another module is called; "input": a module is given something else, though
-    all before was equal; "output": a module makes something else of equal inputs; "backward": it does so in backward;
-    "gradients" and "result": only what the run gave differs.
+    Stages: "state": the state before the run differs; "calls": other modules are called; "input": a module gets another
+    input, though everything before was equal; "output": a module returns another output for equal inputs; "backward":
+    its backward returns other gradients for equal ones; "gradients" and "result": only the results of the run differ.
     """
 
     stage: Stage
     call: int = -1
-    """Index of the call, of "calls" that inside of which others are made; -1 where there is none."""
+    """Index of the call; for "calls", of the call around the calls that differ; -1 if there is none."""
     event: int = -1
     place: int = 0
-    """Which of the event's values differs."""
+    """Position of the differing value in the event."""
     name: str = ""
-    """Name of the tensor or of the place."""
+    """Name of the tensor, or its position in the inputs or outputs."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Which recordings are equal there, the largest group first."""
+    """Indices of the recordings that are equal there, grouped, the largest group first."""
 
 
 def first_difference(recordings: Sequence[Recording], *, is_reduced: bool = False) -> Found | None:
-    """Where these recordings of one computation part first, in the order in which things happen; None if nowhere.
+    """Return the first difference between recordings of one computation, in the order of execution; None if equal.
 
     Args:
         recordings: at least two.
-        is_reduced: gradients of parameters are means over ranks, so they tell nothing about the module at hand.
+        is_reduced: whether gradients of parameters are means over ranks. They then do not identify a module.
     """
     return (
         _in_values("state", [recording.state for recording in recordings])
@@ -93,9 +93,9 @@ def _identity(call: Call) -> tuple[str, str, int, int]:
 
 
 def _in_backward(recordings: Sequence[Recording], *, is_reduced: bool) -> Found | None:
-    """The first call in backward whose outputs' gradients are equal, and whose inputs' or parameters' are not.
+    """Find the first call in backward with equal gradients of its outputs and other ones of its inputs or parameters.
 
-    Backward comes to calls in the reverse of the order in which they began, and to a call within before the one around.
+    Backward visits calls in the reverse of the order in which they began, and inner calls before the call around them.
     """
     tuples = [recording.calls for recording in recordings]
     came_equal = [_equal(call.output_grads for call in calls) for calls in zip(*tuples, strict=True)]
@@ -124,7 +124,7 @@ def _equal(values: Iterable[list[Value]]) -> bool:
 def _groups_of_own_gradients(
     recordings: Sequence[Recording],
 ) -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
-    """For each module whose own parameters' gradients differ, the first of these."""
+    """Return the first differing gradient, with its groups, for each module whose own parameters' gradients differ."""
     found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
     for values in _aligned([recording.gradients for recording in recordings]):
         groups = groups_of(values)
@@ -134,7 +134,7 @@ def _groups_of_own_gradients(
 
 
 def _aligned(rows: Sequence[tuple[Value, ...]]) -> Iterator[tuple[Value, ...]]:
-    """The values of the same name of all rows."""
+    """Yield the values of all rows that have the same name."""
     others = [{value.name: value for value in row} for row in rows[1:]]
     for value in rows[0]:
         if all(value.name in other for other in others):
@@ -142,11 +142,11 @@ def _aligned(rows: Sequence[tuple[Value, ...]]) -> Iterator[tuple[Value, ...]]:
 
 
 def first_nan(filled: Recording, ordinary: Recording) -> int | None:
-    """The call whose outputs are the first with NaN in a run with filled memory, where an ordinary one has none.
+    """Return the first call whose outputs have NaN in a run with filled memory, but not in an ordinary run.
 
     Args:
-        filled: the run in which memory that was never written held NaN.
-        ordinary: the other one.
+        filled: the run in which uninitialized memory was filled with NaN.
+        ordinary: the run without filling.
     """
     for index, event in enumerate(filled.events):
         if index >= len(ordinary.events) or len(event.values) != len(ordinary.events[index].values):
@@ -155,5 +155,5 @@ def first_nan(filled: Recording, ordinary: Recording) -> int | None:
         if any(now.has_nan and not then.has_nan for now, then in pairs):
             if event.kind == "output":
                 return event.call
-            return filled.calls[event.call].parent  # what is around it has made its inputs
+            return filled.calls[event.call].parent  # the call around it has computed its inputs
     return None

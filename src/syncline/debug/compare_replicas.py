@@ -1,4 +1,4 @@
-"""`compare_replicas` and `assert_replicas_agree`: is a step the same, computed twice, and on every rank?"""
+"""`compare_replicas` and `assert_replicas_agree`: check that a step is the same run twice, and on every rank."""
 
 from __future__ import annotations
 
@@ -38,36 +38,37 @@ def assert_replicas_agree(
 ) -> Report:
     """Raise if a step is not the same, bit for bit, when it is computed twice, or on every rank.
 
-    `fn(*inputs)` computes a step: forward, loss, backward; it may return any tree of tensors. It is run several times
-    from one state, and every module inside of it is watched. Afterwards parameters, buffers, gradients, random number
-    generators, and what the wrapper remembers are as they were, so that training may go on. A collective call.
+    `fn(*inputs)` computes a step: forward, loss, backward. It may return any tree of tensors. It is run several times
+    from one state, and every module inside is recorded. Afterwards parameters, buffers, gradients, random number
+    generators, and the state of the wrapper are restored, so that training can continue. A collective call.
 
-    - On each rank: `repeats` runs with its own data and random numbers have to be the same. If not, the first module is
-      named that makes something else of equal inputs (or gradients), how much it differs, and why, as far as seen.
-    - Between ranks: parameters have to be equal, and gradients, where a DistributedDataParallel (torch's or Syncline's)
-      reduces them. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, has to be the same.
-      Without `inputs` each rank has other data; then what ranks compute of them is not compared.
+    - On each rank, `repeats` runs with the rank's own data and random numbers must be the same. If not, the report
+      names the first module that returns another output for equal inputs (or other gradients for equal ones), how much
+      it differs, and the causes for which there is evidence.
+    - Between ranks, parameters must be equal, and so must gradients that a DistributedDataParallel (torch's or
+      Syncline's) reduces. One more run, with rank 0's random numbers, buffers and `inputs` on every rank, must be the
+      same. Without `inputs` each rank has other data; the values that ranks compute from it are then not compared.
 
     Args:
-        fn: the step. It takes its data from `inputs`, or has them; an iterator would deal other ones each time. It may
-            step an optimizer only if that is handed over. It is run `repeats` + 2 times, once more if wrapped, and once
-            more if something differs.
-        module: what it computes with: a module, wrapped or not, or a `TrainState`, whose optimizer and so on are then
-            put back, too. None: found by a run of its own.
-        inputs: its arguments: nested dicts, lists and tuples of tensors and plain values; the same kinds on all ranks.
-            It gets copies of the tensors.
-        repeats: runs on each rank that have to be the same, from 2.
-        same_inputs: whether the ranks have the same data by themselves: then other data are a disagreement. None: no.
-        align_rng: whether ranks are compared with rank 0's random numbers. With False, a module that draws others is a
-            disagreement (dropout under different seeds).
+        fn: the step. It takes its data from `inputs`, or holds a fixed batch; an iterator would return other data in
+            each run. It may step an optimizer only if `module` is a `TrainState` with that optimizer. It is run
+            `repeats` + 2 times, once more if wrapped, and once more if something differs.
+        module: the module that `fn` computes with, wrapped or not, or a `TrainState`, whose optimizer and other parts
+            are then restored too. None: the modules are found by an additional run.
+        inputs: the arguments of `fn`: nested dicts, lists and tuples of tensors and plain values, of the same kinds on
+            all ranks. `fn` gets copies of the tensors.
+        repeats: number of runs on each rank that must be the same, at least 2.
+        same_inputs: whether all ranks already have the same data, so that different data are a disagreement. None: no.
+        align_rng: whether ranks are compared with rank 0's random numbers. With False, a module that draws different
+            numbers is a disagreement (dropout under different seeds).
         group: see `broadcast_`.
 
     Returns:
-        What was checked, and what is worth knowing.
+        The report of the checks, with notes.
 
     Raises:
-        Disagreement: something differs; its `report` has all of it. The same text on every rank.
-        ContractMismatch: the ranks have different modules, or ask for different things.
+        Disagreement: something differs; its `report` has all findings. The same text on every rank.
+        ContractMismatch: the ranks have different modules, or different arguments.
         TypeError, ValueError, SynclineError: `fn` failed on a rank, or steps an unknown optimizer; on every rank.
 
     Example:
@@ -96,7 +97,7 @@ def compare_replicas(
     align_rng: bool = True,
     group: Group = None,
 ) -> Report:
-    """The report of `assert_replicas_agree`, which see, whatever is in it; `report.agrees`, `print(report)`.
+    """Return the report of `assert_replicas_agree` without raising; see `report.agrees` and `print(report)`.
 
     Example:
         >>> import itertools, torch, syncline as sl
@@ -179,7 +180,7 @@ def _compared(
 
 
 def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list[Optimizer], list[Any]]:
-    """Modules, optimizers and what else has a state to be put back."""
+    """Return the modules, the optimizers, and other objects whose state must be restored."""
     if target is None:
         return [], [], []
     if isinstance(target, nn.Module):
@@ -194,7 +195,7 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
     return (
         [one for one in named if isinstance(one, nn.Module)],
         [one for one in named if isinstance(one, Optimizer)],
-        # A sampler's place is that between two steps: to load it in the middle of an epoch would begin another one.
+        # A sampler's position is that between two steps; loading it in the middle of an epoch would begin another one.
         [one for one in named if not isinstance(one, nn.Module | Optimizer | DistributedSampler)],
     )
 
@@ -207,12 +208,12 @@ def _found_by_a_run(
     optimizers: list[Optimizer],
     others: list[Any],
 ) -> list[nn.Module]:
-    """The modules that are called by `fn` itself, or are it."""
+    """Return the modules that `fn` calls directly, or `fn` itself if it is a module."""
     before = Subject([], optimizers, others)
     found: dict[nn.Module, Subject] = {}
 
     def met(module: nn.Module) -> None:
-        found[module] = Subject([module])  # as it is before its first forward
+        found[module] = Subject([module])  # with the state before its first forward
 
     fault: Exception | None = None
     try:

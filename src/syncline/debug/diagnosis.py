@@ -1,6 +1,6 @@
-"""Why computations part, as far as was seen, in words that are the same whichever rank finds them. Pure.
+"""The causes of differences, and the findings of all ranks combined into one list. Pure.
 
-What ranks have found in their own runs, put together: what several have found alike is said once. Pure.
+The texts are the same on every rank, so that equal findings of several ranks can be merged into one.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class OwnFinding:
-    """What one rank tells the others; as `Finding`, but for these."""
+    """One rank's finding, as sent to the other ranks; a `Finding` without ranks."""
 
     module: str
     kind: str
     what: str
-    """What differs, without who found it and how much."""
+    """A description of the difference, without the rank and the size."""
     difference: str = ""
-    """How much, of this rank's own data; "" where that is not known."""
+    """How much it differs, for this rank's own data; "" if unknown."""
     causes: tuple[str, ...] = ()
 
 
 def put_together(told: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
-    """The findings of all ranks, in the order in which ranks and findings occur.
+    """Merge the findings of all ranks, in the order of ranks and of each rank's findings.
 
     Args:
-        told: of each rank, in rank order.
+        told: the findings of each rank, in rank order.
 
     Example:
         >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", difference="1 of 4 elements")
@@ -66,7 +66,7 @@ def put_together(told: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
 
 
 def _how_much(by_rank: dict[int, str]) -> str:
-    """Ranks have data of their own: of several that differ, the first that is known is shown, as that of its rank."""
+    """Describe the size of a difference; if ranks differ by different amounts, the first known one, with its rank."""
     known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
     if not known:
         return ""
@@ -74,7 +74,7 @@ def _how_much(by_rank: dict[int, str]) -> str:
     return f": {first}" if len(ranks) == len(by_rank) else f"; on {describe_ranks(ranks)}: {first}"
 
 
-# ---------------------------------------------------------------------- causes, and what to do
+# ---------------------------------------------------------------------- causes and remedies
 
 _STATE_OUTSIDE = (
     "state outside of parameters and buffers: its attribute {changed}; what is neither a parameter nor a buffer is not "
@@ -143,16 +143,16 @@ _CHANGED_AFTERWARDS = "or they were changed afterwards, on some ranks: clipped, 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was seen on one rank, beside two runs that differ."""
+    """Observations on one rank, in addition to two runs that differ."""
 
     nan_call: int | None = None
-    """The call whose outputs are NaN when memory that was never written is."""
+    """The call whose outputs become NaN if uninitialized memory is filled with NaN."""
     agrees_when_deterministic: bool | None = None
-    """Whether two runs agree with deterministic algorithms; None where that was not asked."""
+    """Whether two runs agree with deterministic algorithms; None if that was not tested."""
     without_determinism: tuple[str, ...] = ()
-    """Operations that have no deterministic implementation, by torch's warnings."""
+    """Operations without a deterministic implementation, from torch's warnings."""
     is_reduced: bool = False
-    """Gradients are means over ranks."""
+    """Whether gradients are means over ranks."""
 
 
 def _named(call: Call) -> str:
@@ -165,7 +165,7 @@ def _place(found: Found, what: str) -> str:
 
 
 def _around(found: Found, calls: Sequence[Call]) -> Call | None:
-    """The call in whose own code it went wrong; None means the function that was handed over."""
+    """Return the call whose own code is to blame; None means the function that was passed."""
     if found.call < 0:
         return None
     if found.stage == "input":
@@ -178,13 +178,13 @@ def _around(found: Found, calls: Sequence[Call]) -> Call | None:
 
 
 def within_a_rank(found: Found, first: Recording, difference: str, evidence: Evidence) -> OwnFinding:
-    """Two runs of this rank from the same state are not the same.
+    """Return the finding for two runs of this rank that differ, though they began from the same state.
 
     Args:
-        found: where they part.
+        found: the first difference.
         first: one of the runs.
-        difference: how far they are apart there, in words; "" where that is not known.
-        evidence: what else was seen.
+        difference: the size of the difference, in words; "" if unknown.
+        evidence: other observations.
     """
     calls = first.calls
     blamed = _around(found, calls)
@@ -193,7 +193,7 @@ def within_a_rank(found: Found, first: Recording, difference: str, evidence: Evi
 
 
 def _given(found: Found, calls: Sequence[Call]) -> str:
-    """Where the code is in which runs part, for what a module is given and which is called."""
+    """Return the place of the differing code, for a differing input or call."""
     parent = _around(found, calls)
     return "the function itself" if parent is None else f"the forward of {_named(parent)}"
 
@@ -236,7 +236,7 @@ def _causes_within(found: Found, blamed: Call | None, first: Recording, evidence
 
 
 def _usual_causes(found: Found, blamed: Call | None, first: Recording, evidence: Evidence) -> list[str]:
-    """Where nothing was seen that explains it."""
+    """Return the usual causes, for a difference that the observations do not explain."""
     if found.stage == "gradients" and evidence.is_reduced:
         return [_REDUCED]
     if found.stage == "state":
@@ -261,7 +261,7 @@ def _is_generator(text: str) -> bool:
 
 
 def never_written(call: Call | None) -> OwnFinding:
-    """Memory that was never written reaches an output, whether or not two runs happened to differ."""
+    """Return the finding that uninitialized memory reaches an output, even if two runs agreed by chance."""
     named = _named(call) if call is not None else "the function itself"
     what = f"in any run: an output of {named} depends on memory that was never written"
     return _own_finding(call, what, [_NEVER_WRITTEN])
@@ -287,14 +287,14 @@ def between_ranks(
     facts: Sequence[Mapping[str, str]],
     chance: Sequence[Mapping[str, str]] | None,
 ) -> Finding:
-    """Ranks have computed something else, though they should not.
+    """Return the finding for ranks that should have computed the same, but differ.
 
     Args:
-        found: where they part; its groups are ranks.
-        recordings: of all ranks.
-        difference: how far they are apart there, in words; "" where that is not known.
-        facts: what each rank computes with.
-        chance: where each rank's generators were; None where they were put to where rank 0's are.
+        found: the first difference; its groups are ranks.
+        recordings: the recordings of all ranks.
+        difference: the size of the difference, in words; "" if unknown.
+        facts: versions, hardware and settings of each rank.
+        chance: the positions of each rank's generators; None if they were set to rank 0's.
     """
     calls = recordings[0].calls
     blamed = _around(found, calls)
@@ -346,7 +346,7 @@ def _causes_between(
 
 
 def _chance(generators: Sequence[str], chance: Sequence[Mapping[str, str]] | None, who: str) -> list[str]:
-    """What is to be said of random numbers that were drawn from generators that are not at the same place."""
+    """Return the causes that lie in random numbers, if these generators are at different positions on the ranks."""
     apart = [name for name in generators if len({row.get(name) for row in chance or ()}) > 1]
     if not apart:
         return []
@@ -354,12 +354,12 @@ def _chance(generators: Sequence[str], chance: Sequence[Mapping[str, str]] | Non
 
 
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
-    """Reduced gradients are not the same on all ranks.
+    """Return the finding for reduced gradients that are not the same on all ranks.
 
     Args:
-        names: of the parameters whose gradients differ, in the module's order.
-        groups: of ranks with equal gradients of the first.
-        num_gradients: of all.
+        names: names of the parameters whose gradients differ, in the module's order.
+        groups: groups of ranks with equal gradients of the first of them.
+        num_gradients: number of all compared gradients.
     """
     ranks = " | ".join(map(describe_ranks, groups))
     return Finding(

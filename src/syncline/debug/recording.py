@@ -1,4 +1,4 @@
-"""What one run did, module by module: recorded by hooks, compared as plain data."""
+"""The recording of one run, module by module: made by hooks, compared as plain data."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ __all__ = ["Call", "Event", "Recorder", "Recording", "named_modules", "named_roo
 
 @dataclass(kw_only=True)
 class Call:
-    """One forward of one module."""
+    """One call of a module's forward."""
 
     module: str
-    """Its qualified name."""
+    """Qualified name of the module."""
     kind: str
-    """Its class."""
+    """Class of the module."""
     nth: int
-    """Which of this module's calls in the run it is, from 1."""
+    """Number of this call among the module's calls in the run, from 1."""
     parent: int
-    """The call inside of which it ran; -1 where it ran by itself."""
+    """Index of the call around it; -1 if there is none."""
     is_training: bool
     drew: tuple[str, ...] = ()
-    """Random number generators that moved on inside of it, but not inside of a call within."""
+    """Random number generators that advanced in this call, but not in a call inside it."""
     output_grads: list[Value] = field(default_factory=list)
-    """Gradients that came to its outputs in backward, in their order."""
+    """Gradients of its outputs in backward, in the order in which they arrived."""
     input_grads: list[Value] = field(default_factory=list)
-    """Gradients that came to its inputs."""
+    """Gradients of its inputs, in the order in which they arrived."""
 
 
 class Event(NamedTuple):
-    """A call began, with its inputs, or ended, with its outputs."""
+    """The begin of a call, with its inputs, or its end, with its outputs."""
 
     kind: Literal["input", "output"]
     call: int
@@ -56,20 +56,20 @@ class Recording:
     """One run. Calls are in the order in which they began, events in the order in which they happened."""
 
     state: tuple[Value, ...] = ()
-    """Parameters and buffers before it."""
+    """Parameters and buffers before the run."""
     calls: list[Call] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     result: tuple[Value, ...] = ()
-    """What it returned."""
+    """The returned values."""
     gradients: tuple[Value, ...] = ()
-    """The parameters' gradients after it."""
+    """The parameters' gradients after the run."""
     settings: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Plain attributes of each module before it, by qualified name."""
+    """Plain attributes of each module before the run, by qualified name."""
     changed: dict[str, list[str]] = field(default_factory=dict)
-    """Those that it has changed, in words."""
+    """Attributes that the run has changed, in words, by qualified name of the module."""
 
     def compared(self) -> list[Any]:
-        """What two runs have to have in common, as plain data."""
+        """Return the part that must be equal in two runs, as plain data."""
         calls = [
             (call.module, call.kind, call.nth, call.parent, call.output_grads, call.input_grads)
             for call in self.calls
@@ -77,12 +77,12 @@ class Recording:
         return [self.state, calls, self.events, self.result, self.gradients]
 
     def dumped(self) -> bytes:
-        """To be sent to another rank."""
+        """Serialize the recording, to send it to another rank."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def loaded(dumped: bytes) -> Recording:
-        """The inverse of `dumped`."""
+        """Restore a recording from `dumped`."""
         found = json.loads(dumped)
         return Recording(
             state=_values(found["state"]),
@@ -109,14 +109,14 @@ def _values(rows: Sequence[Sequence[Any]]) -> tuple[Value, ...]:
     return tuple(Value(*row) for row in rows)
 
 
-# ---------------------------------------------------------------------- which modules
+# ---------------------------------------------------------------------- modules
 
 
 def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """All modules below the roots with their qualified names, each once.
+    """Return all modules below the roots with their qualified names, each once.
 
     Args:
-        roots: by the name that comes before those of their parts; "" where there is one root alone.
+        roots: modules by the prefix of their parts' names; "" for a single root.
     """
     named: dict[nn.Module, str] = {}
     for prefix, root in roots.items():
@@ -126,7 +126,7 @@ def named_modules(roots: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
 
 
 def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Modules by what comes before the names of their parts: nothing before those of a single one.
+    """Return the modules by the prefix of their parts' names; the prefix is empty for a single module.
 
     Example:
         >>> [*named_roots([nn.ReLU()])], [*named_roots([nn.ReLU(), nn.GELU(), nn.ReLU()])]
@@ -146,7 +146,7 @@ def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def watching_for_roots(met: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Let `met` be called with each module that is called inside, but not by another one: once, before its forward."""
+    """Call `met` once for each module that runs inside the block without a module around it, before its forward."""
     open_calls: list[nn.Module] = []
     known: set[nn.Module] = set()
 
@@ -175,14 +175,14 @@ def watching_for_roots(met: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 class Recorder:
-    """Records a run: `with recorder: ...`, then `recorder.finish(result, gradients)`.
+    """A recorder of a run: `with recorder: ...`, then `recorder.finish(result, gradients)`.
 
     Args:
-        modules: which, with their qualified names.
+        modules: the modules to record, with their qualified names.
         state: parameters and buffers before the run.
-        kept: where outputs are kept, for another recorder's `against`.
-        against: a run of this rank before, and the outputs that were kept of it: says how much the first output that
-            differs does so.
+        kept: a store for copies of the outputs, for another recorder's `against`.
+        against: an earlier run of this rank, and the copies of its outputs. `difference` then describes the first
+            input or output that differs.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -202,14 +202,14 @@ class Recorder:
     ) -> None:
         self.recording = Recording(state=state)
         self.difference = ""
-        """How the first output that is not that of `against` differs, in words."""
+        """A description of how the first input or output that differs from `against` differs; "" if unknown."""
         self._modules = modules
         self._kept = kept
         self._against = against
         self._is_equal_so_far = True
         self._nth: Counter[str] = Counter()
         self._open: list[tuple[nn.Module, int, dict[str, str], set[str]]] = []
-        """Calls under way: module, index, where chance was, which generators calls within have moved."""
+        """Running calls: module, index, generator positions at the begin, generators advanced by inner calls."""
         self._handles: list[Any] = []
 
     def __enter__(self) -> Recorder:
@@ -236,7 +236,7 @@ class Recorder:
                 recording.changed[name] = changed
 
     def finish(self, result: Any, gradients: Mapping[str, Tensor | None]) -> Recording:
-        """What was recorded, with what the run gave."""
+        """Return the recording, with the results of the run added."""
         self.recording.result = values_of(result)
         self.recording.gradients = values_of_named(list(gradients.items()))
         return self.recording
@@ -262,7 +262,7 @@ class Recorder:
         self._open.append((module, index, positions(), set()))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # A forward that ended by an exception (as those do that a checkpoint runs again) has left its call open.
+        # A forward that raised (as the forwards do that a checkpoint runs again) has left its call open.
         while self._open and self._open[-1][0] is not module:
             self._open.pop()
         if not self._open:
@@ -278,7 +278,7 @@ class Recorder:
         self._watch(output, call.output_grads)
 
     def _watch(self, tree: Any, found: list[Value]) -> None:
-        """Note the gradients that come to the tensors of a tree."""
+        """Record the gradients of the tensors in a tree."""
         if not torch.is_grad_enabled():
             return
         for name, leaf in named_leaves(tree):
@@ -286,7 +286,7 @@ class Recorder:
                 self._handles.append(leaf.register_hook(_noting(name, found)))
 
     def _compare(self, tree: Any) -> None:
-        """Keep what the event that was recorded last is made of, or say how it differs from what was kept."""
+        """Keep copies of the values of the last event, or describe how they differ from earlier copies."""
         events = self.recording.events
         event = len(events) - 1
         if self._kept is not None:
@@ -315,7 +315,7 @@ def _noting(name: str, found: list[Value]) -> Callable[[Tensor], None]:
     return note
 
 
-# ---------------------------------------------------------------------- what a module holds beside its state
+# ---------------------------------------------------------------------- attributes of modules other than their state
 
 _ATTRIBUTES_OF_A_MODULE = frozenset(vars(nn.Module()))
 
@@ -323,7 +323,7 @@ _MAX_TEXT = 80
 
 
 def _settings(module: nn.Module) -> dict[str, str]:
-    """Attributes that are numbers, texts, tensors that are not registered, and generators of its own."""
+    """Return attributes that are plain values, unregistered tensors, or random number generators."""
     found: dict[str, str] = {}
     for name, value in vars(module).items():
         if name in _ATTRIBUTES_OF_A_MODULE:
@@ -338,7 +338,7 @@ _FINGERPRINT = re.compile(r" \([0-9a-f]{16}\)$")
 
 
 def _how_it_changed(key: str, before: str, after: str) -> str:
-    """In words that say nothing of which values: what several ranks have found is told once if it is alike.
+    """Describe a change without fingerprints, so that equal findings of several ranks can be merged.
 
     Example:
         >>> _how_it_changed("n", "1", "2"), _how_it_changed("h", "None", "a tensor (2,) torch.int64 (0123456789abcdef)")

@@ -1,4 +1,4 @@
-"""Runs a computation again and again from one state, within each rank and between ranks, and reports what differs."""
+"""Run a computation repeatedly from one state, within each rank and between ranks, and report what differs."""
 
 from __future__ import annotations
 
@@ -46,44 +46,44 @@ _MAX_NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A computation, and what is to be compared of it."""
+    """A computation, and the way in which to compare it."""
 
     title: str
-    """Who asks."""
+    """The name of the public function, for reports and errors."""
     run: Callable[[Any], tuple[Any, Mapping[str, Tensor | None]]]
-    """Computes with inputs; gives its result and the parameters' gradients."""
+    """A function of the inputs that returns its result and the parameters' gradients."""
     inputs: Any
-    """This rank's."""
+    """The inputs of this rank."""
     roots: Mapping[str, nn.Module]
-    """Modules whose parts are watched, not wrapped, by the name that comes before those of their parts."""
+    """Modules to record, not wrapped, by the prefix of their parts' names."""
     synchronization: Synchronization
     transport: Transport
     repeats: int = 2
-    """Runs on each rank that have to be the same."""
+    """Number of runs on each rank that must be the same."""
     aligns_inputs: bool = False
     """Whether ranks are compared with rank 0's inputs."""
     same_inputs: bool = False
-    """Whether the ranks' inputs are the same by themselves."""
+    """Whether all ranks already have the same inputs."""
     align_rng: bool = True
     """Whether ranks are compared with rank 0's random numbers."""
     needs_warm_up: bool = False
-    """Whether the first run is another than those after it: wrappers lay buckets out anew."""
+    """Whether the first run differs from later ones, because wrappers then change the layout of their buckets."""
 
 
 def examine(step: Step, subject: Subject) -> Report:
-    """Run it and compare; a collective call.
+    """Run a computation repeatedly and compare the runs; a collective call.
 
     Args:
-        step: what to run; alike on all ranks.
-        subject: puts its state back, after each run.
+        step: the computation; the same on all ranks.
+        subject: the state to restore after each run.
 
     Raises:
-        ContractMismatch: the ranks do not have the same modules, or ask for different things.
-        SynclineError, TypeError, ValueError: it failed on a rank; the same text on every rank.
+        ContractMismatch: the ranks have different modules, or different arguments.
+        SynclineError, TypeError, ValueError: the computation failed on a rank; the same text on every rank.
     """
     report = _Examination(step, subject).report
     if is_compiler_loaded():
-        # Called in the middle of what is compiled, nobody may say how to compile.
+        # Compiled code cannot change how torch compiles, as `_as_written` does, so this must not be traced.
         report = torch.compiler.disable(report)
     with step.transport.board.called(step.title):
         return report()
@@ -91,16 +91,16 @@ def examine(step: Step, subject: Subject) -> Report:
 
 @dataclass
 class _Told:
-    """What a rank tells the others of its own runs."""
+    """The report of one rank's own runs, sent to the other ranks."""
 
     facts: dict[str, str]
     chance: dict[str, str]
     batch: list[int]
-    """Fingerprints of the tensors that the first module was given."""
+    """Fingerprints of the input tensors of the first module."""
     drew: list[str]
-    """Modules that drew random numbers."""
+    """Names of the modules that drew random numbers."""
     generators: list[str]
-    """From which."""
+    """Names of the generators from which they drew."""
     state: list[int]
     gradients: list[int]
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class _Examination:
     # ------------------------------------------------------------------ runs
 
     def _run(self, inputs: Any, *, prepare: Callable[[], None] | None = None, **options: Any) -> Recorder:
-        """One run from the state that was; it is put back. A collective call: all ranks fail if one does."""
+        """Run once from the saved state and restore it. A collective call: all ranks raise if one fails."""
         fault: Exception | None = None
         recorder = Recorder(self._modules)
         try:
@@ -180,7 +180,7 @@ class _Examination:
         )
 
     def _own_runs(self) -> _Told:
-        """Run it several times with this rank's inputs and random numbers."""
+        """Run several times with this rank's inputs and random numbers, and return its report."""
         step = self._step
         chance = positions()
         kept = Kept()
@@ -231,7 +231,7 @@ class _Examination:
         return self._transport.size > 1 and bool(self._step.synchronization.reduced)
 
     def _filled_run(self) -> tuple[Recording | None, tuple[str, ...]]:
-        """A run in which memory that was never written is NaN; and what torch warns of that is not deterministic."""
+        """Run with uninitialized memory filled with NaN; also return the operations that are not deterministic."""
         with _deterministic() as operations, contextlib.suppress(Exception):
             return self._run(self._step.inputs).recording, operations()
         return None, ()
@@ -251,10 +251,10 @@ class _Examination:
         rows = self._transport.all_gather_bytes(json.dumps(asdict(mine)).encode())
         return [_Told(**json.loads(row)) for row in rows]
 
-    # ------------------------------------------------------------------ ranks with one another
+    # ------------------------------------------------------------------ comparison between ranks
 
     def _between(self, told: list[_Told], *, is_deterministic: bool) -> list[Finding]:
-        """What differs between the ranks; every rank comes to the same."""
+        """Return the differences between the ranks; the same on every rank."""
         step = self._step
         self._note_data_and_chance(told)
         if step.synchronization.why_apart:
@@ -317,11 +317,11 @@ class _Examination:
         return first_difference(recordings), recordings
 
     def _comes_from_outside(self, found: Found, recording: Recording) -> bool:
-        """Whether it is the function itself that gives modules something else, or calls others."""
+        """Return whether the function itself passes other inputs or calls other modules."""
         return found.call < 0 or (found.stage == "input" and recording.calls[found.call].parent < 0)
 
     def _how_ranks_differ(self, found: Found, recordings: list[Recording], kept: Kept) -> str:
-        """How far the first rank of the minority is from one of the majority."""
+        """Describe how far the first rank of the second-largest group is from one of the largest."""
         if found.stage not in ("input", "output"):
             return ""
         places = [recording.events[found.event].values for recording in recordings]
@@ -334,7 +334,7 @@ class _Examination:
         if not self._everywhere(mine is not None):
             return ""
         assert mine is not None
-        expected = mine.clone()  # of a rank of the largest group, in a moment
+        expected = mine.clone()  # overwritten below by the value of a rank of the largest group
         broadcast_tensors([expected], self._transport, src=found.groups[0][0]).wait()
         told = self._transport.all_gather_bytes(how_they_differ(expected, mine).encode())
         return told[found.groups[1][0]].decode()
@@ -343,10 +343,10 @@ class _Examination:
         told = exchange(self._transport, self._step.title, [], payload=bytes([is_here]))
         return all(one[0] for one in told)
 
-    # ------------------------------------------------------------------ what ranks have told
+    # ------------------------------------------------------------------ evaluation of the ranks' reports
 
     def _differing_gradients(self, told: list[_Told]) -> list[Finding]:
-        """Gradients that should be the same mean on all ranks, and are not."""
+        """Return findings for gradients that should be the same mean on all ranks, but differ."""
         reduced = self._step.synchronization.reduced
         names = [name for name, _ in self._parameters if name in reduced]
         rows = [one.gradients for one in told]
@@ -404,7 +404,7 @@ class _Examination:
 
 
 def _distinct(named: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Each tensor once, by its first name."""
+    """Return each tensor once, under its first name."""
     seen: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in named:
         seen.setdefault(id(tensor), (name, tensor))
@@ -412,7 +412,7 @@ def _distinct(named: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
 
 
 def _copied(inputs: Any) -> Any:
-    """So that a step may write to them."""
+    """Copy the tensors among the inputs, so that a step may write to them."""
     return map_leaves(inputs, lambda _, leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -421,7 +421,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _bits_of_batch(recording: Recording) -> list[int]:
-    """Of the tensors that the first module was given."""
+    """Return the fingerprints of the input tensors of the first module."""
     for event in recording.events[:1]:
         return [value.bits for value in event.values if value.about.startswith("(")]
     return []
@@ -431,12 +431,12 @@ def _tupled(row: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
-# ---------------------------------------------------------------------- how it is run
+# ---------------------------------------------------------------------- settings of a run
 
 
 @contextlib.contextmanager
 def _as_written() -> Iterator[None]:
-    """Run compiled modules as they are written: compiled code does not call the modules inside."""
+    """Run compiled modules without compilation, because compiled code does not call the hooks of inner modules."""
     if not is_compiler_loaded():
         yield
         return
@@ -449,7 +449,10 @@ _WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implemen
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Deterministic algorithms where there are, and memory filled with NaN; gives the operations that have none."""
+    """Use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
+
+    Yields a function that returns the operations without a deterministic implementation.
+    """
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic

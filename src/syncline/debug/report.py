@@ -1,7 +1,4 @@
-"""What was found, as data and as a text.
-
-What a rank computes with: facts that explain why another one gets other bits.
-"""
+"""The report of a comparison, as data and as text, and the facts of this rank that may explain a difference."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = ["Disagreement", "Finding", "Report", "by_value", "facts"]
 
 
 def facts() -> dict[str, str]:
-    """By name: versions, hardware and settings of this process.
+    """Return versions, hardware and settings of this process, by name.
 
     Example:
         >>> facts()["torch"] == torch.__version__
@@ -59,15 +56,15 @@ class Finding:
     """One disagreement."""
 
     ranks: tuple[int, ...]
-    """On which it was found; of one between ranks, those that are not of the largest group of equal ones."""
+    """The ranks with the finding; for one between ranks, those outside the largest group of equal ranks."""
     module: str
-    """Qualified name of the module that is to blame; "" where none is, or where it is the outermost."""
+    """Qualified name of the module to blame; "" if there is none, or if it is the outermost."""
     kind: str
-    """Its class; "" where none is to blame."""
+    """Class of the module to blame; "" if there is none."""
     what: str
-    """What differs, and how much."""
+    """A description of the difference, with its size."""
     causes: tuple[str, ...] = ()
-    """What was seen that explains it, the strongest evidence first; each with what to do."""
+    """Explanations by observed evidence, the strongest first, each with a remedy."""
 
     def __str__(self) -> str:
         return "\n".join([_wrapped(self.what, ""), *(_wrapped(cause, "- ") for cause in self.causes)])
@@ -75,20 +72,20 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was checked and what came of it; the same on all ranks. `print(report)` shows it."""
+    """The checks and their results; the same on all ranks. `print(report)` shows it."""
 
     title: str
     num_ranks: int
     checked: tuple[str, ...]
-    """What was computed and compared."""
+    """The computations and comparisons made."""
     findings: tuple[Finding, ...] = ()
-    """Disagreements: those within ranks, then those between them."""
+    """Disagreements: first those within ranks, then those between ranks."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing, and no disagreement."""
+    """Useful observations that are no disagreement."""
     doubts: tuple[str, ...] = ()
-    """Those of the notes without which the verdict says too much, in a few words each; they stand beside it."""
+    """Short forms of the notes that limit the verdict; the verdict includes them."""
     facts: tuple[Mapping[str, str], ...] = field(default=(), repr=False)
-    """What each rank computes with, in rank order."""
+    """Versions, hardware and settings of each rank, in rank order."""
 
     @property
     def agrees(self) -> bool:
@@ -97,7 +94,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """In one line: how many findings there are, and the doubts.
+        """The result in one line: the number of findings, and the doubts.
 
         Example:
             >>> report = Report(title="", num_ranks=2, checked=(), doubts=("all ranks were given the same batch",))
@@ -121,7 +118,7 @@ class Report:
         return "\n".join([*lines, *self._facts()])
 
     def _findings(self) -> list[str]:
-        """Each with its number, and each cause where it is met first."""
+        """Return the numbered findings, each cause written out only where it occurs first."""
         lines: list[str] = []
         said: dict[str, int] = {}
         for number, finding in enumerate(self.findings, 1):
@@ -133,7 +130,7 @@ class Report:
         return lines
 
     def _facts(self) -> list[str]:
-        """What the ranks compute with: in one line what they have in common, in one each what they have not."""
+        """Return one line with the facts common to all ranks, and one line for each fact that differs."""
         if not self.facts:
             return []
         names = dict.fromkeys(name for row in self.facts for name in row)
@@ -144,10 +141,10 @@ class Report:
 
 
 class Disagreement(SynclineError):
-    """What was computed twice, or on two ranks, is not the same. The same text on every rank.
+    """An error: results of two runs, or of two ranks, are not the same. The same text on every rank.
 
     Attributes:
-        report: all that was found.
+        report: the report with all findings.
     """
 
     def __init__(self, report: Report) -> None:
@@ -156,7 +153,7 @@ class Disagreement(SynclineError):
 
 
 def by_value(values: Sequence[str]) -> str:
-    """What each rank has, in words.
+    """Describe the value of each rank, with equal values merged.
 
     Example:
         >>> by_value(["1", "1"]), by_value(["1", "2"])

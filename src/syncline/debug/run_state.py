@@ -1,6 +1,6 @@
-"""What a run changes, put back: so that the next one begins where it did, and nothing is left of any.
+"""The state before a run, which is restored afterwards, and the tensors that must be equal on all ranks.
 
-What is known of modules that are wrapped: what has to be equal on all ranks, and what need not be.
+`Subject` saves and restores the state, so that each run begins from the same one and leaves no trace.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ __all__ = ["Subject", "Synchronization", "synchronization_of", "unwrapped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronization:
-    """Of all the modules that a function computes with."""
+    """The synchronization of all modules that a function computes with."""
 
     reduced: frozenset[str] = frozenset()
-    """Parameters whose gradients are the same mean on all ranks after a backward."""
+    """Names of parameters whose gradients are the same mean on all ranks after a backward."""
     exempt: frozenset[str] = frozenset()
-    """Parameters and buffers that are each rank's own."""
+    """Names of parameters and buffers that differ per rank."""
     why_apart: str = ""
-    """Why replicas may differ now; "" where they have to be equal."""
+    """The reason why replicas may differ now; "" if they must be equal."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of a DistributedDataParallel, torch's or Syncline's; any other is itself."""
+    """Return the module inside a DistributedDataParallel, torch's or Syncline's; any other module unchanged."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool = True) -> Synchronization:
-    """What is known of these modules, wrapped or not, or with wrapped ones inside.
+    """Return how these modules are synchronized: which of their tensors must be equal on all ranks.
 
     Args:
-        roots: by the name that comes before those of their parts, as wrapped as they are.
-        with_gradients: whether gradients are reduced in what is compared.
+        roots: modules by the prefix of their parts' names; wrapped, not wrapped, or with wrapped ones inside.
+        with_gradients: whether gradients are reduced in the compared computation.
 
     Raises:
-        ValueError: one is sharded, so that no rank has all gradients.
+        ValueError: a module is sharded, so that no rank has all gradients.
     """
     reduced: set[str] = set()
     exempt: set[str] = set()
@@ -59,7 +59,7 @@ def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool =
         for path, module in root.named_modules():
             if not isinstance(module, DistributedDataParallel):
                 continue
-            # The root itself is named by what is inside of it.
+            # The names of a wrapped root are those of the module inside it.
             parts = (prefix,) if module is root else (prefix, path, "module")
             own = {name: ".".join(filter(None, (*parts, name))) for name in module.parameters_to_ignore}
             exempt.update(own.values())
@@ -81,17 +81,17 @@ def synchronization_of(roots: Mapping[str, nn.Module], *, with_gradients: bool =
 
 
 class Subject:
-    """The state at this moment; `restore` puts it back.
+    """A copy of the state at construction; `restore` writes it back.
 
-    Parameters, buffers, gradients (values and objects), training flags, what Syncline's wrappers remember, optimizers,
-    and where the random number generators are. A tensor is written only if it has changed. It takes the memory of one
-    more copy of all of it.
+    The state is parameters, buffers, gradients (values and objects), training flags, the state of Syncline's wrappers,
+    optimizers, and random number generators. A tensor is written only if it has changed. The copy takes as much memory
+    as the state itself.
 
     Args:
-        modules: whose state it is; wrapped or not.
-        optimizers: whose state it is, too. Others may not step.
-        others: anything else with `state_dict` and `load_state_dict`.
-        with_gradients: whether `.grad` may be changed, and is put back.
+        modules: the modules, wrapped or not.
+        optimizers: optimizers whose state is restored too. Inside `guarded`, no others may step.
+        others: other objects with `state_dict` and `load_state_dict`.
+        with_gradients: whether `.grad` may be changed, and is restored.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -139,7 +139,7 @@ class Subject:
         self._others = [(one, copy.deepcopy(one.state_dict())) for one in others]
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore the whole state."""
         for table, saved in self._tables:
             if [*map(id, table.values())] != [*map(id, saved.values())] or [*table] != [*saved]:
                 table.clear()
@@ -164,10 +164,10 @@ class Subject:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse a step of an optimizer whose state could not be put back.
+        """Refuse the step of an optimizer whose state could not be restored.
 
         Raises:
-            ValueError: there was one; before it did anything.
+            ValueError: such an optimizer would have stepped; it has changed nothing.
         """
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -185,7 +185,7 @@ class Subject:
 
 
 class _Copies:
-    """Copies of tensors, written back where those have changed."""
+    """Copies of tensors, written back into tensors that have changed."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
@@ -204,7 +204,7 @@ def _bits(tensors: Sequence[Tensor]) -> tuple[Value, ...]:
 
 
 class _Optimizer:
-    """An optimizer's state and settings: the same objects again, whose tensors are put back by `_Copies`."""
+    """An optimizer's state and settings. Tensors are kept as the same objects; `_Copies` restores their values."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -231,7 +231,7 @@ class _Optimizer:
 
 
 def _saved(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors themselves, copies of all else; without the parameters of a group."""
+    """Return tensors as they are and copies of everything else, without a group's parameters."""
     return {
         key: value if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in entries.items()

@@ -1,4 +1,4 @@
-"""What a module is given and what it returns, as fingerprints; and how two tensors differ, in words."""
+"""Fingerprints of the inputs and outputs of modules, and descriptions of how two tensors differ."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Kept", "Value", "how_they_differ", "named_leaves", "values_of", "val
 
 
 KEPT_BYTES = 1 << 28
-"""What is kept of one run's outputs, so that it can be said how much another one's differ."""
+"""Limit for the copies of one run's outputs, which are needed to report how much another run differs."""
 
 
 class Value(NamedTuple):
-    """One tensor or number as it was at one moment."""
+    """One tensor or plain value at one moment."""
 
     name: str
-    """Its place in the tree that it was a part of; "" where it is all of it."""
+    """Its position in the tree of values; "" if it is the whole tree."""
     about: str
-    """Shape and dtype, or what else it is."""
+    """Shape and dtype of a tensor, type of a plain value."""
     bits: int
     """Its fingerprint."""
     has_nan: bool = False
 
 
 def values_of(tree: Any) -> tuple[Value, ...]:
-    """The tensors and numbers of a tree; objects of other kinds are not looked at.
+    """Return the values of the tensors and plain values in a tree; objects of other kinds are ignored.
 
     Example:
         >>> x, n = values_of((torch.zeros(2), {"n": 3}))
@@ -44,7 +44,7 @@ def values_of(tree: Any) -> tuple[Value, ...]:
 
 
 def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
-    """The same of tensors and plain values with names, in their order."""
+    """Return the values of named tensors and plain values, in their order."""
     tensors = [leaf for _, leaf in named if isinstance(leaf, Tensor)]
     with torch.no_grad():
         bits = iter(_bits_of(tensors))
@@ -57,7 +57,7 @@ def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The tensors and plain values of a tree, with their places; a batch object of a mapping's kind is looked into."""
+    """Return the tensors and plain values of a tree with their positions, including those in batch objects."""
     found: list[tuple[str, Any]] = []
     for name, leaf in leaves(tree):
         if isinstance(leaf, Tensor | int | float | complex | str | bytes | bool | None):
@@ -80,8 +80,8 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 def _bits_of_special(tensor: Tensor) -> int:
-    """Of a tensor that is sparse, wraps others, or has no values: 0 where they cannot be read."""
-    with contextlib.suppress(Exception):  # subclasses refuse in ways of their own
+    """Return the fingerprint of a sparse tensor or a subclass; 0 if its values cannot be read."""
+    with contextlib.suppress(Exception):  # subclasses may raise any exception
         dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
         return fingerprints([dense])[0]
     return 0
@@ -97,34 +97,34 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(torch.isnan(tensor.detach()).any())
 
 
-# ---------------------------------------------------------------------- how much
+# ---------------------------------------------------------------------- size of a difference
 
 
 class Kept:
-    """Copies of one run's outputs, up to a limit: by event and place in the event."""
+    """Copies of one run's outputs, up to a size limit, by event and position in the event."""
 
     def __init__(self, limit_bytes: int = KEPT_BYTES) -> None:
         self._left_bytes = limit_bytes
         self._tensors: dict[tuple[int, int], Tensor] = {}
 
     def keep(self, event: int, tree: Any) -> None:
-        """Copy the tensors of an event, as long as there is room."""
+        """Copy the tensors of an event that fit into the limit."""
         for place, (_, leaf) in enumerate(named_leaves(tree)):
             if isinstance(leaf, Tensor) and _is_ordinary(leaf) and leaf.nbytes <= self._left_bytes:
                 self._left_bytes -= leaf.nbytes
                 self._tensors[event, place] = leaf.detach().to("cpu", copy=True)
 
     def get(self, event: int, place: int) -> Tensor | None:
-        """The copy of one; None where there was no room."""
+        """Return the copy of one tensor, or None if it did not fit."""
         return self._tensors.get((event, place))
 
 
 def how_they_differ(expected: Tensor, got: Tensor) -> str:
-    """How many elements differ, and by how much.
+    """Describe how many elements differ, and by how much.
 
     Args:
-        expected: on the CPU.
-        got: on the CPU, of the same shape and dtype.
+        expected: a tensor on the CPU.
+        got: a tensor on the CPU.
 
     Example:
         >>> how_they_differ(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 2.0]))

@@ -1,8 +1,8 @@
-"""Which wrapper a backward belongs to, where several wrappers share parameters.
+"""The wrapper to which a backward belongs if several wrappers share parameters.
 
 An actor and a critic may share an encoder, and a notebook may wrap the same module twice. Then one gradient is ready
-for several wrappers at once, and only one of them may reduce it: the one whose forward made the graph. A hook on its
-outputs tells, because the backward comes by an output before it comes to any parameter behind it.
+for several wrappers at once, but only the wrapper whose forward built the graph may reduce it. A hook on the outputs
+of that forward identifies it, because backward reaches an output before any parameter behind it.
 """
 
 from __future__ import annotations
@@ -26,64 +26,66 @@ _births = itertools.count()
 
 
 class Ownership:
-    """Decides whether a backward belongs to one wrapper, where that has rivals. (Without, every backward does.)
+    """Decides whether a backward belongs to one wrapper if that wrapper has rivals.
+
+    A wrapper without rivals owns every backward.
 
     Args:
-        parameters: those of the wrapper.
-        is_inside: whether the graph task that runs now was started inside of another one.
+        parameters: the parameters of the wrapper.
+        is_inside: returns whether the running graph task was started inside another one.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], is_inside: Callable[[], bool] = is_inside_another_backward
     ) -> None:
         self.rivals: list[weakref.ref[Ownership]] = []
-        """Those of other wrappers with some of the same parameters. The list stays the same object."""
+        """The owners of other wrappers that share parameters with this one. The list stays the same object."""
         self._parameters = parameters
         self._is_inside = is_inside
         self.birth = next(_births)
-        """Grows from wrapper to wrapper."""
-        self._reached_in = _NEVER  # the last graph task that came by an output of the wrapper
+        """A creation number; later wrappers have higher ones."""
+        self._reached_in = _NEVER  # the last graph task that passed through an output of the wrapper
         self._judged: tuple[int, bool] = (_NEVER, False)
         self._heir: Ownership | None = None
 
     def continues(self, former: Ownership) -> None:
-        """Take the place of another, which outputs of earlier forwards hold on to."""
+        """Replace `former`, which outputs of earlier forwards still refer to."""
         former._heir = self
         self._reached_in = former._reached_in
 
     def share_with(self, others: Iterable[Ownership]) -> None:
-        """Parameters are shared with these: each side is a rival of the other from now on."""
+        """Register wrappers with shared parameters: each side becomes a rival of the other."""
         for other in others:
             self.rivals.append(weakref.ref(other, self.rivals.remove))
             other.rivals.append(weakref.ref(self, other.rivals.remove))
 
     def withdraw(self) -> None:
-        """The wrapper reduces nothing any more."""
+        """Remove this wrapper from its rivals; it reduces nothing from now on."""
         for rival in [rival for reference in self.rivals if (rival := reference()) is not None]:
             rival.rivals[:] = [one for one in rival.rivals if one() is not self]
         self.rivals.clear()
 
     def watch(self, output: object) -> None:
-        """A forward of the wrapper ended: note the backward that comes by its output."""
+        """Watch an output of the wrapper's forward for the backward that passes through it."""
         when_backward_reaches_any(output, self._note)
 
     def _note(self, gradient: object) -> None:
         if self._heir is not None:
             self._heir._note(gradient)
         self._reached_in = current_graph_task_id()
-        self._judged = (_NEVER, False)  # without this output, the backward may have been taken for another's
+        self._judged = (_NEVER, False)  # decide again: the backward may have been assigned to another
 
     def owns(self, task: int) -> bool:
         """Return whether the graph task that runs now belongs to this wrapper.
 
-        If it came by no output of any wrapper (the modules were called directly), it belongs to the wrapper with the
-        most parameters in it; if there are several such, to the latest.
+        If it passed through no output of any wrapper (the modules were called directly), it belongs to the wrapper with
+        the most parameters in the graph; if there are several, to the latest of them.
         """
         if self._judged[0] == task and not self._judged[1]:
             return False
         rivals = [rival for reference in self.rivals if (rival := reference()) is not None]
         latest = max(one._reached_in for one in (self, *rivals))
-        # Tasks are numbered: one that runs inside of another has a higher number than that.
+        # Task ids grow, so a task that runs inside another one has the higher id.
         if latest == task or (latest != _NEVER and self._is_inside()):
             is_ours = self._reached_in == latest
         else:
@@ -94,5 +96,5 @@ class Ownership:
     def _claim(self) -> tuple[int, int]:
         trained = [
             parameter for parameter in self._parameters if parameter.requires_grad
-        ]  # some may be frozen by now
+        ]  # parameters may have been frozen since construction
         return GraphUsage(trained).num_reached(), self.birth

@@ -1,4 +1,4 @@
-"""One bucket of gradients: a flat tensor, the views of it, and where it stands in the current backward."""
+"""One bucket of gradients: its flat tensor, the views of it, and its state in the current backward."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Bucket", "BucketState", "Lifecycle", "copy_scaled"]
 
 
 class BucketState(enum.Enum):
-    """Where a bucket stands in the current backward."""
+    """The state of a bucket in the current backward."""
 
     FILLING = "filling"
     """Waiting for gradients of this backward; the flat tensor belongs to this rank."""
     IN_FLIGHT = "in flight"
-    """Handed to the transport; nobody else may touch the flat tensor."""
+    """Handed to the transport; nothing else may touch the flat tensor."""
     REDUCED = "reduced"
     """The flat tensor holds the sum over all ranks, until the next backward."""
 
@@ -39,10 +39,10 @@ _ALLOWED_MOVES: dict[BucketState, frozenset[BucketState]] = {
 
 
 class Lifecycle:
-    """What all kinds of buckets have in common: members, where they stand, and what the ledger wants to know.
+    """The common part of all kinds of buckets: members, state, and the data that the ledger records.
 
     Args:
-        plan: which parameters lie where.
+        plan: the layout of the parameters.
         members: the parameters of the plan, in its order.
     """
 
@@ -54,12 +54,12 @@ class Lifecycle:
         self.num_pending = len(self.members)
         self.state = BucketState.FILLING
         self.trigger: int | None = None
-        """The parameter whose gradient completed the bucket; None where the end of backward did."""
+        """The parameter whose gradient completed the bucket; None if the end of backward completed it."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
 
     def reset(self) -> None:
-        """Ready for the next backward. Refused while the transport holds the bucket."""
+        """Prepare for the next backward. Refused while the transport holds the bucket."""
         self._transition(BucketState.FILLING)
         self.num_pending = len(self.members)
 
@@ -69,20 +69,20 @@ class Lifecycle:
 
 
 class Bucket(Lifecycle):
-    """Owns the flat tensor of one `BucketPlan`.
+    """The flat tensor of one `BucketPlan`, which is filled, reduced and handed out in each backward.
 
     Args:
-        plan: which parameters lie where.
+        plan: the layout of the parameters.
         parameters: all parameters of the module, by index.
-        transport: what the flat tensor travels by.
+        transport: the transport that reduces the flat tensor.
         as_view: whether `.grad` becomes the view of the flat tensor, instead of getting its values copied.
-        comm_hook: what reduces the flat tensor in place of the transport's all_reduce.
-        is_last: whether a hook is told that it is the last one.
-        in_place: take the flat tensor from the transport, which makes this a collective call.
-        memory: a flat tensor to use the front of, shared with buckets before this one; None for one of its own.
-        predecessor: the last bucket that used this memory; it is waited for before this one is filled.
-        shared_names: all parameters' names, by index, where each rank is to reduce only its share of the bucket; this
-            makes it a collective call as well.
+        comm_hook: a hook that reduces the flat tensor in place of the transport's all_reduce.
+        is_last: the value of the hook's `is_last`.
+        in_place: allocate the flat tensor with the transport, which makes construction a collective call.
+        memory: a flat tensor whose front is used, and which earlier buckets use too; None to allocate one.
+        predecessor: the last bucket that used this memory; `fill` waits for it.
+        shared_names: all parameters' names, by index, if each rank is to reduce only its shard of the bucket; this
+            makes construction a collective call as well.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Bucket(Lifecycle):
         ]
         self.num_large = plan.num_large
         small_from = plan.offsets[plan.num_large] if plan.num_large < len(plan.offsets) else plan.numel
-        # Slices are kept because making one costs more than many of the operations on it.
+        # Slices are kept because creating one costs more than many of the operations on it.
         self._small_members = self.members[plan.num_large :]
         self._small_views = self.views[plan.num_large :]
         self._small_flat = self.flat[small_from : plan.numel]
-        # Real and imaginary parts apart: control digits are real, and a complex division rounds where a real one
-        # would not.
+        # In the real view, real and imaginary parts are separate elements. Control digits are real, and a complex
+        # division rounds where a real one would not.
         real = torch.view_as_real(self.flat) if dtype.is_complex else self.flat
         self._gradients_flat = real[: plan.numel]
         self._tail = real[plan.numel + plan.padding_numel :].flatten()
@@ -138,11 +138,11 @@ class Bucket(Lifecycle):
         self._future: torch.futures.Future[Any] | None = None
 
     def view_of(self, position: int) -> Tensor | None:
-        """Where the gradient of member `position` is copied as soon as it is ready; None for a small one."""
+        """Return the view into which the gradient of member `position` is copied once ready; None for a small one."""
         return self.views[position] if position < self.num_large else None
 
     def fill(self, scale: float, missing: frozenset[int]) -> None:
-        """Fill what is not filled yet. Now the flat tensor holds this rank's gradients, and may be looked at."""
+        """Fill the rest of the flat tensor. Afterwards it holds this rank's gradients and may be read."""
         if self._predecessor is not None:
             self._predecessor.wait()
         self._fill_small(scale, any_missing=bool(missing))
@@ -152,11 +152,11 @@ class Bucket(Lifecycle):
             self.share.take_over()
 
     def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
-        """Hand the flat tensor to the transport, `tail` behind the gradients.
+        """Hand the flat tensor to the transport, with `tail` behind the gradients.
 
         Args:
-            tail: control data; None where this bucket carries none.
-            trigger: the parameter whose gradient completed the bucket; None where the end of backward did.
+            tail: control data; None if this bucket carries none.
+            trigger: the parameter whose gradient completed the bucket; None if the end of backward completed it.
         """
         self.trigger = trigger
         if tail is not None:
@@ -182,14 +182,14 @@ class Bucket(Lifecycle):
         self._future = self._comm_hook(bucket)
 
     def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
-        """Send zeros: a rank that has no inputs left. `.grad` stays as it is."""
-        if self._as_view:  # what `.grad` shows must not change: let it keep the values as a tensor of its own
+        """Send zeros, on a rank that has no inputs left. `.grad` stays as it is."""
+        if self._as_view:  # the values of `.grad` must not change, so it needs memory of its own
             self.give_back_views()
         self.flat.zero_()
         self.send(tail=tail, trigger=None)
 
     def give_back_views(self) -> None:
-        """Let `.grad` be a tensor of its own where it is a view of the flat one."""
+        """Replace each `.grad` that is a view of the flat tensor by a copy."""
         for parameter, view in zip(self.members, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
@@ -201,9 +201,9 @@ class Bucket(Lifecycle):
         gradients = [parameter.grad for parameter in self._small_members]
         if not any_missing:
             try:
-                # One batched call; where a gradient already is its view, copying it onto itself does nothing.
+                # One batched call. If a gradient already is its view, copying it onto itself does nothing.
                 foreach_copy_(self._small_views, gradients)
-            except TypeError:  # an undefined gradient: its hook ran, and there is nothing
+            except TypeError:  # an undefined gradient: its hook ran, but `.grad` is None
                 any_missing = True
         if any_missing:
             for view, gradient in zip(self._small_views, gradients, strict=True):
@@ -215,9 +215,10 @@ class Bucket(Lifecycle):
             self._small_flat.mul_(scale)
 
     def _fill_missing_large(self, missing: frozenset[int], scale: float) -> None:
-        """Fill the places of the large parameters that were not ready in this backward.
+        """Fill the places of large parameters whose gradients were not ready in this backward.
 
-        What earlier backwards without synchronization left in `.grad` counts; nothing counts as zero.
+        Gradients that earlier backwards without synchronization left in `.grad` are used; a `.grad` of None counts as
+        zero.
         """
         for index, parameter, view in zip(
             self.plan.parameters[: self.num_large], self.members, self.views, strict=False
@@ -227,8 +228,8 @@ class Bucket(Lifecycle):
             copy_scaled(view, parameter.grad, scale)
 
     def wait(self) -> None:
-        """Block until the flat tensor holds what was asked for: the sum, or the hook's result."""
-        if self.state is BucketState.REDUCED:  # waited for, because its memory was needed
+        """Block until the flat tensor holds the sum or the hook's result."""
+        if self.state is BucketState.REDUCED:  # already waited for, because a later bucket needed its memory
             return
         start = time.perf_counter()
         if self._work is not None:
@@ -243,7 +244,7 @@ class Bucket(Lifecycle):
             self.share.collect()
 
     def _take(self, result: object) -> None:
-        """A hook's result: the flat tensor itself, or another with as many elements."""
+        """Take a hook's result: the flat tensor itself, or another with the same number of elements."""
         if isinstance(result, list | tuple) and len(result) == 1:
             (result,) = result
         name = "" if self._comm_hook is None else self._comm_hook.name
@@ -257,17 +258,18 @@ class Bucket(Lifecycle):
             self.flat.copy_(result.view(-1))
 
     def own(self) -> Tensor:
-        """Between `fill` and `send`, this rank's gradients."""
+        """Return this rank's gradients; valid between `fill` and `send`."""
         return self._gradients_flat
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """The same memory by parameter index."""
+        """Return the views of the same memory, with parameter indices."""
         return list(zip(self.plan.parameters, self.views, strict=True))
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """After `hand_out`, what was reduced, all in one; and what `.grad` is now, by parameter index.
+        """Return the reduced values as one tensor, and the present `.grad` tensors by parameter index.
 
-        The former may be of a wider type than the latter. Of a shared bucket both are this rank's span.
+        Valid after `hand_out`. The first may have a wider dtype than the second. In a sharded bucket both cover this
+        rank's span.
         """
         if self.share is not None:
             return self.share.gradient, self.share.parts()
@@ -275,7 +277,7 @@ class Bucket(Lifecycle):
         return self._gradients_flat, [(i, p.grad) for i, p in gradients if p.grad is not None]
 
     def read_tail(self) -> list[float]:
-        """The control data of all ranks, summed."""
+        """Return the control data, summed over all ranks."""
         tail: list[float] = self._tail.tolist()
         return tail
 
@@ -287,13 +289,13 @@ class Bucket(Lifecycle):
         self._gradients_flat.div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
-        """Let `.grad` of each member be what was reduced.
+        """Set `.grad` of each member to the reduced values.
 
         Args:
             skip: indices of parameters to leave alone.
             any_missing: whether a member may have no `.grad`.
-            keeps_tensor: whether `.grad` stays the tensor that it is, and gets the values, also where it would become a
-                view: for it has a graph (create_graph=True), or another wrapper reduces it too.
+            keeps_tensor: whether `.grad` stays the same tensor and gets the values copied, even with `as_view`. This is
+                necessary if it has a graph (create_graph=True) or another wrapper reduces it too.
         """
         if self.share is not None:
             self.share.hand_out(skip, any_missing=any_missing)
@@ -323,7 +325,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
-    """`view = gradient * scale` in one pass; in place where the gradient already is the view; None is zero."""
+    """Set `view` to `gradient * scale` in one pass; in place if the gradient already is the view; None is zero."""
     if gradient is None:
         view.zero_()
     elif gradient is view:
@@ -332,6 +334,6 @@ def copy_scaled(view: Tensor, gradient: Tensor | None, scale: float) -> None:
     elif scale == 1.0:
         view.copy_(gradient)
     elif view.dtype is not gradient.dtype:
-        view.copy_(gradient).mul_(scale)  # in the wider type: first converted, then multiplied
+        view.copy_(gradient).mul_(scale)  # convert first, so that the product is computed in the view's dtype
     else:
         torch.mul(gradient, scale, out=view)

@@ -1,15 +1,15 @@
-"""Which gradients travel together, and in which order: pure functions of plain data.
+"""The plan of the buckets: which gradients are reduced together, and in which order. Pure functions of plain data.
 
-A bucket is one flat tensor that is reduced by one collective. Buckets are launched strictly in index order,
-so that every rank starts the same collectives in the same order whatever its autograd engine does; what is
-planned here is therefore agreed by all ranks before it is used.
+A bucket is one flat tensor that is reduced by one collective. Buckets are launched strictly in index order, so that
+every rank starts the same collectives in the same order, whatever its autograd engine does. All ranks therefore agree
+on a plan before they use it.
 
-Inside a bucket the large gradients come first and the small ones behind them. A large gradient is copied into
-its place the moment it is ready, while it is still in the processor's cache; the small ones are copied together
-when the bucket is launched, in one batched call, because for them the call costs more than the memory.
+Inside a bucket the large gradients come first and the small ones follow. A large gradient is copied into its place
+as soon as it is ready, while it is still in the processor's cache. The small ones are copied in one batched call when
+the bucket is launched, because for them the call costs more than the memory access.
 
 Method: gradient bucketing with overlap (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-Parallel Training", VLDB 2020, section 3.2.3). Why the default bucket sizes are what they are:
+Parallel Training", VLDB 2020, section 3.2.3). The reasons for the default bucket sizes:
 `docs/decisions/0002-few-large-buckets.md`.
 """
 
@@ -24,44 +24,44 @@ __all__ = ["MIB", "BucketCaps", "BucketPlan", "HostLoad", "ParameterSpec", "auto
 MIB = 1024 * 1024
 
 LARGE_GRADIENT_NUMEL = 16 * 1024
-"""Gradients from this size on are copied as soon as they are ready (64 KiB in fp32)."""
+"""Gradients of at least this size are copied as soon as they are ready (64 KiB in fp32)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSpec:
-    """What planning needs to know of one parameter."""
+    """The facts about one parameter that planning needs."""
 
     name: str
     numel: int
     itemsize_bytes: int
     dtype: str
-    """What its gradient is reduced in."""
+    """The dtype in which its gradient is reduced."""
     device: str
     sparse: bool = False
-    """Its gradient has rows for few of its indices: it is gathered, not added up in a flat tensor."""
+    """Whether its gradient is sparse: rows are gathered, not added up in a flat tensor."""
     delayed: bool = False
-    """Its gradient travels after all others that are not delayed."""
+    """Whether its gradient is reduced after all that are not delayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketCaps:
-    """How large a bucket may grow. A parameter larger than the cap gets a bucket of its own."""
+    """The size limits of buckets. A parameter larger than the cap gets its own bucket."""
 
     cap_bytes: int
     first_cap_bytes: int
-    """A smaller first bucket starts the overlap of sending and computing earlier."""
+    """The cap of the first bucket. A smaller first bucket starts the overlap of sending and computing earlier."""
     listed_bytes: tuple[int, ...] = ()
-    """Caps of the first buckets of each kind, one by one; those that follow get `cap_bytes`."""
+    """Caps of the first buckets of each kind, one per bucket; later buckets get `cap_bytes`."""
     is_default: bool = False
-    """The user gave none."""
+    """Whether the user gave no caps."""
 
     @property
     def largest_bytes(self) -> int:
-        """The largest of them."""
+        """The largest of the caps."""
         return max((self.cap_bytes, *self.listed_bytes))
 
     def of(self, position: int) -> int:
-        """The cap of the bucket at `position` among those of its kind."""
+        """Return the cap of the bucket at `position` among those of its kind."""
         if position < len(self.listed_bytes):
             return self.listed_bytes[position]
         return self.first_cap_bytes if position == 0 else self.cap_bytes
@@ -69,43 +69,43 @@ class BucketCaps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """One bucket: which parameters (by index) lie where in its flat tensor."""
+    """The layout of one bucket: which parameters (by index) lie where in its flat tensor."""
 
     index: int
     dtype: str
     device: str
     parameters: tuple[int, ...]
-    """Parameter indices in the order of their place in the flat tensor: the large ones first."""
+    """Parameter indices in the order of their places in the flat tensor, the large ones first."""
     offsets: tuple[int, ...]
-    """Where each parameter begins, in elements."""
+    """The offset of each parameter's first element, in elements."""
     num_large: int
-    """How many of `parameters`, from the front, are copied one by one as soon as they are ready."""
+    """The number of `parameters`, from the front, that are copied one by one as soon as they are ready."""
     numel: int
-    """Elements of gradients, gaps between them included, without padding and control tail."""
+    """Elements of gradients, including the gaps between them, without padding and control tail."""
     tail_numel: int
-    """Elements of control data behind the gradients: 0 in every bucket but the last."""
+    """Elements of control data behind the gradients; 0 in every bucket but the last."""
     itemsize_bytes: int
     sparse: bool = False
-    """One parameter alone, whose sparse gradient has no flat tensor."""
+    """Whether the bucket is one parameter with a sparse gradient, which has no flat tensor."""
     numels: tuple[int, ...] = ()
-    """Elements of each parameter."""
+    """Number of elements of each parameter."""
     padding_numel: int = 0
-    """Elements of nothing behind the gradients, so that ranks can have equal shares of the bucket."""
+    """Padding elements behind the gradients, so that ranks can have equal shards of the bucket."""
 
     @property
     def num_gradient_elements(self) -> int:
-        """Elements of gradients alone."""
+        """Number of gradient elements, without gaps."""
         return sum(self.numels)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the flat tensor, padding and control tail included."""
+        """Bytes of the flat tensor, including padding and control tail."""
         return (self.numel + self.padding_numel + self.tail_numel) * self.itemsize_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoad:
-    """How busy one host is, for `automatic_caps`."""
+    """The load of one host, for `automatic_caps`."""
 
     num_ranks: int
     num_cores: int
@@ -118,20 +118,20 @@ _IN_PLACE_CAP_BYTES = 8 * MIB
 def automatic_caps(
     hosts: Sequence[HostLoad], *, device_type: str, reduces_in_place: bool = False
 ) -> BucketCaps:
-    """The caps to use when the user gave none.
+    """Return the caps to use if the user gave none.
 
-    Sending while computing pays when something else than the computing cores can do the sending: an accelerator's
-    copy engines, a network between hosts, or cores that no rank computes on. Then 1 MiB first and 25 MiB after, as
-    torch does. On one host whose cores all compute, each further collective only takes time from the computation:
-    there, few and large buckets win.
+    Overlapping communication and computation pays if something other than the computing cores can do the sending: an
+    accelerator's copy engines, a network between hosts, or cores that no rank computes on. Then the caps are 1 MiB for
+    the first bucket and 25 MiB for the rest, as in torch. On one host whose cores all compute, each further collective
+    only takes time from the computation, so few, large buckets are faster.
 
-    Where the ranks take each other's gradients from memory, a bucket costs little, and one that is reduced soon is
-    still in the last cache: there buckets are of medium size.
+    If the ranks read each other's gradients from memory, a bucket costs little, and a bucket that is reduced soon is
+    still in the last-level cache. Then buckets are of medium size.
 
     Args:
-        hosts: all of them.
-        device_type: where the gradients are.
-        reduces_in_place: whether ranks take each other's gradients from memory.
+        hosts: all hosts.
+        device_type: the device type of the gradients.
+        reduces_in_place: whether ranks read each other's gradients from memory.
 
     Example:
         >>> crowded = HostLoad(num_ranks=2, num_cores=2, num_threads_per_rank=1)
@@ -160,19 +160,19 @@ def plan_buckets(
     align_numel: int = 1,
     multiple_of: int = 1,
 ) -> tuple[BucketPlan, ...]:
-    """Put the parameters into buckets, in the order in which their gradients become ready.
+    """Assign the parameters to buckets, in the order in which their gradients become ready.
 
     Args:
         specs: the parameters, by index.
-        order: a permutation of the indices: the gradient that is ready first comes first.
-        caps: how large buckets may grow.
+        order: a permutation of the indices; the gradient that is ready first comes first.
+        caps: the size limits of buckets.
         tail_numel: elements of control data to add to the last bucket.
-        align_numel: begin each parameter at a multiple of so many elements.
-        multiple_of: pad each bucket to a multiple of so many elements.
+        align_numel: let each parameter begin at a multiple of this many elements.
+        multiple_of: pad each bucket to a multiple of this many elements.
 
     Returns:
-        The buckets in launch order. A bucket holds one dtype on one device, a sparse gradient is alone in its
-        own; a bucket comes before another when it is complete earlier in `order`.
+        The buckets in launch order: a bucket that is complete earlier in `order` comes first, and delayed parameters
+        come last. A bucket holds one dtype on one device. A sparse gradient has its own bucket.
 
     Example:
         >>> spec = ParameterSpec(name="w", numel=4, itemsize_bytes=4, dtype="float32", device="cpu")
@@ -197,7 +197,7 @@ def plan_buckets(
 
 
 def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Parameter indices by bucket, buckets in the order in which they are complete."""
+    """Return parameter indices by bucket, with buckets in the order in which they are complete."""
     filling: dict[tuple[str, str, bool], list[int]] = {}
     filled_bytes: dict[tuple[str, str, bool], int] = {}
     position = {index: at for at, index in enumerate(order)}
@@ -210,7 +210,7 @@ def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: Buc
             continue
         kind = (spec.dtype, spec.device, spec.delayed)
         size_bytes = spec.numel * spec.itemsize_bytes
-        # Every kind's first bucket gets the small cap: each dtype's sending should start early.
+        # Every kind's first bucket gets the small cap, so that each dtype's sending starts early.
         cap_bytes = caps.of(num_complete.get(kind, 0))
         if kind in filling and filled_bytes[kind] + size_bytes > cap_bytes:
             complete.append(filling.pop(kind))

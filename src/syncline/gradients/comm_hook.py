@@ -1,7 +1,7 @@
-"""A user's communication hook in place of our all_reduce, with the interface of torch's.
+"""Communication hooks: a user's function that replaces our all_reduce, with torch's interface.
 
-`torch.distributed.GradBucket` cannot be made from Python, so hooks get an object with the same methods. Hooks of
-torch (`torch.distributed.algorithms.ddp_comm_hooks`) and those written for torch's class run on it unchanged.
+`torch.distributed.GradBucket` cannot be created from Python, so hooks get an object with the same methods. torch's
+own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) and hooks written for torch's class work unchanged.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["CommHook", "GradBucket", "checked_comm_hook", "qualified_name"]
 
 
 class GradBucket:
-    """One bucket as a communication hook sees it: torch's `GradBucket`, method for method.
+    """One bucket as passed to a communication hook, with the methods of torch's `GradBucket`.
 
     Args:
-        index: which bucket; they are handed out in index order.
-        buffer: all gradients of the bucket, flat, of shape (numel,); not divided by anything.
+        index: index of the bucket; hooks are called in index order.
+        buffer: all gradients of the bucket, flat, of shape (numel,), not divided.
         parameters: the bucket's parameters.
         gradients: views of `buffer` in the parameters' shapes.
-        is_last: whether it is the last bucket of this backward.
+        is_last: whether this is the last bucket of the backward.
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Which bucket."""
+        """Return the index of the bucket."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """The flat tensor."""
+        """Return the flat tensor."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the flat tensor, a parameter each; empty when the buffer was replaced."""
+        """Return views of the flat tensor, one per parameter; empty after the buffer was replaced."""
         return list(self._gradients)
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of `gradients`."""
+        """Return the parameters, in the order of `gradients`."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of this backward."""
+        """Return whether this is the last bucket of the backward."""
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the flat tensor (a compressed one, say); what the hook's future holds is what counts."""
+        """Replace the flat tensor (by a compressed one, say). The result is still the value of the hook's future."""
         self._buffer = buffer
         self._gradients = []
 
@@ -80,11 +80,11 @@ class CommHook:
     hook: Callable[[Any, Any], Any]
     label: str = ""
     averages: bool = False
-    """It is known to give the mean over all ranks, so that what it gives can be divided by something else."""
+    """Whether the hook is known to return the mean over all ranks, so that another divisor can be applied."""
 
     @property
     def name(self) -> str:
-        """The label or the qualified name, by which ranks compare their hooks."""
+        """The label, or else the hook's qualified name; ranks compare their hooks by it."""
         return self.label or qualified_name(self.hook)
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -98,23 +98,23 @@ class CommHook:
 
 
 def qualified_name(hook: Callable[..., Any]) -> str:
-    """By which ranks compare callables; for an object that is called, its class."""
+    """Return the name by which ranks compare callables; for a callable object, that of its class."""
     name: str = getattr(hook, "__qualname__", type(hook).__name__)
     return name
 
 
 def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHook:
-    """The hook, if its signature is one that a hook can have.
+    """Return the hook with its state, after a check of its signature.
 
     Raises:
-        TypeError: not callable.
-        ValueError: its annotations say that it is something else.
+        TypeError: the hook is not callable.
+        ValueError: its annotations contradict the signature of a communication hook.
     """
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}.")
     signature = inspect.signature(hook)
     bucket = signature.parameters.get("bucket")
-    annotation = None if bucket is None else bucket.annotation  # text, where annotations are postponed
+    annotation = None if bucket is None else bucket.annotation  # a string if annotations are postponed
     torchs = dist.GradBucket  # type: ignore[attr-defined]
     allowed = (inspect.Parameter.empty, object, torchs, GradBucket)
     if isinstance(annotation, type) and annotation not in allowed:

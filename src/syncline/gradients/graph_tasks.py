@@ -1,8 +1,8 @@
-"""Which graph tasks of the autograd engine make up one backward.
+"""The graph tasks of the autograd engine that make up one backward.
 
-An ordinary backward is one graph task. A re-entrant checkpoint runs a task of its own from inside of another, so a
-backward may show itself first in an inner one, go on in the outer, and come back. The engine says only which task
-runs now (a number that grows) and when a task has ended.
+An ordinary backward is one graph task. A re-entrant checkpoint runs a task inside another one. The first gradient of
+such a backward may therefore come from an inner task; the outer task follows, and more inner tasks may come. The
+engine reports only which task is running now (a growing number) and when a task has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NONE = -1
 
 
 class Entry(enum.Enum):
-    """What it means that a gradient shows itself in some task."""
+    """The meaning of a gradient that becomes ready in some task."""
 
     BEGINS = "a backward begins"
     GOES_ON = "the backward goes on, perhaps in another of its tasks"
@@ -28,10 +28,10 @@ class Entry(enum.Enum):
 
 
 class Turns:
-    """Follows the tasks of one backward after another.
+    """A state machine that assigns graph tasks to one backward after another.
 
     Args:
-        is_inside: whether the task that runs now was started from inside of another; asked a few times a backward.
+        is_inside: returns whether the running task was started inside another one; called a few times per backward.
 
     Example:
         >>> turns = Turns(is_inside=lambda: False)
@@ -44,25 +44,25 @@ class Turns:
 
     def __init__(self, is_inside: Callable[[], bool] = is_inside_another_backward) -> None:
         self.current = _NONE
-        """The task that gradients come from; compared by each of them."""
+        """The task that gradients currently come from; each gradient compares its task with it."""
         self._is_inside = is_inside
         self._tasks: set[int] = set()
         self.outermost: int | None = None
-        """The task that is known not to be inside of another, told by who knows."""
+        """The task known not to run inside another, if the caller has set it."""
         self._ended_inside = False
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward has begun and not ended."""
+        """Whether a backward has begun and has not ended."""
         return bool(self._tasks)
 
     def enter(self, task: int) -> Entry:
-        """A gradient comes from `task`, which is not the current one."""
+        """Classify a gradient from `task`, which is not the current one."""
         if self._tasks:
             if task in self._tasks:
                 self.current = task
                 return Entry.GOES_ON
-            # Ids grow, so a smaller one is what a re-entrant backward began in.
+            # Ids grow, so a task with a smaller id is the outer one, in which a re-entrant backward began.
             if task < max(self._tasks) or self._is_inside():
                 return Entry.GOES_ON
             return Entry.INTERRUPTS
@@ -72,39 +72,40 @@ class Turns:
         return Entry.BEGINS
 
     def join(self, task: int) -> None:
-        """`task` is part of this backward; its end has to be told."""
+        """Add `task` to this backward; the caller must report its end through `ends_backward`."""
         self._tasks.add(task)
         self.current = task
 
     def knows(self, task: int) -> bool:
-        """Whether `task` is part of this backward."""
+        """Return whether `task` is part of this backward."""
         return task in self._tasks
 
     def ends_backward(self, task: int, *, is_complete: bool) -> bool:
-        """`task` has ended: whether the backward has, too.
+        """Return whether the backward ended with `task`, which has just ended.
 
         Args:
-            task: which.
-            is_complete: whether every gradient is there.
+            task: the id of the task.
+            is_complete: whether every gradient is ready.
         """
         if task not in self._tasks:
             return False
         if self.outermost is not None:
             return task == self.outermost
         if task != min(self._tasks):
-            return False  # it was inside of that one, whose end comes
+            return False  # it ran inside the smallest task, which is still to end
         if self._is_inside():
-            # Inside of one that has shown nothing of itself. If all is there, nothing should follow.
+            # The task ran inside another one that has produced no gradient yet. If all gradients are ready, no
+            # more should follow.
             self._ended_inside = is_complete
             return is_complete
         return True
 
     def forget(self) -> None:
-        """The backward is over, however it ended."""
+        """Clear the state after a backward, whether it completed or failed."""
         self._tasks.clear()
         self.current = _NONE
         self.outermost = None
 
     def forward_begins(self) -> None:
-        """So whatever backward comes next is not the rest of the last one."""
+        """Note that a forward begins, so that the next backward is not taken for the rest of the last one."""
         self._ended_inside = False

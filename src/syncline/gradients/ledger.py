@@ -1,6 +1,7 @@
-"""The ledger: what was reduced in the last backward, noted as it happens, put together when somebody asks.
+"""The ledger: a record of what was reduced in the last backward.
 
-Noting must cost next to nothing, so only references and numbers are kept; names are looked up on reading.
+Recording must cost next to nothing. It keeps only references and numbers; `Ledger.last` looks up names and builds
+the record on request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """Remembers the most recent backward.
+    """A record of the most recent backward.
 
     Args:
         names: the parameters' names, by index.
@@ -45,17 +46,18 @@ class Ledger:
         nonfinite: NonFiniteRecord | None = None,
         metrics: Mapping[str, float],
     ) -> None:
-        """A backward has ended.
+        """Record a backward that has ended.
 
         Args:
-            step: synchronized backwards so far.
-            ready: parameter indices in the order of their gradients; kept, so hand in a list of its own.
+            step: number of synchronized backwards so far.
+            ready: parameter indices in the order in which their gradients became ready. The ledger keeps this list, so
+                the caller must not change it afterwards.
             began_at: `time.perf_counter()` at the first gradient.
-            divisor: what the sums were divided by.
+            divisor: the number by which the sums were divided.
             counted_items: whether the divisor is a number of items.
-            buckets: those that were reduced; none where nothing was sent.
-            nonfinite: what was found that is not finite; None where nobody looked.
-            metrics: means over ranks that were reported with it.
+            buckets: the reduced buckets; empty if nothing was sent.
+            nonfinite: the values found that are not finite; None if there was no check.
+            metrics: the means over ranks that were reported with it.
         """
         self._step, self._ready = step, ready
         self._began_at, self._ended_at = began_at, time.perf_counter()
@@ -68,16 +70,16 @@ class Ledger:
     def note_reduction(
         self, *, divisor: int, counted_items: bool, nonfinite: NonFiniteRecord | None = None
     ) -> None:
-        """What the backward left in `.grad` was reduced after it; arguments as above."""
+        """Record that gradients left in `.grad` were reduced after the backward; arguments as in `note`."""
         self._divisor, self._counted_items, self._reduced_afterwards = divisor, counted_items, True
         self._nonfinite = nonfinite
 
     def note_judgement(self, nonfinite: NonFiniteRecord) -> None:
-        """What the backward left in `.grad` was looked at after it."""
+        """Record that gradients left in `.grad` were checked for non-finite values after the backward."""
         self._nonfinite = nonfinite
 
     def last(self) -> BackwardRecord | None:
-        """The most recent backward, or None before the first."""
+        """Return the record of the most recent backward, or None before the first."""
         if self._ready is None:
             return None
         position = {index: at for at, index in enumerate(self._ready)}

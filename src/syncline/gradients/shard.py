@@ -1,13 +1,13 @@
-"""This rank's share of one bucket: what it reduces, and the pieces in which an optimizer steps it.
+"""This rank's shard of one bucket, and what replaces `.grad` if no rank has whole gradients.
 
-Beside the bucket's flat tensor of gradients there is one of parameters, laid out alike, of which the module's
-parameters are views: one for all ranks of a host where the transport can share memory, else one on each rank.
+`Share` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. Beside the
+bucket's flat tensor of gradients it has a flat tensor of parameters with the same layout. The module's parameters are
+views of that tensor. There is one for all ranks of a host if the transport can share memory, else one on each rank.
 
-What stands in for gradients that are not all here: those of a module's parameters, and this rank's shards of them.
-
-Reduced gradients are in pieces, one on each rank. What torch does with `.grad` of a parameter would see this rank's
-local values, or nothing; both are silently wrong. So `.grad` is a tensor of the right shape, without memory, of which
-every use is an error that says what to call instead.
+Reduced gradients are in pieces, one on each rank. Code that uses `.grad` of a parameter would see this rank's local
+values, or nothing; both are silently wrong. `StandIn` therefore replaces `.grad` by a tensor of the right shape
+without memory. Every use of it raises an error that names the call to use instead. `ShardGradient` is the gradient of
+one piece.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Shard", "ShardGradient", "Share", "StandIn", "order_of", "view_like"
 class StandIn(Tensor):
     """`.grad` of a parameter whose reduced gradient lies in shards.
 
-    Zeroing it drops it, as `zero_grad` wants; everything else raises.
+    Zeroing it drops it, as `zero_grad` needs; every other use raises.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
@@ -64,7 +64,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(parameter: Tensor, name: str) -> StandIn:
-        """For one parameter."""
+        """Create the stand-in of one parameter."""
         made = make_without_memory(StandIn, parameter)
         stand_in: StandIn = made
         stand_in._name = name
@@ -106,7 +106,7 @@ class StandIn(Tensor):
         return f"StandIn({self._name}: the reduced gradient lies in shards, one on each rank)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied module has no gradients."""
+        """Return None, because a copied module has no gradients."""
         return
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -114,7 +114,7 @@ class StandIn(Tensor):
 
 
 def _nothing() -> None:
-    """What a pickled stand-in becomes."""
+    """Return None, the result of unpickling a stand-in."""
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
@@ -125,23 +125,23 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 class ShardGradient(Tensor):
-    """`.grad` of one piece that this rank steps, until it does: a plain tensor but in two things.
+    """`.grad` of one piece that this rank steps, until it is stepped. It differs from a plain tensor in two ways.
 
-    A norm of it is an error, because it is only a part of the norm. Where a GradScaler looks for infinities, all ranks
-    look together: one that is found on one rank is found on all.
+    Its norm is an error, because it would be only a part of the norm. When a GradScaler looks for infinities, all
+    ranks combine their results, so that an infinity found on one rank counts on all.
     """
 
     plain: Tensor
-    """The same memory."""
+    """A plain tensor over the same memory."""
     _find_together: Callable[[Tensor], None]
 
     @staticmethod
     def of(plain: Tensor, find_together: Callable[[Tensor], None]) -> ShardGradient:
-        """For one piece.
+        """Create the gradient of one piece.
 
         Args:
-            plain: its gradient.
-            find_together: makes a number the largest over all ranks; a collective call.
+            plain: the gradient as a plain tensor.
+            find_together: replaces a number by the largest over all ranks; a collective call.
         """
         check_that_infinities_are_seen()
         made = plain.as_subclass(ShardGradient)
@@ -177,10 +177,10 @@ _NORMS = {
 
 
 class Shard:
-    """One piece: a parameter for the optimizer, over this rank's part of the parameters and gradients.
+    """One piece as a parameter of the optimizer, over this rank's part of the parameters and gradients.
 
     Args:
-        piece: where it lies.
+        piece: the range in the bucket.
         values: its part of the flat parameters.
         gradient: its part of the reduced gradients.
         find_together: see `ShardGradient`.
@@ -198,16 +198,16 @@ class Shard:
 
 
 class Share:
-    """One rank's share of one bucket.
+    """One rank's shard of one bucket.
 
     Args:
         plan: the bucket.
         members: its parameters, in the plan's order.
-        names: of the members.
+        names: names of the members.
         gradients: the bucket's flat tensor.
-        transport: between the ranks; making this is a collective call.
-        outlives_bucket: whether the bucket's memory is used again before the optimizer steps, so that what this rank
-            has reduced is to be kept elsewhere.
+        transport: the transport between the ranks; construction is a collective call.
+        outlives_bucket: whether the bucket's memory is reused before the optimizer steps, so that the values reduced
+            by this rank must be kept elsewhere.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class Share:
         self.members = list(members)
         self.dtype, device = members[0].dtype, members[0].device
         self.team = transport.team(device)
-        """Who has the other shares of this bucket."""
+        """The ranks that have the other shards of this bucket."""
         common = transport.share(gradients.numel(), self.dtype, device)
         self.is_common = common is not None
-        """Whether there is one copy of the parameters for the ranks of a host."""
+        """Whether the ranks of a host have one copy of the parameters."""
         self.values = (
             torch.zeros(gradients.numel(), dtype=self.dtype, device=device) if common is None else common
         )
@@ -244,7 +244,7 @@ class Share:
         self.set_bounds(bounds_of([plan], self.team.size)[0])
 
     def set_bounds(self, bounds: Sequence[int]) -> None:
-        """Cut the bucket at these offsets (see `plan.shards.bounds_of`); its shards are gone."""
+        """Cut the bucket at these offsets (see `shard_plan.bounds_of`) and drop the present shards."""
         self.bounds = tuple(bounds)
         position = self.team.position
         self.start = bounds[position]
@@ -252,7 +252,7 @@ class Share:
         self._in_bucket = self._gradients[self.start : self.stop]
         self._reduced = torch.zeros_like(self._in_bucket) if self._outlives_bucket else self._in_bucket
         self.gradient = self._reduced
-        """The reduced gradients of this rank's span, in the type of the parameters."""
+        """The reduced gradients of this rank's span, in the dtype of the parameters."""
         if self._gradients.dtype is not self.dtype:
             self.gradient = torch.empty(
                 self.stop - self.start, dtype=self.dtype, device=self._gradients.device
@@ -260,7 +260,7 @@ class Share:
         self.shards = []
 
     def make_shard(self, piece: Piece, find_together: Callable[[Tensor], None]) -> Shard:
-        """One piece of this span; its gradient is handed to it from now on."""
+        """Return a new shard for one piece of this span; `hand_out` sets its gradient from now on."""
         at = piece.start - self.start
         if piece.is_whole:
             assert piece.parameter is not None
@@ -276,24 +276,24 @@ class Share:
     # ------------------------------------------------------------------ during backward
 
     def take_over(self) -> None:
-        """The gradients are in the bucket: give their memory back."""
-        if self._gaps is not None:  # clipping by a norm that is not finite has made them NaN, perhaps
+        """Free the memory of the gradients, which have been copied into the bucket."""
+        if self._gaps is not None:  # clipping by a non-finite norm may have made the gaps NaN
             self._gradients.index_fill_(0, self._gaps, 0)
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):
             if member.grad is not None:
                 member.grad = stand_in
 
     def collect(self) -> None:
-        """The span is reduced."""
+        """Keep the reduced span, if the bucket's memory will be reused."""
         if self._reduced is not self._in_bucket:
             self._reduced.copy_(self._in_bucket)
 
     def divide(self, divisor: float) -> None:
-        """Divide what this rank has reduced."""
+        """Divide the gradients that this rank has reduced."""
         self._reduced.div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
-        """The span is reduced: let the shards' `.grad` be it. Those of `skip`, parameter indices, get none."""
+        """Set the shards' `.grad` to the reduced span. Those of `skip`, parameter indices, get none."""
         if any_missing:
             for index, member, stand_in in zip(
                 self.plan.parameters, self.members, self.stand_ins, strict=True
@@ -306,7 +306,7 @@ class Share:
             shard.parameter.grad = None if shard.piece.parameter in skip else shard.guarded
 
     def parts(self) -> list[tuple[int, Tensor]]:
-        """The reduced gradients of this span, cut by parameter index."""
+        """Return the reduced gradients of this span, cut at parameters, with parameter indices."""
         cuts = []
         for index, offset, numel in zip(
             self.plan.parameters, self.plan.offsets, self.plan.numels, strict=True
@@ -318,24 +318,24 @@ class Share:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether what was reduced last still counts: nobody has cleared the gradients of all parameters since."""
+        """Whether the last reduced gradients still count: not all parameters' gradients have been cleared since."""
         return any(type(member.grad) is StandIn for member in self.members)
 
     # ------------------------------------------------------------------ the parameters
 
     def take_values(self) -> None:
-        """Copy the parameters' values to where they are to be."""
+        """Copy the parameters' values into the flat tensor."""
         with torch.no_grad():
             for member, view in zip(self.members, self.views, strict=True):
                 view.copy_(member)
 
     def adopt(self) -> None:
-        """Let the parameters be views of the flat tensor."""
+        """Make the parameters views of the flat tensor."""
         for member, view in zip(self.members, self.views, strict=True):
             member.data = view
 
     def check_adopted(self) -> None:
-        """Raise where somebody has put other memory under a parameter."""
+        """Raise if a parameter has been given other memory."""
         for member, view, stand_in in zip(self.members, self.views, self.stand_ins, strict=True):
             if member.data_ptr() != view.data_ptr():
                 raise SynclineError(
@@ -346,10 +346,10 @@ class Share:
 
 
 def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """The part of `flat` for one parameter, with the parameter's strides where these are dense.
+    """Return the part of `flat` for one parameter, with the parameter's strides if these are dense.
 
-    Same strides make the optimizer's fused kernels and autograd's accumulation run on plain memory
-    (channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
+    With the same strides, the optimizer's fused kernels and autograd's accumulation run on plain memory (for
+    channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
     """
     if is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
@@ -357,7 +357,7 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def order_of(parameter: Tensor) -> tuple[int, ...]:
-    """The dimensions in the order in which `view_like` lays out elements, slowest first.
+    """Return the dimensions in the order in which `view_like` lays out elements, slowest first.
 
     Example:
         >>> weight = torch.zeros(2, 3, 4, 5)

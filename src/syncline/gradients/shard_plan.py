@@ -1,9 +1,9 @@
-"""Which rank owns which part of which bucket, and in which pieces an optimizer steps it: pure functions of plain data.
+"""The plan of the shards: which rank owns which part of which bucket, and the pieces that an optimizer steps.
 
-A bucket's flat tensor is cut into one span a rank: the rank reduces it, and steps the parameters that lie there. Where
-an optimizer treats all elements alike, the spans are equal and their borders fall anywhere; where it looks at a
-parameter as a whole, borders fall between parameters. A span is stepped in pieces: one tensor for all that lies
-together and belongs to one parameter group.
+Pure functions of plain data. A bucket's flat tensor is cut into one span per rank. The rank reduces its span and
+steps the parameters in it. If an optimizer treats all elements alike, the spans are equal and may cut parameters. If
+it looks at a parameter as a whole, spans begin and end between parameters. A span is stepped in pieces: one tensor
+for each contiguous run of elements of one parameter group.
 
 Method: optimizer state sharding (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020, section 5.1), over buckets as in Megatron-LM's distributed optimizer.
@@ -20,43 +20,43 @@ __all__ = ["ALIGNMENT_NUMEL", "Piece", "bounds_of", "gaps_in", "pieces_of", "spa
 
 
 ALIGNMENT_NUMEL = 32
-"""Spans and parameters begin at multiples of so many elements: 64 bytes, a cache line, in bfloat16.
+"""Spans and parameters begin at multiples of this many elements: 64 bytes, a cache line, in bfloat16.
 
-Memory that is aligned as torch aligns its own makes matrix products of shared parameters as fast, and their bits the
-same. What lies between two parameters is nobody's: its gradient is zero, and nobody reads its value.
+With the same alignment as torch's own memory, matrix products of sharded parameters are as fast and give the same
+bits. Elements between two parameters belong to none of them: their gradient is zero, and their value is never read.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What an optimizer steps as one tensor."""
+    """A range of one bucket that an optimizer steps as one tensor."""
 
     bucket: int
     """Index of the bucket."""
     start: int
-    """The first element, counted in the bucket's flat tensor."""
+    """The first element, as an offset into the bucket's flat tensor."""
     stop: int
-    """Behind the last element."""
+    """The offset behind the last element."""
     group: int
     """Index of the parameter group."""
     parameter: int | None = None
-    """The parameter that alone lies here, by index, where pieces are cut between parameters; else None."""
+    """Index of the only parameter in the piece, if pieces are cut between parameters; else None."""
     is_whole: bool = False
-    """All of that parameter, to be stepped in its own shape."""
+    """Whether the piece is all of that parameter, which is then stepped in its own shape."""
 
 
 def bounds_of(
     plans: Sequence[BucketPlan], num_ranks: int, *, whole: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """For each bucket num_ranks + 1 offsets: rank r owns the elements from the r-th to the next.
+    """Return num_ranks + 1 offsets for each bucket: rank r owns the elements from the r-th offset to the next.
 
-    Buckets without a parameter of `whole` are cut into equal spans; their padding makes that possible. In the others
-    each rank gets a run of whole parameters, so that over all buckets the largest share is as small as such runs allow
-    when bucket by bucket is looked at.
+    Buckets without a parameter of `whole` are cut into equal spans, which their padding makes possible. In the other
+    buckets each rank gets a run of whole parameters. Buckets are cut one after another, each so that the largest load
+    of a rank, summed over the buckets so far, is as small as such runs allow.
 
     Args:
         plans: the buckets, padded to a multiple of the number of ranks.
-        num_ranks: how many ranks share them.
+        num_ranks: number of ranks.
         whole: indices of the parameters that must not be cut.
 
     Example:
@@ -85,10 +85,10 @@ def bounds_of(
 
 
 def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
-    """Where each rank's run of whole parameters begins: the largest load afterwards is as small as can be."""
+    """Return the offset at which each rank's run of whole parameters begins, so that the largest load is smallest."""
     sizes = plan.numels
     low, high = max(loads), max(loads) + plan.numel
-    while low < high:  # the smallest limit under which all parameters find a place
+    while low < high:  # search for the smallest limit under which every parameter fits
         limit = (low + high) // 2
         if _fill(sizes, loads, limit) is None:
             low = limit + 1
@@ -100,7 +100,7 @@ def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], loads: Sequence[int], limit: int) -> list[int] | None:
-    """The first parameter of each rank's run if no rank may have more than `limit`; None where that is too little."""
+    """Return the first parameter of each rank's run, with a load of at most `limit`; None if some do not fit."""
     first_of = []
     at = 0
     for load in loads:
@@ -120,16 +120,16 @@ def pieces_of(
     whole: bool = False,
     by_parameter: bool = False,
 ) -> list[Piece]:
-    """What one rank steps for one optimizer, in the order of the buckets.
+    """Return the pieces that one rank steps for one optimizer, in the order of the buckets.
 
     Args:
         plans: the buckets.
         bounds: see `bounds_of`.
-        rank: whose pieces.
-        group_of: by parameter index, the optimizer's parameter group. Parameters that are not named here belong to
-            another optimizer, or to none.
-        whole: each piece is one parameter, uncut.
-        by_parameter: pieces end where a parameter does.
+        rank: the rank whose pieces are returned.
+        group_of: the optimizer's parameter group, by parameter index. Parameters without an entry belong to another
+            optimizer, or to none.
+        whole: whether each piece is one uncut parameter.
+        by_parameter: whether pieces end at the end of a parameter.
 
     Example:
         >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -168,7 +168,7 @@ def pieces_of(
 
 
 def gaps_in(plan: BucketPlan) -> list[int]:
-    """The elements between parameters, which belong to none.
+    """Return the elements between parameters, which belong to none.
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 8), num_large=0,
@@ -185,9 +185,9 @@ def gaps_in(plan: BucketPlan) -> list[int]:
 
 
 def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The parameters that lie between two elements of a bucket: position in the bucket, and from where to where.
+    """Return the parts of parameters that lie between two elements of a bucket.
 
-    The last two are counted from the parameter's own first element.
+    Each is (position in the bucket, first element, end), the last two counted from the parameter's first element.
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 6), num_large=0,

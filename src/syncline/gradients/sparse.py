@@ -1,4 +1,4 @@
-"""A bucket of one sparse gradient (an embedding with `sparse=True`): rows are gathered, not added up in place."""
+"""A bucket of one sparse gradient (an embedding with `sparse=True`): rows are gathered and then added up."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["SparseBucket"]
 
 
 class SparseBucket(Lifecycle):
-    """Sums one sparse gradient over ranks, whose rows differ from rank to rank.
+    """A bucket that sums one sparse gradient over ranks; each rank has other rows.
 
-    Each rank contributes the rows it touched. All learn all rows, in rank order, and add up those of one index in
-    that order, so every rank ends with the same bits. Traffic grows with the rows that were touched, not with the
-    size of the embedding.
+    Each rank contributes the rows it touched. Every rank receives all rows, in rank order, and adds up the rows of one
+    index in that order, so every rank ends with the same bits. Traffic grows with the number of rows touched, not with
+    the size of the embedding.
 
     Args:
-        plan: of one parameter.
+        plan: a plan with one parameter.
         parameters: all parameters of the module, by index.
-        transport: what the rows travel by.
-        comm_hook: what reduces the gradient in their place; as in torch it gets a sparse tensor.
-        is_last: whether the hook is told that this is the last bucket.
+        transport: the transport that sends the rows.
+        comm_hook: a hook that reduces the gradient instead; as in torch it gets a sparse tensor.
+        is_last: the value of the hook's `is_last`.
     """
 
     is_sparse = True
@@ -58,21 +58,21 @@ class SparseBucket(Lifecycle):
         self._future: torch.futures.Future[Any] | None = None
 
     def view_of(self, position: int) -> None:
-        """Nothing is copied before the launch."""
+        """Return None: nothing is copied before the launch."""
 
     def fill(self, scale: float, missing: frozenset[int]) -> None:
-        """Take the rows there are. A gradient that is missing has none, unless it is left over."""
+        """Take this rank's rows. A missing gradient has none, unless an earlier backward left some in `.grad`."""
         gradient = self._parameter.grad
         self._mine = None if gradient is None else _as_sparse(gradient)
         self._scale = scale
 
     def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
-        """Contribute no rows: a rank that has no inputs left."""
+        """Contribute no rows, on a rank that has no inputs left."""
         self._mine = None
         self.send(tail=tail, trigger=None)
 
     def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
-        """Tell the others how many rows there are."""
+        """Send the number of rows to the other ranks, or start the hook."""
         assert tail is None
         self.trigger = trigger
         self._transition(BucketState.IN_FLIGHT)
@@ -83,7 +83,7 @@ class SparseBucket(Lifecycle):
                 index=self.plan.index,
                 buffer=buffer,
                 parameters=self.members,
-                gradients=(),  # torch's are none, too
+                gradients=(),  # as in torch
                 is_last=self._is_last,
             )
             self._future = self._comm_hook(bucket)
@@ -144,15 +144,15 @@ class SparseBucket(Lifecycle):
         return summed.coalesce()
 
     def own(self) -> Tensor:
-        """As of a dense bucket: the rows that this rank contributes."""
+        """Return the rows that this rank contributes, as a dense bucket returns its gradients."""
         return self._parameter.new_zeros(0) if self._mine is None else stored_values(self._mine)
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """The same, with the parameter's index."""
+        """Return the same rows with the parameter's index."""
         return [(self.plan.parameters[0], self.own())]
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """As of a dense bucket: the rows of the sum."""
+        """Return the rows of the sum, as a dense bucket returns its reduced gradients."""
         gradient = self._parameter.grad
         if gradient is None:
             return self._parameter.new_zeros(0), []
@@ -165,7 +165,7 @@ class SparseBucket(Lifecycle):
         stored_values(self._sum).div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
-        """Make `.grad` the sum, unless no rank used the parameter. The sum has no graph."""
+        """Set `.grad` to the sum, unless no rank used the parameter. The sum has no autograd graph."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
         self._mine = self._sum = None
@@ -182,5 +182,5 @@ def _no_rows(parameter: Tensor) -> Tensor:
 
 
 def _as_sparse(gradient: Tensor) -> Tensor:
-    """Rows of `gradient`, those of one index added up."""
+    """Return the rows of `gradient`, with rows of the same index added up."""
     return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)

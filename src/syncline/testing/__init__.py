@@ -1,4 +1,4 @@
-"""Tests with ranks.
+"""Tests that run on several ranks.
 
 Imports: environment, _torch, session.
 
@@ -6,7 +6,7 @@ hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
 pool.py    a warm pool of rank processes
 ports.py   a port that stays free for a store
-worker.py  what runs in each of them
+worker.py  the program of each rank process
 """
 
 from __future__ import annotations

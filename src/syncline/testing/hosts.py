@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces, joined by a cable of the kernel's that can be slow, or be pulled.
+"""Two hosts on one machine: network namespaces, joined by a virtual cable that can be slowed down or cut.
 
-Ranks on different ones have different addresses and host names, and share no memory as far as Syncline is concerned.
-Linux only, for root; `HostsUnavailable` elsewhere.
+Ranks in different namespaces have different addresses and host names, and Syncline shares no memory between them.
+Linux only, and only for root; elsewhere `two_hosts` raises `HostsUnavailable`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _TOOLS = ("ip", "unshare", "tc")
 
 
 class HostsUnavailable(RuntimeError):
-    """Network namespaces cannot be had here; says why."""
+    """An error: network namespaces are not available here; the text says why."""
 
 
 @contextmanager
 def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]:
-    """Hosts "a" and "b"; what runs on them is killed at the end.
+    """Open hosts "a" and "b"; the processes on them are killed at the end.
 
     Args:
-        megabits_per_second: what the cable carries each way; None: as much as the machine can.
+        megabits_per_second: the bandwidth of the cable in each direction; None: no limit.
 
     Raises:
         HostsUnavailable: not root, no Linux, or a tool is missing.
@@ -76,23 +76,23 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
 
 @dataclass
 class TwoHosts:
-    """Network namespaces with an address each; made by `two_hosts`."""
+    """Two network namespaces, each with its own address; created by `two_hosts`."""
 
     names: dict[str, str]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @staticmethod
     def address_of(letter: str) -> str:
-        """The IP address of a host."""
+        """Return the IP address of a host."""
         return f"10.213.77.{1 + _LETTERS.index(letter)}"
 
     def start(self, command: Sequence[str], on: str, variables: Mapping[str, str] | None = None) -> None:
-        """Start a rank for each letter of `on`, on that host, with the environment that torchrun would give it.
+        """Start one rank per letter of `on`, on that host, with the environment variables of torchrun.
 
         Args:
             command: program and arguments.
-            on: "aabb", say: ranks 0 and 1 on host a, 2 and 3 on host b.
-            variables: of the environment, besides.
+            on: the host of each rank. With "aabb", ranks 0 and 1 are on host a, ranks 2 and 3 on host b.
+            variables: additional environment variables.
         """
         for rank, letter in enumerate(on):
             name = self.names[letter]
@@ -109,7 +109,7 @@ class TwoHosts:
                 **told.variables(),
                 "GLOO_SOCKET_IFNAME": _INTERFACE,
                 "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # about names that a server of names would know
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # no warnings about host names that DNS cannot resolve
                 **(variables or {}),
             }
             as_host = f'hostname {name} && exec "$0" "$@"'
@@ -126,7 +126,7 @@ class TwoHosts:
             )
 
     def wait_ready(self) -> None:
-        """Until every rank has printed the line "ready"."""
+        """Wait until every rank has printed the line "ready"."""
         for rank, process in enumerate(self.processes):
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -136,10 +136,10 @@ class TwoHosts:
                 )
 
     def outputs(self, timeout_seconds: float) -> list[tuple[int, str, str]]:
-        """Exit code, output and errors of each rank that was started since the last call, once all have ended.
+        """Return exit code, output and errors of each rank started since the last call, once all have ended.
 
         Raises:
-            subprocess.TimeoutExpired: one of them has not ended in time.
+            subprocess.TimeoutExpired: a rank has not ended in time.
         """
         deadline = time.monotonic() + timeout_seconds
         found = []
@@ -150,7 +150,7 @@ class TwoHosts:
         return found
 
     def cut(self) -> None:
-        """Pull the cable."""
+        """Cut the cable between the hosts."""
         _run("ip", "-n", self.names["b"], "link", "set", _INTERFACE, "down")
 
     def _connect(self, megabits_per_second: float | None) -> None:

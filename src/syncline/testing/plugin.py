@@ -8,17 +8,18 @@
         dist.all_reduce(x)          # torch.distributed (Gloo) is initialised in each rank
         assert x == dist.get_world_size()
 
-Installed with Syncline, found by pytest through its entry point. The processes are warm: started once a session,
-torch imported once, one thread each; every test gets a new process group, so tests are isolated and start within
-milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (a port at
-which nobody listens, and that is held for this test) are set as torchrun sets them.
+Installed with Syncline, found by pytest through its entry point. The processes are warm: they start once per session,
+import torch once, and have one thread each. Every test gets a new process group, so tests are isolated and start
+within milliseconds. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are set
+as torchrun sets them. Nothing listens at the port, which is reserved for this test.
 
-Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable.
-The test passes when it passes on every rank; the report names the ranks that failed, with their tracebacks. A rank
-that has not ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or shortly after another one failed,
-is killed, and its stacks are shown. The processes of a failed test are replaced.
+Fixtures and parameters are evaluated in pytest's own process and sent to the ranks, so they must be picklable. The test
+passes if it passes on every rank. The report names the ranks that failed, with their tracebacks. A rank that has not
+ended after `timeout` seconds (`ranks(2, timeout=10)`, default 60), or shortly after another one failed, is killed, and
+its stacks are shown. The processes of a failed test are replaced.
 
-`ranks(3, killed=[2])` is for tests of what the others do when rank 2 is killed with SIGKILL: it must be.
+`ranks(3, killed=[2])` is for tests of how the other ranks react when rank 2 is killed with SIGKILL. The test fails if
+rank 2 is not killed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _pool_of(config: pytest.Config) -> RankPool:
 
 
 def _read(n: int, timeout: float = 60.0, killed: Collection[int] = ()) -> tuple[int, float, frozenset[int]]:
-    """The marker's arguments."""
+    """Return the marker's arguments, checked."""
     if not isinstance(n, int) or n < 1:
         _refuse(f"@pytest.mark.ranks(n): expected at least 1 rank, got {n!r}")
     if not all(0 <= rank < n for rank in killed):
@@ -87,7 +88,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _arguments(item: pytest.Function) -> dict[str, Any]:
-    """The function's arguments, checked for being fit to be sent."""
+    """Return the function's arguments, after a check that they can be sent to the ranks."""
     arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     for name, value in arguments.items():
         try:
@@ -106,7 +107,7 @@ def _qualname(item: pytest.Function) -> str:
 
 
 def _warning_filters(item: pytest.Function) -> tuple[str, ...]:
-    """In pytest's order: the configuration's, the command line's, then the test's own."""
+    """Return the filters in pytest's order: the configuration's, the command line's, then the test's own."""
     config = item.config
     marked = [mark.args for mark in reversed(list(item.iter_markers("filterwarnings")))]
     given = [*config.getini("filterwarnings"), *(config.known_args_namespace.pythonwarnings or [])]

@@ -1,11 +1,10 @@
-"""A warm pool of rank processes: torch imported beforehand, a fresh process group for each test.
+"""A warm pool of rank processes: torch is already imported, and each test gets a fresh process group.
 
-Ranks are forked from templates (see `template.py`). There are two, for even and for odd ranks: processes that were
-started apart hash strings otherwise, so that what depends on the order of a set differs between ranks here as well.
+Ranks are forked from templates: processes that have imported everything a rank needs. A fork takes milliseconds.
+There are two templates, for even and for odd ranks, because processes that were started separately have different
+string hashes. Behavior that depends on the order of a set therefore differs between ranks here as well.
 
-A process that has imported what a rank needs, and forks ranks: one starts within milliseconds.
-
-This is the pool's end of it; what the process does is in `worker.py`.
+This file is the pool's side; the processes run `worker.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FORKS = "--fork"
 
 
 class Request(NamedTuple):
-    """What the pool asks of it."""
+    """A request of the pool to a template."""
 
     verb: Literal["fork", "poll", "wait"]
     pid: int = 0
@@ -46,10 +45,10 @@ class Request(NamedTuple):
 
 
 class Template:
-    """The process. May be used from several threads.
+    """A process that forks workers. May be used from several threads.
 
     Args:
-        output: the file to which it prints, if something goes wrong.
+        output: the file to which the process prints errors.
     """
 
     def __init__(self, output: Path) -> None:
@@ -62,24 +61,24 @@ class Template:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for the controller, which ends its workers itself.
+                # Ctrl-C is handled by the controller, which ends its workers.
                 start_new_session=True,
             )
         self._channel = Connection(ours.detach())
         self._lock = Lock()
 
     def fork(self, channel: socket.socket, output: Path) -> ForkedProcess:
-        """A new worker, which is told what to do by `channel`, and prints to the file `output`."""
+        """Fork a new worker, which receives its tasks through `channel` and prints to the file `output`."""
         pid = self._ask(Request("fork", output=str(output)), channel)
         assert pid is not None
         return ForkedProcess(self, pid)
 
     def exit_code(self, pid: int, *, waits: bool) -> int | None:
-        """Of a worker, as `subprocess` counts; None if it goes on, unless asked to wait for its end."""
+        """Return a worker's exit code, as in `subprocess`; None if it is running and `waits` is False."""
         return self._ask(Request("wait" if waits else "poll", pid))
 
     def close(self) -> None:
-        """End it, and by that its workers."""
+        """End the template, which ends its workers too."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
@@ -106,22 +105,22 @@ class ForkedProcess:
         self.pid = pid
 
     def poll(self) -> int | None:
-        """Its exit code if it has ended."""
+        """Return the exit code if the process has ended, else None."""
         if self._exit_code is None:
             self._exit_code = self._template.exit_code(self.pid, waits=False)
         return self._exit_code
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the process and return its exit code."""
         if self._exit_code is None:
             self._exit_code = self._template.exit_code(self.pid, waits=True)
         assert self._exit_code is not None
         return self._exit_code
 
     def send_signal(self, number: int) -> None:
-        """Send it if the process has not ended."""
+        """Send a signal if the process has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)  # not another process of this number: ours was not waited for yet
+            os.kill(self.pid, number)  # the id cannot be reused yet, because our child was not waited for
 
     def kill(self) -> None:
         """Send SIGKILL."""
@@ -129,17 +128,17 @@ class ForkedProcess:
 
 
 _CAN_FORK = sys.platform == "linux"
-"""On macOS, libraries that torch needs do not work in a child."""
+"""Whether workers are forked. On macOS, libraries that torch needs do not work in a forked child."""
 
 _NUM_KINDS = 2
 
 _START_SECONDS = 300.0
-"""How long a worker may take to start, on however busy a machine."""
+"""Limit for the start of a worker, even on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One test function on one rank. Sent to our own child through an inherited socket."""
+    """One test function on one rank. It is sent to our own child through an inherited socket."""
 
     module: str
     qualname: str
@@ -150,12 +149,12 @@ class Task:
     timeout_seconds: float
     warning_filters: tuple[str, ...] = ()
     master_port: int = 0
-    """Of all ranks, given by the pool when they begin."""
+    """The port of the store for all ranks, set by the pool when they begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a task ended: "passed", "skipped", "xfailed", "failed", "killed" (its process) or "stuck"."""
+    """The end of a task: "passed", "skipped", "xfailed", "failed", "killed" (its process) or "stuck"."""
 
     kind: str
     text: str = ""
@@ -164,17 +163,17 @@ class Outcome:
 @dataclass
 class _Worker:
     number: int
-    """How many were started before it, and it."""
+    """Number of the worker in the order of their starts, from 1."""
     process: subprocess.Popen[bytes] | ForkedProcess
     channel: Connection
     output: Path
     output_from: int = 0
     output_before: str = ""
-    """What it has printed before its task, after the last one, say: there are the words of one that died since."""
+    """Output printed before the task, for example after the last one. It may explain why a worker died since then."""
     is_ready: bool = False
 
     def new_output(self) -> str:
-        """What the worker has printed since the last call."""
+        """Return the worker's output since the last call."""
         with self.output.open("rb") as file:
             file.seek(self.output_from)
             data = file.read()
@@ -182,11 +181,11 @@ class _Worker:
         return data.decode(errors="replace").strip()
 
     def send(self, message: object) -> None:
-        # Plain pickle: torch would send tensors as descriptors of shared memory, for which the worker would
-        # have to know this process's key.
+        # Plain pickle, because torch would send tensors as descriptors of shared memory, and the worker would need this
+        # process's key to open them.
         with contextlib.suppress(
             OSError
-        ):  # a worker that has died since is found when its outcome is awaited
+        ):  # if the worker has died, this is detected when its outcome is awaited
             self.channel.send_bytes(pickle.dumps(message))
 
     def wait_ready(self) -> None:
@@ -206,9 +205,9 @@ class _Worker:
 
 
 class RankPool:
-    """Runs functions on n processes at once. Workers are started when first needed and used again.
+    """A pool that runs functions on n processes at once. Workers are started when first needed and reused.
 
-    Several threads may run tasks at once; each gets workers of its own.
+    Several threads may run tasks at once; each uses separate workers.
 
     Args:
         grace_seconds: how long the other ranks may take to end after one has failed.
@@ -233,8 +232,8 @@ class RankPool:
             tasks: one for each rank.
             killed: the ranks whose process must be killed (SIGKILL) during the task.
 
-        A rank that does not end before its deadline, or soon after another rank failed, is "stuck": its stacks
-        are part of the outcome. The processes of a test that failed are killed, for nobody knows their state.
+        A rank that does not end before its deadline, or soon after another rank failed, is "stuck". Its stacks are part
+        of the outcome. The processes of a failed test are killed, because their state is unknown.
         """
         with held_port() as port:
             return self._run([replace(task, master_port=port) for task in tasks], killed)
@@ -269,7 +268,7 @@ class RankPool:
         timeout_seconds: float,
         warning_filters: tuple[str, ...],
     ) -> list[Task]:
-        """The same task for each of `size` ranks, which find each other through a new file."""
+        """Return the same task for each of `size` ranks, which connect through a new file store."""
         with self._lock:
             self._num_tasks += 1
             store_path = os.path.join(self._folder.name, f"store-{self._num_tasks}")
@@ -288,7 +287,7 @@ class RankPool:
         ]
 
     def close(self) -> None:
-        """End all workers; they are idle, so nothing is lost."""
+        """End all workers. They are idle, so nothing is lost."""
         for workers in self._idle:
             for worker in workers:
                 worker.kill()
@@ -298,16 +297,16 @@ class RankPool:
         self._folder.cleanup()
 
     def _give_back(self, worker: _Worker, kind: int) -> None:
-        """Let it be taken again, the oldest first: a rank is the same process from test to test, as long as it lives.
+        """Make a worker available again. The oldest is taken first, so that a rank keeps its process from test to test.
 
-        What counts in a process (torch's RPC counts how often it was started) is equal on the ranks then.
+        Counters within a process (torch's RPC counts how often it was started) are then equal on the ranks.
         """
         with self._lock:
             self._idle[kind].append(worker)
             self._idle[kind].sort(key=lambda worker: worker.number)
 
     def _take(self, kind: int) -> _Worker:
-        """The oldest idle worker, or a new one."""
+        """Return the oldest idle worker, or a new one."""
         with self._lock:
             if self._idle[kind]:
                 return self._idle[kind].pop(0)
@@ -325,7 +324,7 @@ class RankPool:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # as template.py
+                    start_new_session=True,  # as in `Template`
                 )
             )
         worker = _Worker(number, process, Connection(ours.detach()), output)
@@ -354,7 +353,7 @@ class RankPool:
 
 
 def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
-    """What a worker whose channel is ready has to say."""
+    """Return the outcome of a worker whose channel is ready."""
     try:
         outcome = pickle.loads(worker.channel.recv_bytes())
     except (EOFError, OSError):
@@ -377,7 +376,7 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
 
 
 def _stacks(worker: _Worker) -> str:
-    """Where the threads of a stuck worker are."""
+    """Return the stacks of a stuck worker's threads, with its output."""
     if worker.process.poll() is None:
         worker.process.send_signal(signal.SIGUSR1)  # the worker's faulthandler prints its stacks
         deadline = time.monotonic() + 1.0

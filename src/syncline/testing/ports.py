@@ -1,4 +1,4 @@
-"""Where ranks of one host meet: a port that stays free until a store listens there, and variables that say so."""
+"""A port that stays free until a store listens there, and the environment variables that name it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CAN_HOLD = sys.platform == "linux"
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A TCP port of this host that nobody else is given meanwhile; a store may listen there.
+    """Reserve a TCP port of this host; a store may listen there, but no other process is assigned the port.
 
-    The kernel does not give a port that is bound to those who ask for any. On Linux, a socket that asks for this very
-    port gets it all the same, if both say SO_REUSEADDR and none listens yet: so do torch's stores and ours. Elsewhere
-    it is a port that was free a moment ago.
+    The kernel does not assign a bound port to a process that asks for any free one. On Linux, a socket that asks for
+    this very port still gets it if both sockets set SO_REUSEADDR and none listens yet. torch's stores and ours set it.
+    Elsewhere the port is only one that was free a moment ago.
 
     Example:
         >>> from torch.distributed import TCPStore
@@ -40,7 +40,7 @@ def held_port() -> Iterator[int]:
 
 
 def variables_of_rank(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun would tell one of `size` ranks on this host, whose store listens at `port`."""
+    """Return torchrun's variables for one of `size` ranks on this host, whose store listens at `port`."""
     return Environment(
         launcher="environment",
         rank=rank,

@@ -1,7 +1,7 @@
-"""One rank process of the pool: `python -m syncline.testing.worker FD`. Ends when its channel does.
+"""One rank process of the pool: `python -m syncline.testing.worker FD`. It ends when its channel is closed.
 
-With `--fork` it is a template, which forks such processes. It computes nothing and starts no thread, so that its
-children are as good as an interpreter that has just imported torch.
+With `--fork` it is a template, which forks such processes. The template computes nothing and starts no thread, so
+that a forked child behaves like an interpreter that has just imported torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["main"]
 
 
 def main(file_descriptor: int, *, forks: bool) -> None:
-    """Be a worker, or a template."""
+    """Run as a worker, or as a template."""
     end_with_parent()
     _rewrite_assertions()
     if not forks:
@@ -57,7 +57,7 @@ def main(file_descriptor: int, *, forks: bool) -> None:
 
 
 def _fork_on_request(file_descriptor: int) -> tuple[int, str] | None:
-    """Answer requests until the pool closes the channel; return in a child, with its channel and where it prints."""
+    """Answer requests until the pool closes the channel. In a child, return its channel and its output file."""
     with contextlib.suppress(EOFError, OSError), Connection(file_descriptor) as channel:
         while True:
             request: Request = channel.recv()
@@ -93,10 +93,10 @@ def _work(channel: Connection) -> None:
             message = channel.recv_bytes()
             outcome = _run(message)
             if outcome.kind == "failed":
-                _clean_up()  # so that ranks that wait for this one fail, too
+                _clean_up()  # so that ranks waiting for this one fail too
             sys.stdout.flush()
             channel.send_bytes(pickle.dumps(outcome))
-            channel.recv_bytes()  # all ranks have ended: none needs this one's connections any more
+            channel.recv_bytes()  # all ranks have ended, so none needs this one's connections any more
             _clean_up()
 
 
@@ -118,7 +118,7 @@ def _run(message: bytes) -> Outcome:
     except (Exception, SystemExit, KeyboardInterrupt, pytest.fail.Exception):
         return Outcome(kind="failed", text=_traceback())
     finally:
-        for patch in patches:  # a copy of the fixture, of whose patches pytest's own process knows nothing
+        for patch in patches:  # a copy of the fixture; pytest's own process does not know of its patches
             patch.undo()
     return Outcome(kind="passed")
 
@@ -135,7 +135,7 @@ def _init_process_group(task: Task) -> None:
     store = dist.FileStore(task.store_path, task.size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=task.timeout_seconds)
     dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=timeout)
-    # A rank that fails at once closes its connections: not before the others have made theirs.
+    # A rank that fails at once closes its connections. It must not do so before the others have connected.
     store.set(f"rank {task.rank} is connected", "")
     store.wait([f"rank {rank} is connected" for rank in range(task.size)], timeout)
 
@@ -148,7 +148,7 @@ def _clean_up() -> None:
 
 @contextlib.contextmanager
 def _environment(task: Task) -> Iterator[None]:
-    """torchrun's variables, for the length of one test."""
+    """Set torchrun's variables for the duration of one test."""
     variables = variables_of_rank(task.rank, task.size, task.master_port)
     before = environment.export(variables, replace=True)
     try:
@@ -158,7 +158,7 @@ def _environment(task: Task) -> Iterator[None]:
 
 
 def _traceback() -> str:
-    """The exception under way, without this file's frames."""
+    """Format the current exception, without this file's frames."""
     kind, error, trace = sys.exc_info()
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -166,9 +166,9 @@ def _traceback() -> str:
 
 
 def _rewrite_assertions() -> None:
-    """Let `assert a == b` say what a and b were, as in any pytest run."""
+    """Let a failed `assert a == b` show a and b, as in any pytest run."""
     config: Config = get_config()
-    config.parse(["-W", "ignore"], addopts=False)  # it warns of plugins that were imported before
+    config.parse(["-W", "ignore"], addopts=False)  # it would warn of plugins that are already imported
     install_importhook(config)
 
     def compared(op: str, left: object, right: object) -> str | None:

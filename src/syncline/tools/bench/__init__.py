@@ -1,12 +1,12 @@
-"""Competitors that take turns: ratios, tables, pictures.
+"""Benchmarks in which competitors take turns: ratios, tables, pictures.
 
-mpi.py        the MPIs of this machine, and what this machine is
+mpi.py        MPIs as competitors, and facts about this machine
 mpi_peer.py   one rank of an MPI (a script)
 plot.py       loss against bytes: tables and pictures
-ranks.py      what runs in each rank of a benchmark
+ranks.py      the program of each rank of a benchmark
 tables.py     figures as text: pure
 timing.py     rounds in which competitors take turns, and their summary
-workloads.py  reductions, models and training steps that are timed
+workloads.py  reductions, models and training steps to time
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""An MPI as a competitor: a process tree of its own that is told when it is its turn, and sleeps in between.
+"""MPIs as competitors in benchmarks, and facts about this machine.
 
-What is measured on.
+An MPI runs in a separate process tree. It gets a request for each of its turns, and sleeps between them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["MPI", "MPIPeer", "describe_machine", "find_mpi", "num_cores", "short
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory_bytes() -> int:
-    """The memory of this host."""
+    """Return the memory of this host."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine and what runs on it, as plain data."""
+    """Return facts about the machine and its software, as plain data."""
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
@@ -73,17 +73,17 @@ _ANSWER_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class MPI:
-    """An MPI that is installed."""
+    """An installed MPI."""
 
     name: str
-    """"Open MPI 5.0.11", say."""
+    """Name and version: "Open MPI 5.0.11", say."""
     python: str
-    """A Python whose mpi4py stands on it."""
+    """Path of a Python whose mpi4py uses this MPI."""
     mpiexec: str
-    """What starts its ranks."""
+    """Path of the program that starts its ranks."""
 
     def command(self, num_ranks: int, socket_path: str) -> list[str]:
-        """What starts the ranks of the measurement."""
+        """Return the command that starts the ranks of the measurement."""
         options: list[str] = []
         if self.name.startswith("Open MPI"):
             options = ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
@@ -93,7 +93,7 @@ class MPI:
 
 
 def short_name(version: str) -> str:
-    """What `MPI_Get_library_version` says, in two or three words.
+    """Shorten the result of `MPI_Get_library_version` to two or three words.
 
     Example:
         >>> short_name("Open MPI v5.0.11, package: Open MPI user@localhost Distribution")
@@ -112,10 +112,10 @@ def short_name(version: str) -> str:
 
 
 def find_mpi(python: str) -> MPI:
-    """The MPI under this Python's mpi4py.
+    """Return the MPI that this Python's mpi4py uses.
 
     Raises:
-        ValueError: there is none, or it does not work; the text says why.
+        ValueError: there is none, or it does not work; the text has the reason.
     """
     code = "from mpi4py import MPI; import numpy; print(MPI.Get_library_version())"
     try:
@@ -135,10 +135,10 @@ def find_mpi(python: str) -> MPI:
 
 
 class MPIPeer:
-    """The ranks of one MPI, started by one of ours; a context manager.
+    """The ranks of one MPI, started by one of our ranks; a context manager.
 
     Raises:
-        RuntimeError: they did not come, or ended; the text has their last words.
+        RuntimeError: they did not start, or ended early; the text has their last output.
     """
 
     def __init__(self, mpi: MPI, *, num_ranks: int) -> None:
@@ -192,18 +192,18 @@ class MPIPeer:
         self.close()
 
     def prepare(self, numel: int) -> None:
-        """Let the ranks reduce so many fp32 elements from now on."""
+        """Let the ranks reduce this many fp32 elements from now on."""
         self._say({"numel": numel})
         if not all(answer["is_right"] for answer in self._answers()):
             raise self._error("its sum is wrong")
 
     def seconds_for(self, num_calls: int, op: Literal["sum", "mean"]) -> float:
-        """What so many reductions take, of the slowest of its ranks."""
+        """Return the time of this many reductions on the slowest of its ranks."""
         self._say({"op": op, "calls": num_calls})
         return float(max(answer["seconds"] for answer in self._answers()))
 
     def timer(self, op: Literal["sum", "mean"], transport: Transport) -> Timer:
-        """As a competitor; for the rank that started it."""
+        """Return a timer of this MPI, for the rank that started it."""
 
         def seconds_for(num_calls: int) -> float:
             transport.barrier().wait()
@@ -212,7 +212,7 @@ class MPIPeer:
         return seconds_for
 
     def close(self) -> None:
-        """End its ranks."""
+        """End the ranks of the MPI."""
         for lines, connection in zip(self._lines, self._connections, strict=True):
             with contextlib.suppress(OSError):
                 lines.close()

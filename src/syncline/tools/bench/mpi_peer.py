@@ -1,9 +1,9 @@
 """One rank of an MPI that is measured: mpiexec -n N python mpi_peer.py SOCKET
 
-It runs with whatever Python has mpi4py and numpy, so it imports nothing else. Between its turns it sleeps in `recv`,
-so that the others have the machine for themselves; when the socket closes it ends.
+It runs under any Python that has mpi4py and numpy, so it imports nothing else. Between its turns it sleeps in `recv`,
+so that the other competitors have the machine for themselves. It ends when the socket is closed.
 
-Requests are lines of JSON: {"numel": N} makes the buffer, {"op": "sum" or "mean", "calls": K} measures. Each is
+Requests are lines of JSON: {"numel": N} allocates the buffer, {"op": "sum" or "mean", "calls": K} measures. Each is
 answered by one line.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 def main(path: str) -> None:
-    """Serve whoever listens at the socket `path`."""
+    """Serve requests from the process that listens at the socket `path`."""
     mpi: Any = importlib.import_module("mpi4py.MPI")
     numpy: Any = importlib.import_module("numpy")
     ranks = mpi.COMM_WORLD
@@ -53,7 +53,7 @@ def main(path: str) -> None:
                 numpy.multiply(buffer, share, out=buffer)
         ranks.Barrier()
         answer({"seconds": time.perf_counter() - start})
-    os._exit(0)  # the others may have ended already, and MPI_Finalize would wait for them
+    os._exit(0)  # other ranks may have ended already, and MPI_Finalize would wait for them
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Pure: loss against bytes, from runs to a table; and at which bandwidth fewer bytes are worth more steps.
+"""Loss against bytes, as tables and pictures, and the bandwidth below which sending fewer bytes pays.
 
-The figures as a picture, with matplotlib.
+Pure, except for the pictures, which matplotlib draws.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The runs of one setting at one learning rate: all its seeds."""
+    """The runs of one setting at one learning rate, over all seeds."""
 
     setting: str
     learning_rate: float
@@ -44,29 +44,29 @@ class Row:
     loss: float
     """Mean over seeds, in nats."""
     loss_spread: float
-    """Standard deviation over seeds; 0 where there is one."""
+    """Standard deviation over seeds; 0 if there is only one."""
     above: float
-    """Nats above the bar; NaN where nothing is the bar."""
+    """Difference to the loss of the bar, in nats; NaN if there is no bar."""
     above_spread: float
-    """Standard deviation of that over the seeds that both have; 0 where there is one."""
+    """Standard deviation of that difference over the seeds that both have; 0 if there is only one."""
     sent_bytes: float
-    """Of one rank in a run."""
+    """Bytes sent by one rank in a run; mean over seeds."""
     times_fewer: float
-    """What the bar sends, by that."""
+    """Bytes that the bar sends, divided by `sent_bytes`."""
     accuracy: float | None
-    """Mean over seeds; None where a task has none."""
+    """Mean over seeds; None if the task has no accuracy."""
     seconds: float
 
 
 def frontier(runs: Sequence[Mapping[str, Any]], *, bar: str) -> list[Row]:
-    """One row for each setting and learning rate, in the order in which they first come.
+    """Return one row per setting and learning rate, in the order of their first runs.
 
-    The bar is the setting of that name at the learning rate where its loss is lowest. Differences to it are taken seed
-    by seed where both have run with the same seeds, otherwise between the means.
+    The bar is the setting of that name, at the learning rate with its lowest loss. Differences to it are computed per
+    seed if both have runs with the same seeds, otherwise between the means.
 
     Args:
         runs: "setting", "learning_rate", "seed", "loss", "sent_bytes", "seconds" and, for some tasks, "accuracy".
-        bar: what all are compared with.
+        bar: the setting with which all are compared.
 
     Example:
         >>> run = {"setting": "every-step", "learning_rate": 0.1, "seed": 0, "loss": 1.5, "sent_bytes": 80}
@@ -125,7 +125,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def frontier_table(rows: Sequence[Row], *, bar: str) -> str:
-    """The rows to read, one line each.
+    """Format the rows as a table, one line per row.
 
     Example:
         >>> run = {"setting": "every-step", "learning_rate": 0.1, "seed": 0, "loss": 1.5, "sent_bytes": 8e6}
@@ -156,7 +156,7 @@ def frontier_table(rows: Sequence[Row], *, bar: str) -> str:
 
 
 def interval_text(mean: str, spread: float, num_seeds: int) -> str:
-    """A mean with the spread behind it, where there is one.
+    """Format a mean, with its spread if there are several seeds.
 
     Example:
         >>> interval_text("1.50", 0.0, 1), interval_text("1.50", 0.012, 3)
@@ -170,19 +170,19 @@ def interval_text(mean: str, spread: float, num_seeds: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast one way of training gets to a loss."""
+    """The speed at which one way of training reaches a loss."""
 
     num_steps: float
-    """To the loss."""
+    """Number of steps until the loss is reached."""
     compute_seconds: float
-    """A step takes where the link costs nothing."""
+    """Time of a step if the link costs nothing."""
     link_bytes: float
-    """A step sends over the link, each way; the mean over steps."""
+    """Bytes that a step sends over the link in each direction; mean over steps."""
 
     def seconds(self, bits_per_second: float) -> float:
-        """To the loss, over a link of this bandwidth: `num_steps * (compute + bytes * 8 / bandwidth)`.
+        """Return the time to the loss over a link of this bandwidth: `num_steps * (compute + bytes * 8 / bandwidth)`.
 
-        Nothing overlaps and messages have no latency: what hides behind a backward makes it shorter.
+        This assumes no overlap and no latency of messages. Overlap with a backward shortens the time.
 
         Example:
             >>> Pace(num_steps=100, compute_seconds=0.5, link_bytes=1e6).seconds(16e6)
@@ -192,10 +192,10 @@ class Pace:
 
 
 def crossover(ours: Pace, theirs: Pace) -> float:
-    """The bandwidth in bits a second below which `ours` gets there first.
+    """Return the bandwidth in bits per second below which `ours` reaches the loss first.
 
     Returns:
-        Infinity where ours is first over any link, 0 where it never is.
+        Infinity if ours is first over any link, 0 if it never is.
 
     Example:
         >>> local = Pace(num_steps=200, compute_seconds=0.1, link_bytes=1e6)
@@ -209,13 +209,13 @@ def crossover(ours: Pace, theirs: Pace) -> float:
     lost_seconds = ours.num_steps * ours.compute_seconds - theirs.num_steps * theirs.compute_seconds
     if (
         saved_bits <= 0
-    ):  # where it sends more, it may still win above some bandwidth; it does not pay on slow links
+    ):  # if ours sends more, it may still be faster above some bandwidth, but it does not pay on slow links
         return math.inf if saved_bits == 0 and lost_seconds < 0 else 0.0
     return saved_bits / lost_seconds if lost_seconds > 0 else math.inf
 
 
 def rate_text(bits_per_second: float) -> str:
-    """A bandwidth to read.
+    """Format a bandwidth.
 
     Example:
         >>> rate_text(1.44e9), rate_text(25e6), rate_text(math.inf), rate_text(0.0)
@@ -234,16 +234,16 @@ SUFFIXES = (".png", ".svg")
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw time and bandwidth by size, and steps by competitor.
+    """Draw time and bandwidth against size, and the step times of the competitors.
 
     Args:
-        summary: what `summarize` returns.
-        path: where to write; its suffix is one of `SUFFIXES`.
+        summary: the result of `summarize`.
+        path: the file to write; its suffix is one of `SUFFIXES`.
     """
     importlib.import_module("matplotlib").use("agg")
     figures: Any = importlib.import_module("matplotlib.figure")
@@ -264,12 +264,12 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_frontier(rows: Sequence[Row], path: Path, *, bar: str) -> None:
-    """Draw loss above the bar against how many times fewer bytes are sent.
+    """Draw loss above the bar against the factor by which fewer bytes are sent.
 
     Args:
-        rows: what `frontier` returns.
-        path: where to write; its suffix is one of `SUFFIXES`.
-        bar: what the rows were compared with.
+        rows: the result of `frontier`.
+        path: the file to write; its suffix is one of `SUFFIXES`.
+        bar: the setting with which the rows were compared.
     """
     importlib.import_module("matplotlib").use("agg")
     figures: Any = importlib.import_module("matplotlib.figure")

@@ -1,6 +1,6 @@
-"""The program of each rank: python -m syncline.tools.bench.ranks PLAN, where PLAN is JSON.
+"""The program of each rank of a benchmark, and the common arguments of the programs in benchmarks/.
 
-The arguments that the programs in benchmarks/ have in common.
+Run as `python -m syncline.tools.bench.ranks PLAN OUTPUT`, where PLAN is JSON.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["Plan", "RoundsParser", "main", "measure"]
 
 
 class RoundsParser(argparse.ArgumentParser):
-    """--rounds, --quick and --json; a program adds its own.
+    """A parser with --rounds, --quick and --json; a program adds its own arguments.
 
-    What it gives has `rounds`, which is `quick` where that was asked for, `quick` and `json`.
+    The parsed arguments have `rounds`, `quick` and `json`. With --quick, `rounds` is the constructor's `quick`.
 
     Args:
-        about: the program's docstring, of which the first line is shown.
-        rounds: as a rule.
-        quick: as many to see whether it runs.
+        about: the program's docstring; its first line is shown.
+        rounds: the default number of rounds.
+        quick: the number of rounds for a check that the program runs.
 
     Example:
         >>> parser = RoundsParser("What it costs.", rounds=40, quick=3)
@@ -53,7 +53,7 @@ class RoundsParser(argparse.ArgumentParser):
         self.add_argument("--json", type=Path, help="where to write the figures")
 
     def parse_figures(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """As `parse_args`."""
+        """Parse the arguments as `parse_args` does, and apply --quick."""
         arguments = self.parse_args(argv)
         if arguments.quick:
             arguments.rounds = self._num_quick
@@ -62,14 +62,14 @@ class RoundsParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure, and how often."""
+    """The measurements to make, and their numbers of rounds."""
 
     sizes_bytes: Sequence[int]
     """Payloads of all_reduce."""
     num_rounds: int = 20
     """Rounds of all_reduce."""
     turn_seconds: float = 0.01
-    """How long a competitor's turn should take, where one call takes less."""
+    """Target duration of a competitor's turn; a turn is at least one call."""
     models: Sequence[str] = ()
     """The models to train, by name."""
     num_step_rounds: int = 20
@@ -77,13 +77,13 @@ class Plan:
     num_steps: int = 2
     """Steps of one competitor in one round."""
     mpis: Sequence[Mapping[str, str]] = ()
-    """The MPIs to take part, as fields of `MPI`."""
+    """The MPIs to measure, as fields of `MPI`."""
     with_sum: bool = False
-    """Whether ours and the MPIs also reduce without the division."""
+    """Whether our engine and the MPIs are also measured without the division."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure what the plan says and write it down: PLAN OUTPUT."""
+    """Measure according to a plan and write the results to a file; arguments: PLAN OUTPUT."""
     plan, output = Plan(**json.loads(argv[0])), Path(argv[1])
     found = measure(plan)
     if found is not None:
@@ -91,13 +91,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(plan: Plan) -> dict[str, Any] | None:
-    """Measure, on all ranks together.
+    """Measure on all ranks together.
 
     Returns:
-        What was seen, for `summary.summarize`; None on ranks other than 0.
+        The raw results, for `timing.summarize`; None on ranks other than 0.
     """
     torch.set_num_threads(1)
-    machine = describe_machine()  # its load is that from before
+    machine = describe_machine()  # now, so that its load does not include the benchmark
     world = init(device="cpu")
     transport = transport_of(None)
     notes: list[str] = []
@@ -138,7 +138,7 @@ def _all_reduce(
 
 @contextlib.contextmanager
 def _peers(plan: Plan, transport: Transport, notes: list[str]) -> Iterator[dict[str, MPIPeer | None]]:
-    """The MPIs that came, by name; rank 0 holds them, the others only know of them."""
+    """Yield the MPIs that started, by name; the peers themselves on rank 0, None on the other ranks."""
     with contextlib.ExitStack() as stack:
         mine: dict[str, MPIPeer | None] = {}
         for fields in plan.mpis if transport.rank == 0 else ():

@@ -1,4 +1,4 @@
-"""Pure: sizes as people write them, and figures as text."""
+"""Sizes and figures as text, and back. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "64K" or "1.5M"; a K is 1024 bytes.
+    """Return the number of bytes of a size such as "64K" or "1.5M"; a K is 1024 bytes.
 
     Raises:
-        ValueError: it is no size, or not a multiple of 4 bytes, which fp32 needs.
+        ValueError: the text is not a size, or not a multiple of 4 bytes, which fp32 needs.
 
     Example:
         >>> parse_size("64K"), parse_size("1MiB"), parse_size("400")
@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size_bytes: int) -> str:
-    """As `parse_size` reads it.
+    """Format a size so that `parse_size` can read it.
 
     Example:
         >>> size_text(65536), size_text(25 * 2**20), size_text(400)
@@ -54,14 +54,15 @@ def judged(
     at_least: float | None = None,
     form: str = "{:.2f}",
 ) -> str:
-    """A figure, its interval, and whether it meets its goal: judged by the median.
+    """Format a figure, its interval, and whether the median meets its goal.
 
-    "within noise" says that the interval holds both answers.
+    "within noise" means that one end of the interval meets the goal and the other does not.
 
     Args:
         found: the median and its interval.
-        at_most: the goal; or `at_least`.
-        form: of each figure.
+        at_most: the upper bound that is the goal; give this or `at_least`.
+        at_least: the lower bound that is the goal.
+        form: the format of each figure.
 
     Example:
         >>> judged((1.1, 1.0, 1.3), at_most=1.2), judged((1.1, 1.0, 1.2), at_most=1.2)
@@ -78,7 +79,7 @@ def judged(
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits and a unit.
+    """Format a time with three digits and a unit.
 
     Example:
         >>> seconds_text(2.345e-6), seconds_text(0.0139), seconds_text(1.5)
@@ -91,7 +92,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns two spaces apart: the first to the left, the others to the right. The first row is the header.
+    """Format rows as columns two spaces apart, the first left-aligned, the others right-aligned.
+
+    The first row is the header.
 
     Example:
         >>> print(table([["size", "a"], ["1 KiB", "2 us"]]))
@@ -109,7 +112,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(summary: Mapping[str, Any]) -> str:
-    """Everything that was measured, to read."""
+    """Format the whole measurement as text."""
     parts = [_head(summary)]
     rows = summary["all_reduce"]
     if rows:
@@ -148,13 +151,13 @@ def _head(summary: Mapping[str, Any]) -> str:
 
 
 def _names(rows: Sequence[Mapping[str, Any]], key: str | None = None) -> list[str]:
-    """The engines, in order; those that have the figure `key`."""
+    """Return the names of the engines, in order; with `key`, only of those that have this figure."""
     names = dict.fromkeys(name for row in rows for name in row["engines"])
     return [name for name in names if key is None or any(key in row["engines"].get(name, {}) for row in rows)]
 
 
 def _by_size(rows: Sequence[Mapping[str, Any]], names: Sequence[str], cell: Callable[[Any], str]) -> str:
-    """A line for each engine, a column for each size; one table below the other where they are too many."""
+    """Format one line per engine and one column per size, in several tables if the columns do not fit."""
     columns = [
         [size_text(row["payload_bytes"]), *(cell(row["engines"][name]) for name in names)] for row in rows
     ]

@@ -1,6 +1,7 @@
-"""Competitors take turns, round by round, so that a drift of the machine's speed meets all of them.
+"""Timing of competitors that take turns, round by round, and the summary of the rounds.
 
-Pure: from what the ranks saw, round by round, to figures.
+Turns make a drift of the machine's speed affect all competitors. The summary is pure: it turns the times of the rounds
+into medians, ratios and intervals.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ __all__ = ["Timer", "alternate", "calls_for", "median_interval", "ratio", "summa
 
 
 Timer = Callable[[int], float]
-"""Makes so many calls and returns the seconds they took on this rank; all ranks call it together."""
+"""A function that makes the given number of calls and returns their seconds on this rank; all ranks call it at once."""
 
 _NUM_DRAWS = 2000
 
 
 def timer(call: Callable[[], object], transport: Transport) -> Timer:
-    """Times `call` on ranks that start together, until all have ended (ranks that share a core may not overlap).
+    """Return a timer of `call` on ranks that start together.
+
+    The time ends when all ranks have ended, because ranks that share a core may not overlap.
 
     Args:
-        call: what is measured, the same on all ranks.
-        transport: the ranks.
+        call: the measured function, the same on all ranks.
+        transport: the transport between the ranks.
     """
 
     def seconds_for(num_calls: int) -> float:
@@ -48,13 +51,13 @@ def timer(call: Callable[[], object], transport: Transport) -> Timer:
 def alternate(
     timers: Mapping[str, Timer], *, num_rounds: int, num_calls: Mapping[str, int], transport: Transport
 ) -> dict[str, list[float]]:
-    """Seconds a call, by competitor and round, of the slowest rank.
+    """Return the seconds per call on the slowest rank, by competitor and round.
 
     Args:
-        timers: the competitors, the same ones on all ranks. Their order is another in each round.
-        num_rounds: rounds that count; two more come before them to warm up.
-        num_calls: calls of a competitor in one round.
-        transport: the ranks.
+        timers: the competitors, the same ones on all ranks. Their order differs from round to round.
+        num_rounds: rounds that count; two more run before them as a warm-up.
+        num_calls: calls of each competitor in one round.
+        transport: the transport between the ranks.
     """
     mine: dict[str, list[float]] = {name: [] for name in timers}
     for round_index in range(-2, num_rounds):
@@ -71,11 +74,11 @@ def alternate(
 def take_turns(
     steps: Mapping[str, Callable[[], object]], *, num_rounds: int, num_steps: int, world: World
 ) -> dict[str, list[float]]:
-    """Seconds a step, by competitor and round, of the slowest rank.
+    """Return the seconds per step on the slowest rank, by competitor and round.
 
     Args:
-        steps: what makes one step of each competitor, the same ones on all ranks.
-        num_rounds: rounds that count; two more come before them to warm up.
+        steps: functions that make one step of each competitor, the same ones on all ranks.
+        num_rounds: rounds that count; two more run before them as a warm-up.
         num_steps: steps of one competitor in one round.
         world: the ranks.
     """
@@ -89,7 +92,7 @@ def take_turns(
 def calls_for(
     timers: Mapping[str, Timer], *, seconds: float, most: int, transport: Transport
 ) -> dict[str, int]:
-    """How many calls of each competitor take about `seconds`; from 1 to `most`, the same on all ranks."""
+    """Return the number of calls of each competitor that take about `seconds`; 1 to `most`, the same on all ranks."""
     for warm_up in timers.values():
         warm_up(1)
     found = _slowest([measure(3) / 3 for measure in timers.values()], transport)
@@ -106,7 +109,7 @@ def _slowest(seconds: Sequence[float], transport: Transport) -> list[float]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its bootstrapped 95 % confidence interval.
+    """Return the median and its bootstrapped 95 % confidence interval.
 
     Example:
         >>> median_interval([1.0] * 5)
@@ -118,7 +121,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median of the rounds' ratios and its bootstrapped 95 % confidence interval."""
+    """Return the median of the rounds' ratios and its bootstrapped 95 % confidence interval."""
     return median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -128,13 +131,13 @@ _COPY, _GLOO, _LOCAL, _OURS = "copy", "gloo", "not synchronized", "syncline"
 
 
 def summarize(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The raw measurement with medians, bandwidths and ratios, every round kept.
+    """Return the raw measurement with medians, bandwidths and ratios; every round is kept.
 
-    An interval is the median over rounds with its bootstrapped 95 % confidence interval; a ratio is that of the two
-    times of one round.
+    An interval is the median over rounds with its bootstrapped 95 % confidence interval. A ratio is computed from the
+    two times of one round.
 
     Args:
-        raw: what `ranks.measure` returns.
+        raw: the result of `ranks.measure`.
     """
     return {
         **raw,
@@ -152,7 +155,7 @@ def _all_reduce(row: Mapping[str, Any]) -> dict[str, Any]:
         if name != _COPY and name != _GLOO and _GLOO in seconds:
             figures["times_as_fast_as_gloo"] = _interval(ratio(seconds[_GLOO], rounds))
         if name == _COPY:
-            # A byte is read and a byte is written.
+            # Each byte is read once and written once.
             figures["moved_bytes_per_second"] = 2 * figures["payload_bytes_per_second"]
         elif name.startswith(_OURS) and _COPY in seconds:
             figures["share_of_copy"] = _interval(ratio(seconds[_COPY], rounds))

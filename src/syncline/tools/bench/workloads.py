@@ -1,8 +1,7 @@
-"""all_reduce of fp32 by each engine, and the copy that it is held against.
+"""The workloads of the benchmarks: all_reduce by each engine, and training steps of small GPTs by each wrapper.
 
-The models that are trained: small GPTs, by size.
-
-One training step of a small GPT, unsynchronized and by each wrapper.
+The reference of all_reduce is a copy of the same tensor; the reference of the wrappers is a step without
+synchronization.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ COPY = "copy"
 
 
 def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
-    """A group of all ranks on the backend "syncline"; None where there is none, and why in `notes`."""
+    """Return a group of all ranks on the backend "syncline", or None after adding the reason to `notes`."""
     try:
         register_backend()
         group: dist.ProcessGroup = dist.new_group(backend="syncline")
@@ -75,13 +74,13 @@ def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
 def engines(
     numel: int, *, transport: Transport, backend: dist.ProcessGroup | None, with_sum: bool = False
 ) -> dict[str, tuple[Callable[[], object], Tensor]]:
-    """What makes one all_reduce of `numel` elements, and the tensor that it reduces, by engine.
+    """Return, by engine, a function that makes one all_reduce of `numel` elements, and the tensor that it reduces.
 
     Args:
-        numel: elements of fp32.
-        transport: ours; its ranks are those of torch's default group, which is Gloo.
+        numel: number of fp32 elements.
+        transport: our transport, over the ranks of torch's default group, which is Gloo.
         backend: a group on our torch.distributed backend.
-        with_sum: also ours without the division.
+        with_sum: whether to add our all_reduce without the division.
     """
     plain = torch.ones(numel)
     size = transport.size
@@ -115,7 +114,7 @@ def engines(
 def checked(
     found: Mapping[str, tuple[Callable[[], object], Tensor]], *, rank: int, size: int
 ) -> dict[str, Callable[[], object]]:
-    """The calls alone, each shown to reduce right, and its tensor left at 0.
+    """Return the functions, after a check of each result. All tensors are then set to 0.
 
     Raises:
         RuntimeError: an engine's result is wrong.
@@ -141,7 +140,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT and the batch it is trained on."""
+    """A GPT and the shape of the batch on which it is trained."""
 
     vocabulary: int
     width: int
@@ -159,7 +158,7 @@ SIZES: dict[str, GPTConfig] = {
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward."""
+    """A transformer block: pre-norm attention and feed-forward."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -201,7 +200,7 @@ class GPT(nn.Module):
 
 
 def random_batch(config: GPTConfig, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, each (batch, context)."""
+    """Return random tokens and targets, each (batch, context)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (config.batch_size, config.context)
     tokens = torch.randint(config.vocabulary, shape, generator=generator)
@@ -216,15 +215,15 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 def can_shard() -> bool:
-    """Whether our class takes `sharded=True`."""
+    """Return whether our class accepts `sharded=True`."""
     return "sharded" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
-    """How each competitor wraps the module.
+    """Return the function by which each competitor wraps the module.
 
     Args:
-        backend: a group on our torch.distributed backend, for torch's own class; None leaves it out.
+        backend: a group on our torch.distributed backend, for torch's own class; None omits that competitor.
     """
     theirs: Any = nn.parallel.DistributedDataParallel
     ours: Any = DistributedDataParallel
@@ -247,13 +246,13 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
 def steps_of(
     model: str, *, rank: int, backend: dist.ProcessGroup | None, notes: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """One step of each competitor: a replica of its own, fused AdamW, the same batch each time.
+    """Return a function per competitor that makes one step: a separate replica, fused AdamW, the same batch each time.
 
     Args:
         model: a name in `SIZES`.
-        rank: seeds the batch.
+        rank: the seed of the batch.
         backend: as in `wrappers`.
-        notes: gets the reason where a competitor cannot be had.
+        notes: gets the reason if a competitor is not available.
     """
     torch.manual_seed(0)
     base = GPT(SIZES[model])
@@ -268,7 +267,7 @@ def steps_of(
 
 
 def num_parameters_of(model: str) -> int:
-    """Parameters of the GPT `model`."""
+    """Return the number of parameters of the GPT `model`."""
     return sum(parameter.numel() for parameter in GPT(SIZES[model]).parameters())
 
 

@@ -1,5 +1,5 @@
-"""What `syncline doctor` runs in the ranks of a program.
+"""The parts of `syncline doctor` that run in the ranks of a program.
 
-host.py   is this host fit for training in parallel?
+host.py   checks of this host for parallel training
 watch.py  wait for a forward of a wrapped module, and examine it
 """

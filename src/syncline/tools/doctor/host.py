@@ -1,4 +1,4 @@
-"""What training in parallel needs of a host, looked at one by one; and a program in which two ranks meet."""
+"""Checks of the host's requirements for parallel training, and a small program for two ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     text: str
     kind: Literal["fine", "note", "problem"] = "fine"
-    """A problem is in the way; a note may be, some day. Both come with what to do."""
+    """A "problem" prevents training; a "note" may do so later. The text of both includes a remedy."""
 
 
 def findings() -> list[Finding]:
-    """All of them; none is a collective call.
+    """Return the results of all checks; none is a collective call.
 
     Example:
         >>> [finding.name for finding in findings()][:3]
@@ -61,7 +61,7 @@ def _looked_at() -> Iterator[Finding]:
 
 
 def _num_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -112,7 +112,7 @@ def _memory() -> Finding:
 
 
 def _shared_files() -> Iterator[Finding]:
-    """Where DataLoader workers and NCCL hand tensors over; Syncline's own shared memory has no file."""
+    """Check /dev/shm, through which DataLoader workers and NCCL pass tensors. Syncline's shared memory has no file."""
     if sys.platform != "linux":
         return
     place = Path("/dev/shm")
@@ -153,7 +153,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def main(path: str) -> None:
-    """Meet the other ranks, add up, and leave the transport's name in a file."""
+    """Connect to the other ranks, all_reduce a tensor, and write the transport's name to a file."""
     world = init(device="cpu")
     transport = transport_of(None)
     ours = torch.full((1000,), 1.0 + world.rank)

@@ -1,11 +1,11 @@
-"""`syncline doctor SCRIPT`, inside of each rank: waits for a forward of a wrapped module, and examines it.
+"""`syncline doctor SCRIPT`, inside each rank: wait for a forward of a wrapped module, and examine the module.
 
-`main` is called before the script (`tools/launch/worker.py --before`). It puts itself in front of the forward of
-DistributedDataParallel, torch's and Syncline's. When a wrapper comes to the forward that is asked for, the module
-inside is run with that batch again and again, forward and backward, without communication of its own, and compared;
-then the script ends, or goes on as if nothing had been.
+`main` is called before the script (`tools/launch/worker.py --before`). It wraps the forward of DistributedDataParallel,
+torch's and Syncline's. When a wrapper reaches the requested forward, the module inside is run with that batch several
+times, forward and backward, without communication by the wrapper, and the runs are compared. Then the script ends, or
+continues unchanged.
 
-The script finds torch imported already: variables that torch reads when it is imported have to be set outside.
+The script starts with torch already imported. Variables that torch reads at import must therefore be set outside.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ __all__ = ["Orders", "main"]
 
 
 _NOT_BY_GRAD = "Checkpointing is not compatible with .grad()"
-"""What a re-entrant checkpoint says; it needs a backward that reaches `.grad`, and with it the reduction."""
+"""The error of a re-entrant checkpoint. It needs a backward that reaches `.grad`, which would start a reduction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What `syncline doctor` asks for."""
+    """The options of `syncline doctor`."""
 
     step: int
-    """Which forward of each wrapper, in training mode and with gradients, from 1."""
+    """The forward of each wrapper to examine, counted from 1 in training mode with gradients enabled."""
     goes_on: bool
-    """Whether the script goes on afterwards."""
+    """Whether the script continues afterwards."""
     report: str
-    """A file that gets a line of JSON for each wrapper: `agrees` and `text`."""
+    """Path of a file that gets one line of JSON per examined wrapper: `agrees` and `text`."""
 
     def dumped(self) -> str:
-        """For the command line."""
+        """Serialize the options for the command line."""
         return json.dumps(asdict(self))
 
 
 def main(argument: str) -> None:
-    """Watch all wrappers of this process, by `Orders.dumped`."""
+    """Watch all wrappers of this process, with options from `Orders.dumped`."""
     watch = _Watch(Orders(**json.loads(argument)))
     for wrapper in (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel):
         watch.put_before(wrapper)
@@ -70,18 +70,18 @@ class _Watch:
         self._is_over = False
 
     def put_before(self, wrapper: type[nn.Module]) -> None:
-        """Take the place of its forward."""
+        """Replace the forward of a wrapper class by one that watches."""
         original = vars(wrapper)["forward"]
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             self._forward_begins(module, args, kwargs)
             return original.__get__(module, type(module))(*args, **kwargs)
 
-        # torch.compile would trace what watches.
+        # torch.compile would otherwise trace the code that watches.
         setattr(wrapper, "forward", NotTraced(forward))  # noqa: B010
 
     def _forward_begins(self, ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_over:  # somebody has caught the first one
+        if self._is_over:  # the script has caught the first SystemExit
             self._end()
         if not (ddp.training and torch.is_grad_enabled()):
             return
@@ -105,11 +105,11 @@ class _Watch:
 
 
 def _others(ddp: nn.Module) -> str:
-    """What is not examined, as the script ends before its forward."""
+    """Describe the wrappers that are not examined, because the script ends before their forward."""
     others = [
         one
         for one in gc.get_objects()
-        # Not isinstance: that asks proxies, which may do anything.
+        # Not isinstance: it reads attributes of proxies, which may run any code.
         if issubclass(type(one), torch.nn.parallel.DistributedDataParallel) and one is not ddp
     ]
     names = ", ".join(f"{type(one).__name__}({type(one.module).__name__})" for one in others)
@@ -124,9 +124,9 @@ def _transport_of(ddp: Any) -> Transport:
 def _examined(
     ddp: Any, args: tuple[Any, ...], kwargs: dict[str, Any], transport: Transport, number: int
 ) -> tuple[bool, str]:
-    """Whether it agrees, and the report, the same on all ranks."""
+    """Return whether the runs agree, and the report; the same on all ranks."""
     module: nn.Module = ddp.module
-    if ddp.device_ids:  # as the wrapper does
+    if ddp.device_ids:  # the wrapper moves its inputs too
         device = torch.device(ddp.device_type, ddp.device_ids[0])
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
     step = Step(
@@ -150,7 +150,7 @@ def _examined(
 def _forward_and_backward(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Tensor | None]]:
-    """A loss, and its gradients, which do not reach `.grad`: nothing is reduced."""
+    """Return a loss and its gradients. They do not reach `.grad`, so nothing is reduced."""
     with calling(f"the forward of {type(module).__name__}"):
         found = module(*args, **kwargs)
     outputs = [tensor for tensor in tensors_in(found) if tensor.requires_grad and tensor.numel()]
@@ -168,7 +168,7 @@ def _forward_and_backward(
 
 
 def _weighted_sum(output: Tensor) -> Tensor:
-    """A loss whose gradient differs from element to element: that of a plain sum dies in a softmax or a norm."""
+    """Return a loss with a different gradient per element; that of a plain sum vanishes in a softmax or a norm."""
     real = torch.view_as_real(output) if output.is_complex() else output
     wide = real.to(torch.float32) if real.dtype in (torch.float16, torch.bfloat16) else real
     weights = torch.arange(wide.numel(), dtype=wide.dtype, device=wide.device).cos_()
