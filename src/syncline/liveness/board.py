@@ -34,7 +34,8 @@ class Board:
         step: the training step under way, from 1; None before the first.
         phase: the part of the step, in words.
         bucket: the bucket of gradients that is being waited for or sent; None if there is none.
-        opening: what is being agreed on or called, "sl.mean", say; None where nothing is (see `opening.py`).
+        opening: the call that ranks agree on or run, such as "sl.mean"; None if there is none (see
+            `transport/agreement.py`).
     """
 
     __slots__ = ("bucket", "opening", "phase", "step")
