@@ -97,7 +97,7 @@ def exchange(
     try:
         try:
             records = _gathered(transport, record)
-        except Disagreement:  # a rank called something else; it sends its record again as well
+        except Disagreement:  # a rank made another call with terms, and repeats it as a record now
             records = _gathered(transport, record)
     finally:
         transport.board.opening = before

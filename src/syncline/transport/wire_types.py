@@ -56,8 +56,10 @@ def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor in the same memory, because Gloo's division for a mean must not write to an inference
-    tensor."""
+    """Return an ordinary tensor in the same memory.
+
+    Gloo divides in place for a mean, and must not write to an inference tensor.
+    """
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
