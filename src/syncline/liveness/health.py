@@ -207,7 +207,7 @@ class Health:
         keeper.daemon = True
         keeper.start()
 
-    # ------------------------------------------------------------------ who is where
+    # ------------------------------------------------------------------ positions of ranks
 
     def called_from(self, thread: int) -> None:
         """Record that `thread` starts collectives and did not start the last one.

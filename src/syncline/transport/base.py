@@ -258,7 +258,7 @@ class Transport(ABC):
         lane.turn = self.turn.again()
         return lane
 
-    # ------------------------------------------------------------------ what users of a transport call
+    # ------------------------------------------------------------------ operations for users of a transport
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, terms: int = 0) -> Work:
         """Reduce `tensor` over all ranks, in place; every rank ends with the same bits.
@@ -428,7 +428,7 @@ class Transport(ABC):
         """Return the team that divides sharded state: all ranks, unless each of several hosts holds its own copy."""
         return Team(tuple(range(self.size)), self.rank)
 
-    # ------------------------------------------------------------------ what an engine implements
+    # ------------------------------------------------------------------ methods that an engine implements
 
     @property
     @abstractmethod

@@ -118,7 +118,7 @@ def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Cal
         numel: number of elements as the core counts them: a complex number counts as two, and for a reduce_scatter
             only one rank's part counts.
         size: number of ranks.
-        peer: the other side of a message, whose number this function does not take from the code.
+        peer: the other side of a message, because the core does not keep it in the code.
 
     Example:
         >>> print(call_of(code_of(Kind.ALL_REDUCE, torch.complex64, "sum"), 6, size=2))

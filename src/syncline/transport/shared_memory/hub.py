@@ -280,7 +280,7 @@ def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: by
         except TimeoutError:
             raise SynclineError(f"{named_ranks([rank])} did not connect") from None
         try:
-            # Checked before the first read, so that a silent stranger cannot delay this rank.
+            # Checked before the first read, so that a foreign process that sends nothing cannot delay this rank.
             _check_credentials(connection, expected, rank)
             connection.settimeout(_CONNECT_SECONDS)
             its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
