@@ -1,7 +1,7 @@
-"""Who is where: the step, phase and bucket that each rank is in, and the call that it waits in.
+"""The position of each rank: the step, phase and bucket that it is in, and the call that it waits in.
 
-`Board` is this rank's own, written by whoever does the work; a `Place` is what the others see of it: a snapshot
-that travels as text. Errors about a rank that is missing are made of places.
+`Board` holds this rank's own position; the code that does the work writes it. A `Place` is a snapshot of it that other
+ranks receive as text. Errors about missing ranks are built from places.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["EVAL_FORWARD", "FORWARD", "MAIN_LANE", "Board", "Place", "Wait", "wh
 
 
 MAIN_LANE = "main"
-"""The lane that every transport begins with; see `Transport.lane`."""
+"""The first lane of every transport; see `Transport.lane`."""
 
 _BEFORE = "before the first step"
 
@@ -28,13 +28,14 @@ EVAL_FORWARD = "forward in eval mode"
 
 
 class Board:
-    """Where this rank is. Plain attributes, for they are written in the hot path of every step.
+    """The position of this rank. Its attributes are plain because the hot path of every step writes them.
 
     Attributes:
         step: the training step under way, from 1; None before the first.
-        phase: what is done in it, in words.
-        bucket: the bucket of gradients that is waited for or sent; None where there is none.
-        opening: what is being agreed on or called, "sl.mean", say; None where nothing is (see `opening.py`).
+        phase: the part of the step, in words.
+        bucket: the bucket of gradients that is being waited for or sent; None if there is none.
+        opening: the call that ranks agree on or run, such as "sl.mean"; None if there is none (see
+            `transport/agreement.py`).
     """
 
     __slots__ = ("bucket", "opening", "phase", "step")
@@ -47,7 +48,7 @@ class Board:
 
     @contextmanager
     def called(self, title: str) -> Iterator[None]:
-        """All collectives inside belong to the call of this name, where that is not part of another."""
+        """Attribute all collectives inside to the call `title`, unless they are already part of another call."""
         before = self.opening
         self.opening = before or title
         try:
@@ -61,17 +62,17 @@ class Wait:
     """A call that a rank has been waiting in for a while."""
 
     lane: str
-    """On which lane."""
+    """The lane of the call."""
     call: int | None
-    """Which collective of that lane, from 1; None for a message, which only two ranks count."""
+    """The number of the collective on that lane, from 1; None for a message, which only two ranks count."""
     words: str
-    """What was called."""
+    """The call in words."""
     number: int = 0
-    """How many long waits the rank had before: two sightings with one number are of one wait."""
+    """The number of this long wait on the rank. Two snapshots with the same number show the same wait."""
     blocks_rank: bool = True
-    """Whether the rank does nothing else meanwhile: no other thread of it has ever started a collective."""
+    """Whether the rank does nothing else meanwhile, because no other thread of it has ever started a collective."""
     is_torchs: bool = False
-    """Whether it is a call of torch.distributed's own; then the lane is a group of torch's, see `torch_calls.py`."""
+    """Whether torch.distributed itself was called. The lane is then a group of torch's, see `torch_calls.py`."""
 
     def __str__(self) -> str:
         if self.is_torchs:
@@ -82,7 +83,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank was when it was last seen.
+    """The position of a rank when it was last seen.
 
     Example:
         >>> print(Place(step=12, phase="backward", bucket=0, code="train.py:34 in main"))
@@ -96,15 +97,15 @@ class Place:
     bucket: int | None = None
     opening: str | None = None
     wait: Wait | None = None
-    """The call that it waits in; None while it does not, or has only just begun to."""
+    """The call that it waits in; None while it does not wait, or if the wait has only just begun."""
     num_started: dict[str, int] = field(default_factory=dict)
-    """How many collectives it has started, by lane."""
+    """Number of collectives that it has started, by lane."""
     code: str | None = None
-    """Where in the user's code it is."""
+    """The line of the user's code that it is in."""
     has_left: bool = False
-    """Whether it has ended in good order, by shutdown() or at the end of its program."""
+    """Whether it has left in good order, by shutdown() or at the end of its program."""
     seen: float = 0.0
-    """When, in seconds since the epoch."""
+    """Time of the snapshot, in seconds since the epoch."""
 
     @staticmethod
     def of(
@@ -116,7 +117,7 @@ class Place:
         has_left: bool = False,
         seen: float = 0.0,
     ) -> Place:
-        """A snapshot of `board`, with what its transport knows."""
+        """Return a snapshot of `board`, together with the state of its transport."""
         return Place(
             step=board.step,
             phase=board.phase,
@@ -130,30 +131,30 @@ class Place:
         )
 
     def is_as(self, other: Place) -> bool:
-        """Whether the rank has stayed where it was, whichever line of code it is in."""
+        """Return whether both places are equal except for the line of code and the time."""
         return replace(self, code=other.code, seen=other.seen) == other
 
     @property
     def sends_buffers(self) -> bool:
-        """Whether it waits in a forward for the module's buffers."""
-        if self.phase == FORWARD and self.wait is not None:  # where SyncBatchNorm waits as well
+        """Whether the rank is in a forward that sends the module's buffers."""
+        if self.phase == FORWARD and self.wait is not None:  # SyncBatchNorm waits in this phase as well
             return self.wait.lane.startswith("buffers") or self.wait.words.startswith("broadcast")
         return self.phase == EVAL_FORWARD
 
     def is_in(self, wait: Wait) -> bool:
-        """Whether the rank waits in the same call, whatever it called there."""
+        """Return whether the rank waits in the same call (by lane and number), even if it called something else."""
         return self.wait is not None and (self.wait.lane, self.wait.call) == (wait.lane, wait.call)
 
     def to_json(self) -> str:
-        """As text."""
-        fields = dict(vars(self))  # `dataclasses.asdict` copies whatever is inside, ten times as slow
+        """Return the place as text."""
+        fields = dict(vars(self))  # `dataclasses.asdict` copies all values and is ten times slower
         if self.wait is not None:
             fields["wait"] = vars(self.wait)
         return json.dumps(fields)
 
     @staticmethod
     def from_json(text: str) -> Place:
-        """What `to_json` made."""
+        """Return the place that `to_json` has written."""
         return decode(Place, text, "the place of a rank")
 
     def __str__(self) -> str:
@@ -181,13 +182,13 @@ _MAX_LINES = 32
 def who_is_where(
     places: Mapping[int, Place], *, size: int, here: int | None = None, now: float | None = None
 ) -> str:
-    """A line a rank.
+    """Return one line of text per rank.
 
     Args:
         places: where ranks were seen.
         size: number of ranks.
-        here: the rank that says so; None if all say the same.
-        now: seconds since the epoch, to tell how old what was seen of others is; None leaves that out.
+        here: the rank that reports; None if all ranks report the same text.
+        now: seconds since the epoch, used to show the age of other ranks' reports; None omits the age.
 
     Example:
         >>> seen = {1: Place(step=2, phase="forward", seen=10.0), 2: Place(step=3, phase="backward", seen=12.5)}

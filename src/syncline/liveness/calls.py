@@ -1,4 +1,4 @@
-"""What a rank called, and why a group is broken: the words of a transport's errors."""
+"""Descriptions of a rank's calls and of a group's failure, used in the errors of transports."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SAME_CALLS = (
     "every rank must make the same calls in the same order, with equal sizes and dtypes: "
     "look for a branch that depends on the rank, or for unequal numbers of batches"
 )
-"""What to do about ranks that called different things."""
+"""Remedy for ranks that called different operations."""
 
 ONE_RANK_EVALUATES = (
     "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "
     "evaluate on one rank, call ddp.module(x) there; or call ddp.sync_buffers_() on all ranks, and then the "
     "wrapper under torch.no_grad() on one"
 )
-"""What to do about a forward that not all ranks run."""
+"""Remedy for a forward that not all ranks run."""
 
 _UNEVEN = (
     "who has left made fewer steps than this rank: give every rank the same number of batches (DistributedSampler "
@@ -64,17 +64,17 @@ _MAX_TEXT_CHARS = 32 * 1024
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank called; the ranks of one meeting must call the same (or the two sides of a message)."""
+    """A call of one rank. All ranks that meet must make the same call, or be the two sides of a message."""
 
     operation: str
     detail: str = ""
     numel: int | None = None
     dtype: torch.dtype | None = None
     terms: int = 0
-    """What else the ranks have to agree on; 0 where they have agreed before."""
+    """A number that the ranks have to agree on as well; 0 if they have agreed before."""
 
     def agrees_with(self, other: Call) -> bool:
-        """Whether two ranks may meet with these calls."""
+        """Return whether two ranks may meet with these calls."""
         if {self.operation, other.operation} == {"send", "recv"}:
             return (self.numel, self.dtype) == (other.numel, other.dtype)
         return self == other
@@ -86,18 +86,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a group is broken; every rank raises an exception object of its own made from it."""
+    """The reason why a group is broken. Every rank creates its own exception object from it."""
 
     kind: type[SynclineError]
     text: str
     aborted_by: int | None = None
     is_common: bool = False
-    """The text speaks of all ranks, and is the same whoever raises it."""
+    """Whether the text describes all ranks and is the same on each of them."""
     stuck_ranks: Sequence[int] = ()
-    """Ranks for which it is proved that they can never go on, wherever they wait."""
+    """Ranks that are proved to wait forever, wherever they wait."""
 
     def on_rank(self, rank: int | None) -> SynclineError:
-        """What `rank` raises; None for somebody outside the group."""
+        """Return the error that `rank` raises; `rank` is None for a caller outside the group."""
         if self.aborted_by is None:
             return self.kind(self.text)
         if rank == self.aborted_by:
@@ -105,7 +105,7 @@ class Failure:
         return self.kind(f"rank {self.aborted_by} aborted the group: {self.text}")
 
     def to_json(self, rank: int) -> str:
-        """As text that `rank` tells the others; of a long one only the end, where tracebacks have their point."""
+        """Return the text that `rank` publishes. A long text is cut to its end, where a traceback names the error."""
         rank_of_text = None if self.is_common else rank
         text = self.text[-_MAX_TEXT_CHARS:]
         record = _Record(self.kind.__name__, text, rank_of_text, list(self.stuck_ranks))
@@ -113,10 +113,10 @@ class Failure:
 
     @staticmethod
     def from_json(told: str | bytes) -> Failure:
-        """What another rank has told.
+        """Return the failure that another rank has published.
 
         Raises:
-            SynclineError: it is not what `to_json` makes.
+            SynclineError: the text was not written by `to_json`.
         """
         record = decode(_Record, told, "the reason for the end of a group")
         kind = _KINDS.get(record.kind, PeerFailed)
@@ -131,7 +131,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Record:
-    """A failure as it travels."""
+    """A failure in the form in which it is published."""
 
     kind: str
     text: str
@@ -140,7 +140,7 @@ class _Record:
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words.
+    """Return ranks in words.
 
     Example:
         >>> named_ranks([2]), named_ranks([0, 3])
@@ -151,11 +151,11 @@ def named_ranks(ranks: Iterable[int]) -> str:
 
 
 def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
-    """What to do about ranks that have ended in good order while this one waits for them.
+    """Return the remedy for ranks that have left in good order while this rank waits for them.
 
     Args:
         here: where this rank is.
-        left: where the others were at their end.
+        left: where the other ranks were when they left.
 
     Example:
         >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:38]
@@ -173,7 +173,7 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
 
 
 def lane_name(purpose: str, nth: int) -> str:
-    """The name of the `nth` lane for one purpose, from 1.
+    """Return the name of the `nth` lane for one purpose, from 1.
 
     Example:
         >>> lane_name("gradients", 1), lane_name("gradients", 2)

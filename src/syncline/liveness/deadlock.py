@@ -1,7 +1,7 @@
-"""Can the ranks still go on? Proofs from where they were seen, as pure functions.
+"""Detection of waits that can never end, as pure functions of the places where ranks were seen.
 
-A rank is named as stuck only where it cannot be otherwise. A place that was seen may be old, so a wait counts when
-it was seen twice (`steady`), and only on a rank on which no other thread starts collectives.
+A rank is reported as stuck only if this is certain. A place may be outdated, so a wait counts only if it was seen twice
+(`steady`), and only on a rank on which no other thread starts collectives.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Places = Mapping[int, Place]
 
 
 def absent_ranks(wait: Wait, places: Places) -> list[int]:
-    """Ranks that had not started the call of `wait` when they were last seen."""
+    """Return the ranks that had not started the call of `wait` when they were last seen."""
     return [rank for rank, place in sorted(places.items()) if _is_absent(wait, place)]
 
 
 def left_ranks(wait: Wait, places: Places) -> list[int]:
-    """Ranks that will never start the call of `wait`, for they have left in good order."""
+    """Return the ranks that will never start the call of `wait`, because they have left in good order."""
     return [rank for rank in absent_ranks(wait, places) if places[rank].has_left]
 
 
 def different_calls(places: Places) -> list[int]:
-    """Ranks that wait in one collective, by its number, but called it differently; empty if all called the same.
+    """Return the ranks that wait in a collective with one number but made different calls; empty if calls agree.
 
     Example:
         >>> different_calls({rank: Place(wait=Wait(lane="main", call=1, words=f"{rank}")) for rank in range(2)})
         [0, 1]
     """
     words: dict[tuple[str, int], set[str]] = {}
-    # Calls of torch's own are left out: it counts messages as well, which not all ranks send.
+    # Calls of torch are left out, because torch also counts messages, which not all ranks send.
     waits = {
         rank: place.wait
         for rank, place in sorted(places.items())
@@ -50,10 +50,10 @@ def different_calls(places: Places) -> list[int]:
 
 
 def stuck_ranks(places: Places) -> list[int]:
-    """Ranks that wait for each other in different calls, so that none of them can ever go on.
+    """Return the ranks that wait for each other in different calls, so that none of the waits can ever end.
 
-    Rank A waits for rank B if B has not started A's call. B cannot start it while it waits itself, and if it waits
-    for A, or for another rank that does, this is the end.
+    Rank A waits for rank B if B has not started A's call. B cannot start that call while it waits itself. If B waits
+    for A, or for another rank that waits for A, neither wait can end.
     """
     waits_for: dict[int, Collection[int]] = {}
     for rank, place in places.items():
@@ -63,10 +63,10 @@ def stuck_ranks(places: Places) -> list[int]:
 
 
 def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
-    """The largest set of waiting ranks each of which waits for a member of the set.
+    """Return the largest set of waiting ranks in which each rank waits for a member of the set.
 
     Args:
-        waits_for: for each rank that waits, and so does nothing else, the ranks without which it waits on.
+        waits_for: by rank, for each rank that waits and does nothing else: the ranks that it needs.
 
     Example:
         >>> stuck_among({0: [1], 1: [0, 2], 3: [1], 4: [2]})
@@ -79,7 +79,7 @@ def stuck_among(waits_for: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def steady(earlier: Places, later: Places) -> dict[int, Place]:
-    """The later places, in which only those waits count that were seen before."""
+    """Return the later places, without waits that were not seen in the earlier places as well."""
     return {
         rank: place if rank in earlier and earlier[rank].wait == place.wait else replace(place, wait=None)
         for rank, place in later.items()
@@ -87,5 +87,5 @@ def steady(earlier: Places, later: Places) -> dict[int, Place]:
 
 
 def _is_absent(wait: Wait, place: Place) -> bool:
-    # A lane that a rank does not know of was closed there: nothing follows from that.
+    # A rank that does not list the lane has closed it, which proves nothing about the call.
     return wait.call is not None and place.num_started.get(wait.lane, wait.call) < wait.call

@@ -1,4 +1,4 @@
-"""Forks of a rank: they have its connections and its memory, but are no rank, and are refused on every engine."""
+"""Refusal of forked processes: a fork inherits a rank's connections and memory, but must not use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORKED = Failure(
 
 class _Refusing(Protocol):
     def refuse_a_fork(self) -> None:
-        """Fail at every call from now on; this process is a fork, and runs nothing else."""
+        """Fail every call from now on. The fork runs no other thread meanwhile."""
 
 
 _live: weakref.WeakSet[_Refusing] = weakref.WeakSet()
@@ -32,12 +32,12 @@ _inherited: set[object] = set()
 
 
 def refuse_in_forks(what: _Refusing) -> None:
-    """Let `what` refuse every call in a process that is forked from now on."""
+    """Make `what` refuse every call in processes forked from now on."""
     _live.add(what)
 
 
 def is_inherited(group: object) -> bool:
-    """Whether a process group is the parent's."""
+    """Return whether a process group was inherited from the parent process."""
     return group in _inherited
 
 

@@ -1,4 +1,7 @@
-"""Whether a torch.distributed group can still be used on this rank, why not, and what the peers know of it."""
+"""The state of a group on this rank: whether it can still be used, why it failed, and the errors that result.
+
+`Health` also publishes failures and this rank's place to the peers, and reads theirs.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ __all__ = ["CLOSED", "Health", "Lane", "Waiting", "is_of_backend"]
 
 
 class Lane:
-    """One kind of talk of a transport; its collectives are numbered, the same on every rank.
+    """A separate sequence of a transport's collectives, whose numbers are the same on every rank.
 
     Args:
         name: for messages.
-        group: the process group that carries it; None where it is none of torch's.
+        group: the process group of torch that carries the lane; None if there is none.
     """
 
     __slots__ = ("group", "name", "num_started")
@@ -54,22 +57,22 @@ class Lane:
 
 
 class Waiting(Protocol):
-    """An operation that is waited for, as far as errors describe it."""
+    """An operation that is waited for, with the information that errors need."""
 
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
-        """Return what peers are told of this wait."""
+        """Return the wait to publish to the peers."""
 
     def elapsed_seconds(self) -> float:
         """Return the time since the call."""
 
 
 class Health:
-    """What all lanes of a group share on this rank.
+    """The state that all lanes of a group have in common on this rank.
 
     Args:
         main: the first lane.
         board: where this rank is.
-        notices: where ranks tell each other; None for a rank that is alone.
+        notices: the notices of the group; None for a group of one rank.
         rank: this rank in the group.
         size: number of ranks in the group.
         backend: the backend's name, for messages.
@@ -93,20 +96,20 @@ class Health:
         self._has_raised = False
         self.lanes = [main]
         self._closed: deque[tuple[str, int]] = deque(maxlen=_MAX_CLOSED)
-        """The lanes that were closed last, and how many collectives were started on each."""
+        """The lanes that were closed last, and the number of collectives started on each."""
         self.rank = rank
         self.size = size
         self.barrier_device = barrier_device
         self.notices = notices
         self.calling_thread = 0
-        """The thread that has started collectives; one that nobody is, once there were several."""
+        """The only thread that has started collectives; 0 before the first one, -1 once there were several threads."""
         self.wait: Wait | None = None
         """The call that this rank has been waiting in for a while."""
         self.num_started_by_torch: dict[str, int] = {}
-        """As `Place.num_started`, of groups of torch in which a peer waits while this rank does."""
+        """Like `Place.num_started`, for groups of torch in which a peer waits while this rank waits."""
         self.num_waits = 0
         self.on_failure: list[Callable[[Failure], None]] = []
-        """Called with what this rank knows first, to tell the peers in another way than by notices."""
+        """Called with each failure that this rank detects, to inform the peers in other ways than by notices."""
         self._board = board
         self.backend = backend
         self._timeout_seconds = timeout_seconds
@@ -117,7 +120,10 @@ class Health:
     # ------------------------------------------------------------------ the end of the group
 
     def fail(self, failure: Failure) -> None:
-        """The end of the transport; the peers are told. Of what all ranks say in the same words, the first counts."""
+        """Mark the transport as failed and publish the failure.
+
+        If a peer has published a failure with a common text first, that failure is used instead.
+        """
         if self.failure is None:
             told = failure if self.notices is None else self.notices.publish(failure)
             self.failure = told if told.is_common else failure
@@ -126,12 +132,15 @@ class Health:
             self._keep_groups()
 
     def failed(self, failure: Failure) -> SynclineError:
-        """As `fail`; what this rank raises."""
+        """Mark the transport as failed, like `fail`, and return the error to raise on this rank."""
         self.fail(failure)
         return self.error()
 
     def error(self) -> SynclineError:
-        """What this rank raises, now that the group is broken: of every call but the first, that it comes too late."""
+        """Return the error to raise on this rank after a failure.
+
+        From the second call on, the error says that the group was broken before.
+        """
         assert self.failure is not None
         error = self.failure.on_rank(self.rank)
         if self.failure.kind is not SynclineError and self._has_raised:
@@ -140,40 +149,43 @@ class Health:
         return error
 
     def refuse_a_fork(self) -> None:
-        """This process is a fork of a rank: it can use nothing of it, and the peers are told nothing."""
+        """Refuse all use in this process, a fork of a rank, without informing the peers."""
         self.failure = FORKED
         self.on_failure.clear()
 
     def has_lost_its_group(self) -> bool:
-        """Whether the process group was destroyed, by torch.distributed.destroy_process_group."""
+        """Return whether the process group was destroyed by torch.distributed.destroy_process_group."""
         return self._group is not None and not is_living(self._group)
 
     def leave(self) -> None:
-        """Tell the peers that this rank makes no more calls, and that nothing is wrong with that."""
+        """Publish that this rank leaves in good order and makes no more calls."""
         if self.failure is None and self.notices is not None:
             self.notices.leave(self.place(has_left=True))
 
     def lane_closed(self, lane: Lane) -> None:
-        """Start nothing more on a lane. Peers that still wait there learn, once this rank leaves, how far it came."""
+        """Mark a lane as closed.
+
+        When this rank leaves, it publishes the number of calls it started there, for peers that still wait on the lane.
+        """
         if lane in self.lanes:
             self.lanes.remove(lane)
             self._closed.append((lane.name, lane.num_started))
 
     def close(self) -> None:
-        """Nothing more is started, and the groups are let go."""
+        """Leave, refuse all further calls, and release the groups."""
         self.leave()
         if self.failure is None:
             self.failure = CLOSED
         self.lanes = []
 
     def raise_if_told(self) -> None:
-        """Raise if a peer has told of the end of the transport."""
+        """Raise if a peer has published a failure of the transport."""
         told = None if self.notices is None else self.notices.failure()
         if told is not None:
             raise self.told(told)
 
     def told(self, failure: Failure) -> SynclineError:
-        """A peer has told of the end of the transport; what this rank raises."""
+        """Record a failure that a peer has published, and return the error to raise on this rank."""
         self._learn(failure)
         return self.error()
 
@@ -183,10 +195,10 @@ class Health:
             self._keep_groups()
 
     def _keep_groups(self) -> None:
-        """Keep the process groups until no operation can be under way any more.
+        """Keep the process groups alive until no operation can be under way any more.
 
-        When its last user goes, a Gloo group waits for its operations: a process that has given up would not
-        end before they time out.
+        The destructor of a Gloo group waits for its operations. A process that has failed could not end before they
+        time out.
         """
         groups = [lane.group for lane in self.lanes if lane.group is not None]
         if not groups:
@@ -195,23 +207,23 @@ class Health:
         keeper.daemon = True
         keeper.start()
 
-    # ------------------------------------------------------------------ who is where
+    # ------------------------------------------------------------------ positions of ranks
 
     def called_from(self, thread: int) -> None:
-        """Note that `thread` now starts collectives, and did not start the last one.
+        """Record that `thread` starts collectives and did not start the last one.
 
-        Where a second thread does, a wait in one of them no longer means that the rank waits.
+        Once there is a second thread, a wait in one thread no longer means that the whole rank waits.
         """
         self.calling_thread = thread if self.calling_thread == 0 else -1
 
     def is_live(self) -> bool:
-        """Whether there is still something to tell the peers; once not, never again."""
+        """Return whether there is still something to publish; once False, it stays False."""
         if self.failure is not None:
             return False
         return not self.has_lost_its_group()
 
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
-        """This rank's step and phase, what it waits for, and how many calls it has started, for its peers to read."""
+        """Return this rank's step, phase, wait and number of started calls, for its peers to read."""
         return Place.of(
             self._board,
             wait=self.wait,
@@ -226,19 +238,19 @@ class Health:
         )
 
     def places(self) -> dict[int, Place]:
-        """Where each rank was last seen, this one now."""
+        """Return where each rank was last seen, and where this rank is now."""
         told = {} if self.notices is None else self.notices.places()
         return {**told, self.rank: self.place(code=user_code(sys._getframe()))}
 
     # ------------------------------------------------------------------ errors
 
     def timed_out(self, work: Waiting) -> SynclineError:
-        """The error for a wait that took too long although no rank is known to have failed."""
+        """Return the error for a wait that took too long although no rank is known to have failed."""
         places = self.places()
         return self._ended(work, CollectiveTimeout, self._late(work, places), _LATE, places, None)
 
     def broken_by(self, error: RuntimeError, work: Waiting) -> SynclineError:
-        """The backend's error in our words."""
+        """Return our error for an error of the backend."""
         kind, what, remedy = _meaning(str(error))
         if kind is PeerLost:
             return self._connection_lost(work, error)
@@ -251,7 +263,7 @@ class Health:
         return self._ended(work, kind, what, remedy, places, error)
 
     def lost(self, work: Waiting, ranks: Sequence[int]) -> SynclineError:
-        """The processes of some ranks have ended."""
+        """Return the error for ranks whose processes have ended."""
         told = None if self.notices is None else self.notices.failure()
         if told is not None:
             return self.told(told)
@@ -263,14 +275,14 @@ class Health:
         return self._ended(work, PeerLost, f"{named_ranks(killed)}: {has} ended", _LOST, places, None)
 
     def _connection_lost(self, work: Waiting, error: RuntimeError) -> SynclineError:
-        """A connection was closed; of the peers the one is looked for that has ended first.
+        """Return the error for a closed connection, which names the peer that ended first if it can be found.
 
-        A survivor's connections close as well, as soon as it raises. But it reports the cause before that. And a
-        connection closes a moment before its process counts as ended, or has reported anything.
+        This has to wait, because a connection closes a moment before its process counts as ended or has reported a
+        failure. A survivor's connections close as well when it raises, but it reports the cause before that.
         """
         first = self.places()
         began = time.monotonic()
-        # With two ranks there is no doubt which one it is.
+        # With two ranks it can only be the other one.
         nobody_is_elsewhere = self.size == 2 or len(self._neighbours()) == self.size - 1
         patience_seconds = _NAMING_SECONDS if nobody_is_elsewhere else _HEARTBEAT_SECONDS
         places, glance_seconds = first, _GLANCE_SECONDS
@@ -299,26 +311,26 @@ class Health:
         return {} if self.notices is None else self.notices.processes_here()
 
     def ended_ranks(self) -> list[int]:
-        """Ranks on this host whose process has ended."""
+        """Return the ranks on this host whose process has ended."""
         return sorted(rank for rank, process in self._neighbours().items() if process.has_ended())
 
     def stopped_ranks(self) -> list[int]:
-        """Ranks on this host whose process is stopped."""
+        """Return the ranks on this host whose process is stopped."""
         return sorted(rank for rank, process in self._neighbours().items() if process.is_stopped())
 
     def _left(self, work: Waiting, ranks: Sequence[int], places: dict[int, Place]) -> SynclineError:
-        """Some ranks have left in good order."""
+        """Return the error for ranks that have left in good order."""
         what = f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} left in good order, and will not come"
         here = replace(self.place(), wait=work.as_wait())
         remedy = remedy_for_left(here, [places[rank] for rank in ranks])
         return self._ended(work, UnevenInputs, what, remedy, places, None)
 
     def mismatched(self, work: Waiting, calls: dict[int, Call]) -> SynclineError:
-        """The ranks met in different calls.
+        """Return the error for ranks that met in different calls.
 
         Args:
-            work: this rank's.
-            calls: by rank.
+            work: this rank's operation.
+            calls: the call of each rank, by rank.
         """
         own = work.as_wait()
         places = self._places_in(own, calls)
@@ -333,9 +345,10 @@ class Health:
         return self.failed(Failure(CollectiveMismatch, text, is_common=True))
 
     def _places_in(self, wait: Wait, ranks: Collection[int]) -> dict[int, Place]:
-        """Where the ranks are, all of which have come to one call: they tell each other now, and wait a little for it.
+        """Return where the ranks are that have met in one call.
 
-        Of a rank that does not look up meanwhile, it is where it was seen last, without what it waited in.
+        Publish this rank's place, and wait a moment for the places of the others. For a rank that does not publish in
+        time, return the place where it was last seen, without its wait.
         """
         here = replace(self.place(code=user_code(sys._getframe())), wait=wait)
         places = {self.rank: here}
@@ -357,9 +370,9 @@ class Health:
         """Raise if this wait can never end.
 
         Args:
-            work: what is waited for.
+            work: the operation that is waited for.
             places: where the ranks were seen.
-            steady: the same, with only those waits that last.
+            steady: the same places, with only those waits that were seen twice.
         """
         if self.wait is None:
             return
@@ -409,7 +422,7 @@ CLOSED = Failure(
 )
 
 _TELLING_SECONDS = 1.0
-"""How long who has found that calls differ waits for the peers to find it as well."""
+"""How long a rank that has detected different calls waits for the places of its peers."""
 
 _MAX_CLOSED = 64
 
@@ -418,10 +431,10 @@ _GLANCE_SECONDS = 0.005
 _MAX_GLANCE_SECONDS = 0.1
 
 _NAMING_SECONDS = 0.75
-"""How long a closed connection is asked for its cause on one host."""
+"""How long to look for the cause of a closed connection if all ranks are on this host, or if there are two ranks."""
 
 _HEARTBEAT_SECONDS = SIGN_OF_LIFE_SECONDS + 1.5
-"""The same where ranks live on other hosts: any rank that is there has given a sign of life by then."""
+"""The same limit if ranks are on other hosts. Any rank that still runs has given a sign of life by then."""
 
 _BROKEN = (
     "this group was broken before, and nothing more can be synchronized over it. To go on, make it anew on all ranks "
@@ -444,17 +457,17 @@ _SIGNS_OF_LOSS = ("connect", "broken pipe", "socket", "peer", "pair closure")
 
 
 def _without_cpp_frames(message: str) -> str:
-    """A backend's words (NCCL's reason is on the second line), without torch's own C++ stack below them."""
+    """Return a backend's message (NCCL's reason is on its second line) without torch's C++ stack below it."""
     return message.partition("\nException raised from ")[0].rstrip()
 
 
 def is_of_backend(error: RuntimeError) -> bool:
-    """Whether the text is one of those by which a backend says that peers did not come, or are gone."""
+    """Return whether the error's text is one by which a backend reports late or lost peers, or different calls."""
     return _meaning(str(error))[0] is not SynclineError
 
 
 def _meaning(message: str) -> tuple[type[SynclineError], str, str]:
-    """What a backend's error message stands for: our error, what happened, what to do."""
+    """Return our error class, a description and a remedy for a backend's error message."""
     words = message.lower()
     if "enforce fail" in words or "mismatch" in words:
         return CollectiveMismatch, "the ranks called different operations, or sizes differ", SAME_CALLS

@@ -1,13 +1,12 @@
-"""What ranks tell each other beside the data, through their process group's store.
+"""Notices that ranks exchange through their process group's store, and the thread that publishes them.
 
-Three things: why the group is broken (the first to know tells the others, who look while they wait), where each rank
-is (so that whoever waits can say who is elsewhere), and which process each rank is. Telling is best effort: when the
-store is gone, ranks still have their own errors.
+`Notices` carries three kinds of information: why the group is broken, where each rank is, and which process each rank
+is. The first rank that detects a failure publishes it; the others read it while they wait. Positions let a waiting rank
+report where the other ranks are. Publishing is best effort: without the store, each rank still raises its own error.
 
-The thread that lets the peers know where this rank is while it does not wait for them.
-
-One a process. It holds nothing alive, and ends before the interpreter does: a thread that is in C++ when Python shuts
-down aborts the process.
+`Publisher` is a thread that publishes this rank's position while the rank does not wait for its peers. There is one per
+process. It keeps no transport alive. It ends before the interpreter does, because a thread that runs C++ code while
+Python shuts down aborts the process.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ T = TypeVar("T")
 _STORE_TIMEOUT = timedelta(seconds=1)
 
 _MAX_READS = 100
-"""How often the other ranks' processes are looked for in quick succession."""
+"""Number of reads of the other ranks' processes in quick succession."""
 
 
 class Notices:
-    """One rank's view of its group's notices; any thread of the process that made it may use it.
+    """One rank's access to its group's notices. Any thread of the process that created it may use it.
 
     Args:
-        store: the group's store; a connection of its own is opened, so that nobody's use of it is disturbed.
+        store: the group's store. A separate connection is opened, so that other users of the store are not disturbed.
         rank: this rank in the group.
         size: number of ranks in the group.
     """
@@ -58,12 +57,12 @@ class Notices:
         self._size = size
         self._pid = os.getpid()
         self._has_left = False
-        # Two threads that wait for answers on one connection of a TCPStore would take each other's.
+        # Two threads that wait for answers on one connection of a TCPStore would receive each other's answers.
         self._lock = threading.Lock()
         own, self._line = clone_of(store, _STORE_TIMEOUT)
         self._store: SignedStore | None = SignedStore(PrefixStore("syncline", own))
-        # Old notices stay in the store, and a group that is made again under the same name must not see them.
-        # Each rank counts for itself how often that was: to ask another rank would be to wait for it.
+        # Old notices stay in the store, and a group created again under the same name must not read them. Each rank
+        # counts the creations on its own, because asking another rank would mean waiting for it.
         self._epoch = self._ask(lambda store: store.count_up(f"epoch/{rank}"))
         self._process = RankProcess.own()
         self._processes: dict[int, RankProcess] = {}
@@ -73,18 +72,18 @@ class Notices:
             self._ask(lambda store: store.set(key, process.to_json()))
 
     def publish(self, failure: Failure) -> Failure:
-        """Tell why the group is broken; the first notice stays, and is what all ranks go by."""
+        """Publish why the group is broken, and return the first failure published, which is valid for all ranks."""
         mine = failure.to_json(self._rank)
         try:
             told = self._ask(lambda store: store.set_first(self._key("failure"), mine))
-        except SynclineError:  # junk is there; what this rank knows is the better reason
+        except SynclineError:  # the stored notice is unreadable, so this rank's own reason is better
             return failure
         return failure if told is None or told == mine else self._parsed(told)
 
     def failure(self) -> Failure | None:
-        """Why the group is broken, in the words of the rank that knew first; None if nobody said.
+        """Return the published failure, as described by the rank that detected it first; None if there is none.
 
-        What cannot be read there is a reason as well: nobody could learn the true one any more.
+        An unreadable notice counts as a failure as well, because the true reason can no longer be learned.
         """
         key = self._key("failure")
         try:
@@ -100,11 +99,11 @@ class Notices:
             return Failure(SynclineError, str(error))
 
     def post(self, news: Callable[[], Place | None]) -> None:
-        """Tell where this rank is.
+        """Publish where this rank is.
 
         Args:
-            news: says where, when it is this call's turn: of two threads that tell, the later knows better. None if
-                that is known.
+            news: returns the place, or None if it is already published. It is called once this thread may write, so
+                that of two threads the later one publishes the newer place.
         """
         key = self._key(f"place/{self._rank}")
 
@@ -116,10 +115,10 @@ class Notices:
         self._ask(tell)
 
     def leave(self, place: Place) -> None:
-        """Tell where this rank was last, for good.
+        """Publish this rank's last place; later calls of `post` publish nothing.
 
-        No answer is waited for: at the end of a program the process that holds the store may be ending as well, and a
-        connection that closes while torch waits on it is a C++ stack trace on stderr.
+        This does not wait for an answer. At the end of a program the process that holds the store may be ending as
+        well, and torch prints a C++ stack trace to stderr if a connection closes while it waits.
         """
 
         def tell(store: SignedStore) -> None:
@@ -130,11 +129,14 @@ class Notices:
         self._ask(tell)
 
     def places(self) -> dict[int, Place]:
-        """Where each rank was last seen; without those that have told nothing."""
+        """Return where each rank was last seen, without ranks that have published nothing."""
         return self._read_all("place", Place.from_json)
 
     def processes_here(self) -> dict[int, RankProcess]:
-        """The processes of the other ranks on this host. Once all ranks have named theirs, the store is not read."""
+        """Return the processes of the other ranks on this host.
+
+        Once the processes of all ranks are known, the store is not read again.
+        """
         own = self._process
         if own is None:
             return {}
@@ -149,16 +151,16 @@ class Notices:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the other ranks' processes are still to be learned; they name them as soon as they make theirs."""
+        """Whether the processes of other ranks are still unknown; each rank publishes its own at construction."""
         is_complete = self._process is None or len(self._processes) == self._size
         return not is_complete and self._num_reads < _MAX_READS
 
     def _read_all(self, name: str, parsed: Callable[[str], T]) -> dict[int, T]:
-        """What each rank has said of itself."""
+        """Return what each rank has published about itself under `name`."""
         keys = {self._key(f"{name}/{rank}"): rank for rank in range(self._size)}
         found = {}
         for key, text in (self._ask(lambda store: store.readable(list(keys))) or {}).items():
-            with contextlib.suppress(SynclineError):  # it only informs, most often in an error of its own
+            with contextlib.suppress(SynclineError):  # only informative, mostly for the text of another error
                 found[keys[key]] = parsed(text)
         return found
 
@@ -166,7 +168,7 @@ class Notices:
         return f"{self._epoch}/{name}"
 
     def _ask(self, question: Callable[[SignedStore], T]) -> T | None:
-        """The store's answer; None once it is gone, and in a fork, to which its connection does not belong."""
+        """Return the store's answer; None once the store is gone, and in a fork, which must not use the connection."""
         if os.getpid() != self._pid:
             return None
         with self._lock:
@@ -174,7 +176,7 @@ class Notices:
                 try:
                     return question(self._store)
                 except SynclineError:
-                    raise  # the store is there, but what it holds is not ours
+                    raise  # the store is there, but it holds a message that is not ours
                 except RuntimeError:
                     pass
             self._store = None
@@ -186,30 +188,30 @@ _PERIOD_SECONDS = 0.5
 _LEARNING_SECONDS = 0.02
 
 SIGN_OF_LIFE_SECONDS = 5.0
-"""A place that does not change is told again so often: who is silent for longer does not run."""
+"""Period in which a place is published again if it does not change. A rank silent for longer does not run."""
 
 _JOIN_SECONDS = 5.0
 
 
 class Published(Protocol):
-    """What has a place to tell."""
+    """An object that has a place to publish."""
 
     notices: Notices | None
     rank: int
     calling_thread: int
 
     def is_live(self) -> bool:
-        """Whether there is still something to tell; once not, never again."""
+        """Return whether there is still something to publish; once False, it stays False."""
 
     def place(self) -> Place:
-        """Where this rank is."""
+        """Return where this rank is."""
 
     def told(self, failure: Failure) -> SynclineError:
-        """A peer has told of the end of the transport; what this rank raises."""
+        """Record a failure that a peer has published, and return the error to raise on this rank."""
 
 
 class Publisher:
-    """Tells the places of what was added, each while it lives."""
+    """A thread that publishes the places of all added objects, each while it is alive."""
 
     def __init__(self) -> None:
         self._told: WeakKeyDictionary[Published, Place] = WeakKeyDictionary()
@@ -220,7 +222,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def add(self, what: Published) -> None:
-        """Begin to tell where this rank is; once the process ends, do nothing."""
+        """Begin to publish the place of `what`; do nothing once the process ends."""
         with self._lock:
             if self._ended:
                 return
@@ -247,7 +249,7 @@ class Publisher:
 
     def _period_seconds(self) -> float | None:
         if self._is_learning:
-            return _LEARNING_SECONDS  # a rank that has the store may be lost right after the first step
+            return _LEARNING_SECONDS  # the rank that hosts the store may be lost right after the first step
         return _PERIOD_SECONDS if len(self._told) else None
 
     def _tell_all(self) -> None:
@@ -257,7 +259,7 @@ class Publisher:
         for what in current:
             if self._ended:
                 return
-            with contextlib.suppress(Exception):  # a thread that only informs has nobody to raise to
+            with contextlib.suppress(Exception):  # no caller could catch an error of this thread
                 self._tell(what)
 
     def _tell(self, what: Published) -> None:
@@ -266,20 +268,23 @@ class Publisher:
                 self._told.pop(what, None)
             return
         what.notices.post(lambda: self._news(what))
-        what.notices.processes_here()  # learned in good time: a store may end with the rank that is lost
+        what.notices.processes_here()  # read early, because the store may end together with the lost rank
         self._is_learning |= what.notices.is_learning
         place = self._told.get(what)
         if place is not None and place.wait is not None and place.wait.is_torchs:
             self._end_torch_call(what, what.notices)
 
     def _end_torch_call(self, what: Published, notices: Notices) -> None:
-        """Raise in the main thread what its peers have proved: that its call of torch.distributed can never end."""
+        """End the main thread's call of torch.distributed with an error, if peers have proved that it can never end."""
         failure, call = notices.failure(), call_in_dump(dump_of_main_thread())
         if failure is not None and call is not None and what.rank in failure.stuck_ranks:
             call.end(what.told(failure))
 
     def _news(self, what: Published) -> Place | None:
-        """Where `what` is, unless that was told. Walking the stack costs most, so only who stays gets a line."""
+        """Return the place of `what`; None if it is already published.
+
+        Walking the stack costs most, so a line of code is found only for a rank that waits or has not moved.
+        """
         place, told = what.place(), self._told[what]
         was_in_torch_call = told.wait is not None and told.wait.is_torchs
         stays = place.is_as(replace(told, wait=None) if was_in_torch_call else told)
@@ -287,7 +292,7 @@ class Publisher:
             dump, main = dump_of_main_thread(), threading.main_thread().ident or 0
             place = replace(place, code=user_code_in_dump(dump, main))
             call = call_in_dump(dump)
-            # A rank that has started something since was seen before the call.
+            # If the place has changed since, it was taken before this call.
             if call is not None and place.wait is None and what.place().is_as(place):
                 wait = call.as_wait(blocks_rank=what.calling_thread in (0, main))
                 place = replace(place, wait=wait)
@@ -301,7 +306,7 @@ _publisher: Publisher | None = None
 
 
 def publisher() -> Publisher:
-    """The one of this process."""
+    """Return the publisher of this process."""
     global _publisher
     if _publisher is None:
         _publisher = Publisher()
@@ -310,7 +315,7 @@ def publisher() -> Publisher:
 
 
 def _forget_the_parents() -> None:
-    """A fork has no thread but its own."""
+    """Drop the parent's publisher in a fork, because the fork does not have its thread."""
     global _publisher
     if _publisher is not None:
         atexit.unregister(_publisher.end)

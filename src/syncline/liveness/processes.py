@@ -1,7 +1,7 @@
-"""The processes of the ranks: has one ended, is one stopped? The kernel says, for ranks on this host.
+"""The processes of ranks on this host, and whether one has ended or is stopped, as the kernel reports it.
 
-A process is known by its number and by when it was started, so that no other one with the same number is taken for it.
-Nothing is kept open.
+A process is identified by its number and its start time, so that a later process with the same number is not mistaken
+for it. No file stays open.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ class RankProcess:
     """
 
     host: str
-    """What processes that see each other have in common."""
+    """A key that is equal for processes that can see each other; see `host_key`."""
     pid: int
     started: int
-    """When, in the kernel's units."""
+    """Start time, in the kernel's units."""
 
     @staticmethod
     def own() -> RankProcess | None:
-        """This process; None where the system does not say."""
+        """Return this process; None if the system does not provide its state."""
         return RankProcess.here(os.getpid())
 
     @staticmethod
     def here(pid: int) -> RankProcess | None:
-        """A process on this host; None where the system does not say, as where it has ended."""
+        """Return a process on this host; None if it has ended, or if the system does not provide its state."""
         try:
             if os.readlink("/proc/self") != str(os.getpid()):
-                return None  # /proc numbers processes as another container does
+                return None  # /proc shows the process numbers of another container
             return RankProcess(host_key(), pid, _state_and_start(pid)[1])
         except (OSError, IndexError, ValueError):
             return None
 
     def to_json(self) -> str:
-        """As text."""
+        """Return the process as text."""
         return json.dumps(vars(self))
 
     @staticmethod
     def from_json(text: str) -> RankProcess:
-        """What `to_json` made."""
+        """Return the process that `to_json` has written."""
         return decode(RankProcess, text, "the process of a rank")
 
     def has_ended(self) -> bool:
-        """Whether it is known to have ended."""
+        """Return whether the process is known to have ended."""
         try:
             state, started = _state_and_start(self.pid)
         except OSError as error:
@@ -71,7 +71,7 @@ class RankProcess:
         return state in "ZXx" or started != self.started
 
     def is_stopped(self) -> bool:
-        """Whether it is stopped: by SIGSTOP, Ctrl-Z or a debugger."""
+        """Return whether the process is stopped by SIGSTOP, Ctrl-Z or a debugger."""
         try:
             state, started = _state_and_start(self.pid)
         except (OSError, IndexError, ValueError):
@@ -80,7 +80,7 @@ class RankProcess:
 
 
 def host_key() -> str:
-    """What has to be equal where processes can share memory in our way; that they do is proved later."""
+    """Return a key that is equal for processes that may be able to share memory; mapping memory verifies it later."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
@@ -88,7 +88,7 @@ def host_key() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # less than half of the work of `open`
+    descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # less than half the cost of `open`
     try:
         fields = os.read(descriptor, _STAT_BYTES).rpartition(b")")[2].split()
     finally:
@@ -97,7 +97,7 @@ def _state_and_start(pid: int) -> tuple[str, int]:
 
 
 def _is_unknown(pid: int) -> bool:
-    """Whether the kernel knows no such process. (It may hide what another user's does.)"""
+    """Return whether the kernel knows no such process. (/proc alone may hide processes of other users.)"""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -108,7 +108,7 @@ def _is_unknown(pid: int) -> bool:
 
 
 def _is_empty(pid: int) -> bool:
-    """Whether a process has no folder that it works in: it has ended. To read that takes no descriptor."""
+    """Return whether a process has no working directory, so has ended. Reading the link needs no descriptor."""
     try:
         os.readlink(f"/proc/{pid}/cwd")
     except FileNotFoundError:

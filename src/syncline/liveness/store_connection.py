@@ -1,11 +1,11 @@
-"""A connection of our own to a store, and whether the store is still there: asked of the kernel, not of the store.
+"""A separate connection to a store, and a check whether the store still exists.
 
-A TCPStore ends with the process that opened it, often rank 0. Whoever talks to it afterwards is not only told so by
-an exception: torch prints a C++ stack trace to stderr first, at the end of a program in which nothing went wrong. So
-the kernel is asked before, whether the server has closed the connection.
+The check asks the kernel, not the store. A TCPStore ends with the process that opened it, often rank 0. A later request
+does not only raise: torch first prints a C++ stack trace to stderr, even at the end of a program without errors. So the
+kernel is asked first whether the server has closed the connection.
 
-A network that is gone closes nothing: torch waits for an answer without end. So the kernel is asked to end a connection
-on which nothing is confirmed any more.
+A lost network closes no connection, and torch would wait for an answer forever. So the kernel is set to end a
+connection on which the other side no longer acknowledges anything.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["StoreLine", "clone_of", "open_sockets"]
 _CONNECT_SECONDS = 1.0
 
 _SILENCE_SECONDS = 4
-"""How long the other side's kernel may confirm nothing before a connection ends."""
+"""How long the other side's kernel may acknowledge nothing before a connection ends."""
 
 _lock = threading.Lock()
 
 
 class StoreLine:
-    """A connection to a store's server, on which no answer is awaited while it is asked about.
+    """A connection to a store's server, used to check that the server still exists. No answer is pending on it then.
 
     Args:
-        file_descriptor: of the connection; belongs to this object from now on.
+        file_descriptor: descriptor of the connection. This object owns it from now on.
     """
 
     def __init__(self, file_descriptor: int) -> None:
@@ -42,7 +42,7 @@ class StoreLine:
         self._poll.register(file_descriptor, select.POLLIN)
 
     def is_open(self) -> bool:
-        """Whether the server still holds its end; it has nothing to say here but that it goes."""
+        """Return whether the server's end is open. Only its close makes the idle connection readable."""
         return not self._poll.poll(0)
 
     def __del__(self) -> None:
@@ -51,15 +51,15 @@ class StoreLine:
 
 
 def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
-    """Return the same store by a connection of its own, with another timeout, and the line to the store's server.
+    """Return a clone of a store with its own connection and timeout, and the line to the store's server.
 
-    The connection raises when the network is gone, instead of waiting on. A store that has no clones is returned
-    itself; without a server there is no line.
+    The connection raises when the network is lost, instead of waiting forever. A store that cannot be cloned is
+    returned itself. Without a server the line is None.
     """
     innermost = _innermost(store)
     port = getattr(innermost, "port", None)
     timeout_before = store.timeout
-    with _lock:  # connections that another thread makes here would be taken for this one's
+    with _lock:  # a connection that another thread opens here would be taken for the clone's
         before = open_sockets()
         try:
             clone = store.clone()
@@ -68,7 +68,7 @@ def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
         made = [one for one in open_sockets() - before if port is not None and _leads_to(port, one)]
     clone.set_timeout(timeout)
     if store.timeout != timeout_before:
-        clone.set_timeout(timeout_before)  # it is the same store after all
+        clone.set_timeout(timeout_before)  # the clone shares its timeout with the store
     for connection in made:
         _end_with_the_network(connection)
     with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
             return clone, StoreLine(os.dup(made[0]))
         if (
             port is not None
-        ):  # the clone's connection is not known; an idle one is closed by the server just so
+        ):  # the clone's connection is unknown; the server closes an idle connection at the same time
             idle = socket.create_connection((innermost.host, port), timeout=_CONNECT_SECONDS)
             return clone, StoreLine(idle.detach())
     return clone, None
@@ -90,7 +90,7 @@ def _leads_to(port: int, file_descriptor: int) -> bool:
 
 
 def _end_with_the_network(file_descriptor: int) -> None:
-    """Let the kernel end a connection on which the other side confirms nothing any more."""
+    """Let the kernel end a connection on which the other side no longer acknowledges anything."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -99,7 +99,7 @@ def _end_with_the_network(file_descriptor: int) -> None:
 
 
 def open_sockets() -> set[int]:
-    """This process's sockets, where the system tells."""
+    """Return the descriptors of this process's sockets; empty if the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

@@ -1,8 +1,8 @@
-"""Messages that ranks leave for each other at a store: signed where the job has a token, and checked when read.
+"""Messages that ranks exchange through a store: signed if the job has a token, and checked when read.
 
-A store asks nobody for a password: whoever can connect can write any key. A token that only the job's processes know
-lets a reader see that a message is from one of them (HMAC-SHA256 over the key and the text). In any case, bytes that
-are no message are one clear error, whatever they are.
+A store has no passwords, so any program that can connect can write any key. With a token that only the job's processes
+know, a reader can verify that a message is from one of them (HMAC-SHA256 over the key and the text). In any case, bytes
+that are not a valid message raise one clear error.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _DIGEST_CHARS = 2 * hashlib.sha256().digest_size
 
 
 class SignedStore:
-    """A store of torch.distributed, for messages that are text.
+    """A store of torch.distributed for text messages.
 
     Args:
         store: the same for all ranks.
-        token: what only the job's processes know; None where there is none. Left out, it is the launcher's.
+        token: a secret that only the job's processes know; None for no signatures. The default is the launcher's token.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -61,11 +61,11 @@ class SignedStore:
         self._store.set(key, self._signed(key, text))
 
     def set_first(self, key: str, text: str) -> str:
-        """Write a message where there is none; return the one that is there."""
+        """Write a message if the key has none, and return the message that the key has now."""
         return self._read(key, self._store.compare_set(key, "", self._signed(key, text)))
 
     def get(self, key: str) -> str:
-        """Return a message; wait for it for as long as the store does."""
+        """Return a message; wait for it up to the store's timeout."""
         return self._read(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[str]:
@@ -74,8 +74,8 @@ class SignedStore:
         return [self._read(key, value) for key, value in zip(keys, values, strict=True)]
 
     def readable(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the messages at these keys, without what is missing or cannot be read."""
-        if not self.has(*keys):  # `multi_get` would wait for what is missing
+        """Return the messages at these keys, without missing and unreadable ones."""
+        if not self.has(*keys):  # `multi_get` would wait for missing keys
             keys = [key for key in keys if self.has(key)]
         found = {}
         for key, value in zip(keys, self._store.multi_get(list(keys)) if keys else [], strict=True):
@@ -84,17 +84,17 @@ class SignedStore:
         return found
 
     def has(self, *keys: str) -> bool:
-        """Return whether all of these keys are there."""
+        """Return whether all of these keys exist."""
         return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all of these keys are there."""
+        """Wait until all of these keys exist."""
         self._store.wait(list(keys), timeout)
 
     def count_up(self, key: str) -> int:
-        """Return how often this was called with `key`, which only one rank writes.
+        """Return the number of calls of this method with `key`, which only one rank may write.
 
-        Not by the store's own `add`: a store closes the connection on which it is asked to add to what is no number.
+        This does not use the store's `add`, because a store closes the connection if the value is not a number.
         """
         text = self.get(key) if self.has(key) else "0"
         if not (text.isascii() and text.isdigit() and len(text) < 10):
@@ -154,12 +154,13 @@ def decode(kind: type[T], text: str | bytes, where: str) -> T:
     """Return the dataclass that JSON describes, with every field of its declared type.
 
     Args:
-        kind: of numbers, words, yes/no, None, lists, dictionaries from words, and such dataclasses.
+        kind: a dataclass with fields of type int, float, str, bool, None, list, dict with str keys, or such a
+            dataclass.
         text: a JSON object. Fields that have a default may be left out.
-        where: the text was found, for messages.
+        where: the place where the text was found, for messages.
 
     Raises:
-        SynclineError: the text is something else.
+        SynclineError: the text is not such an object.
     """
     try:
         value = json.loads(text)
@@ -170,7 +171,7 @@ def decode(kind: type[T], text: str | bytes, where: str) -> T:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`; raises TypeError or ValueError where it is not."""
+    """Return `value` as the type `hint`; raise TypeError or ValueError if it has another type."""
     if isinstance(hint, types.UnionType):
         choices = typing.get_args(hint)
         if value is None and types.NoneType in choices:
@@ -191,7 +192,7 @@ def _converted(value: Any, hint: Any) -> Any:
             raise ValueError(value)
         return number
     if hint is str:
-        _checked(value, str).encode()  # half a surrogate pair is no text
+        _checked(value, str).encode()  # raises for half a surrogate pair
     return _checked(value, hint)
 
 
@@ -213,6 +214,6 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _checked(value: Any, kind: type) -> Any:
-    if type(value) is not kind:  # True is no count
+    if type(value) is not kind:  # not isinstance, because True is an int
         raise TypeError(value)
     return value

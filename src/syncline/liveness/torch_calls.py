@@ -1,10 +1,11 @@
-"""Calls of torch.distributed's own, in which a rank waits for ranks that wait for it here.
+"""Calls of torch.distributed in which a rank waits for ranks that wait for it in a call of Syncline.
 
-torch counts what is started on each of its groups. So such a call is a wait like one of ours: the group is the lane,
-and a rank that has started fewer calls on it is absent. It ends with the same proof (`deadlock.py`), and by an error
-that is raised inside of the call.
+torch counts the calls that are started on each of its groups. Such a call can therefore be treated as a wait of our
+own: the group is the lane, and a rank that has started fewer calls on it is absent. The same proof applies
+(`deadlock.py`), and an error raised inside the call ends it.
 
-The frame of the main thread is looked at only once `faulthandler` has shown that it is in such a call: it sleeps then.
+The frame of the main thread is read only once `faulthandler` has shown that the thread is in such a call, because the
+thread sleeps then.
 """
 
 from __future__ import annotations
@@ -47,52 +48,52 @@ _NEEDS_ALL = {
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 }
-"""Calls that end on no rank before every rank of the group has made them."""
+"""Calls that return on no rank before every rank of the group has made them."""
 
 _NEEDS_THE_OTHER = _NEEDS_ALL | {"broadcast", "gather", "recv", "reduce", "scatter", "send"}
-"""In a group of two, whoever waits waits for the other."""
+"""Calls that wait for the other rank in a group of two."""
 
 _LANE = "torch group "
 
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A call in which the main thread waits."""
+    """A call of torch.distributed in which the main thread waits."""
 
     group: dist.ProcessGroup
     name: str
     number: int
-    """Which call on the group, as torch counts."""
+    """The number of the call on the group, as counted by torch."""
 
     @classmethod
     def latest(cls, group: dist.ProcessGroup, name: str) -> TorchCall | None:
-        """The call that was started last on `group`; None if its backend does not count."""
+        """Return the call that was started last on `group`; None if its backend does not count calls."""
         number = num_calls_started(group)
         return None if number is None else cls(group, name, number)
 
     def as_wait(self, *, blocks_rank: bool) -> Wait:
-        """What the peers are told of it."""
+        """Return the wait to publish to the peers."""
         words = f"torch.distributed.{self.name}"
         lane = _LANE + self.group.group_name
         return Wait(lane=lane, call=self.number, words=words, blocks_rank=blocks_rank, is_torchs=True)
 
     def end(self, error: SynclineError) -> None:
-        """Raise `error` in the main thread, inside of this call; do nothing if it is there no more."""
+        """Raise `error` in the main thread, inside this call; do nothing if the call has returned."""
         main = threading.main_thread().ident or 0
         if _call_of_frame(sys._current_frames().get(main)) != self:
             return
 
-        class Raised(type(error)):  # type: ignore[misc]  # what is raised is a class, called without arguments
+        class Raised(type(error)):  # type: ignore[misc]  # CPython needs a class that it calls without arguments
             def __new__(cls, *_: object) -> Any:
                 return error
 
-        # It is raised where Python goes on next: torch's functions pass exceptions through a handler in Python.
+        # CPython raises it at the next Python instruction: torch's functions have an exception handler in Python.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Raised))
         _close_connections(self.group)
 
 
 def call_in_dump(dump: str) -> TorchCall | None:
-    """The call of torch.distributed in which the main thread was when `dump` was written, and still is."""
+    """Return the call of torch.distributed that the main thread was in when `dump` was written, and is still in."""
     main = threading.main_thread().ident or 0
     path, name = innermost_in_dump(dump, main)
     if path != _FILE or name not in _NEEDS_THE_OTHER:
@@ -101,9 +102,9 @@ def call_in_dump(dump: str) -> TorchCall | None:
 
 
 def num_started(lanes: set[str]) -> dict[str, int]:
-    """How many calls this rank has started on groups of torch, by their lanes.
+    """Return the number of calls that this rank has started on groups of torch, by lane.
 
-    Nothing where another thread may start more of them: one in the user's code, or in torch.distributed.
+    The result is empty if another thread, in the user's code or in torch.distributed, may start more of them.
     """
     if any(
         _may_call(frame) for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
@@ -142,9 +143,10 @@ def _may_call(frame: FrameType | None) -> bool:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Close this process's connections of a Gloo group, whose waits end then: `abort` of the group ends none.
+    """Close this process's connections of a Gloo group, so that its waits end. The group's `abort` does not end them.
 
-    They are those with an end at an address that a rank has announced at the store when the group was made.
+    A connection belongs to the group if one end has an address that a rank announced in the store when the group was
+    created.
     """
     announced = b"".join(_announced(group))
     for file_descriptor in open_sockets():
@@ -169,7 +171,7 @@ def _announced(group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _as_announced(family: int, host: str, port: int) -> bytes:
-    """As the kernel's structure for an address begins, without what differs from one connection to the next."""
+    """Return the first bytes of the kernel's address structure, without the fields that vary between connections."""
     kind = int(family).to_bytes(2, sys.byteorder) + port.to_bytes(2, "big")
     address = socket.inet_pton(family, host)
     return kind + address if family == socket.AF_INET else kind + bytes(4) + address

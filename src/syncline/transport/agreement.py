@@ -1,11 +1,11 @@
-"""How a transaction on the main lane is opened: by one small record of the same size, whatever it is about.
+"""Agreement: a check that all ranks are about to make the same call, before any data is sent.
 
-So ranks that are at different places of the program (one averages a metric, another broadcasts a module) are told
-so, where an engine would see two sizes that do not fit (Gloo ends the process then).
+Each rank describes its call in lines of text. The ranks exchange one small record each, which contains a fingerprint of
+these lines and has the same size for every call. If the fingerprints differ, the ranks exchange the lines and raise an
+error that shows the difference.
 
-Do all ranks mean the same? One small record each when they do, a readable difference when they do not.
-
-What is agreed on is put into lines here; how the ranks compare them is `transport/agreement.py`.
+This detects ranks that are at different places of the program: one averages a metric, another broadcasts a module, for
+instance. Without it, an engine would only see two sizes that do not match, and Gloo would end the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "fingerprin
 
 
 PAYLOAD_BYTES = 72
-"""What a record has room for besides the fingerprint."""
+"""Size of the payload in a record."""
 
 _DIGEST_BYTES = 32
 
@@ -43,11 +43,11 @@ _ONE_THREAD = (
 )
 
 _TERMS = 1
-"""Of a record: what it is about is compared by the ranks, not by the engine."""
+"""The terms of a record's collective. They are constant, because the ranks compare the records themselves."""
 
 
 def fingerprint(title: str, lines: Sequence[str]) -> bytes:
-    """What ranks compare of a title and lines."""
+    """Return the hash of a title and lines that ranks compare."""
     return hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
 
 
@@ -62,27 +62,27 @@ def exchange(
     digest: bytes | None = None,
     refusal: str | None = None,
 ) -> list[bytes]:
-    """Agree, and gather a small payload in the same collective.
+    """Check that all ranks agree, and gather a small payload in the same collective.
 
     Args:
-        transport: between the ranks that have to agree.
-        title: what they have to agree on, or what they called.
+        transport: a transport between the ranks that have to agree.
+        title: the subject of the agreement, or the name of the call.
         lines: this rank's description.
         payload: up to 72 bytes.
-        fault: why this rank cannot go on. Its peers are waiting, so it takes part, and every rank raises.
-        remedy: what to do when they do not agree.
-        digest: the `fingerprint` of title and lines, where that was kept.
-        refusal: what a fault means, after the title. None: "refused, nothing was sent"; or "failed", where it is not
-            ours but comes from what was called (see `calling`).
+        fault: the error that stops this rank. Its peers are waiting, so it takes part, and every rank raises.
+        remedy: what to do if the ranks do not agree.
+        digest: the `fingerprint` of title and lines, if the caller has kept it.
+        refusal: the meaning of a fault, shown after the title. None stands for "refused, nothing was sent", or for
+            "failed" if the fault is not ours but comes from a function that was called (see `calling`).
 
     Returns:
-        Every rank's payload in rank order, filled up with zeros to 72 bytes.
+        Every rank's payload in rank order, padded with zeros to 72 bytes.
 
     Raises:
-        CollectiveMismatch: the ranks gave different titles: they are at different places of the program.
+        CollectiveMismatch: the ranks gave different titles, so they are at different places of the program.
         ContractMismatch: the lines differ.
-        TypeError, ValueError, SynclineError: some ranks gave a fault: its class, or SynclineError where that is
-            neither of the others. In any case the same text on every rank.
+        TypeError, ValueError, SynclineError: some ranks gave a fault. The class is the fault's, or SynclineError if it
+            is neither of the other two. The text is the same on every rank.
     """
     assert len(payload) <= PAYLOAD_BYTES
     if transport.turn.caller:
@@ -97,7 +97,7 @@ def exchange(
     try:
         try:
             records = _gathered(transport, record)
-        except Disagreement:  # a rank called something else, which it repeats in this form now
+        except Disagreement:  # a rank made another call with terms, and repeats it as a record now
             records = _gathered(transport, record)
     finally:
         transport.board.opening = before
@@ -124,7 +124,7 @@ def _tell(
     remedy: str,
     refusal: str | None,
 ) -> NoReturn:
-    """Exchange everything, and raise the same on every rank."""
+    """Exchange the full descriptions, and raise the same error on every rank."""
     reason = None if fault is None else [type(fault).__name__, str(fault), called_in(fault)]
     place = Place.of(transport.board, code=user_code(sys._getframe()))
     mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()
@@ -148,17 +148,17 @@ def _tell(
 def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:
     """Check that every rank gives the same lines; a collective call that blocks.
 
-    One all_gather of 105 bytes a rank when they do. Only if they do not are the lines themselves exchanged.
+    This takes one all_gather of 105 bytes per rank if the lines are equal. The lines are exchanged only if they differ.
 
     Args:
-        transport: between the ranks that have to agree.
-        title: what they have to agree on; it is part of what is compared.
-        lines: this rank's description, a line an entry (see `describe_difference`).
-        remedy: what to do when they do not agree; the last line of the error.
+        transport: a transport between the ranks that have to agree.
+        title: the subject of the agreement; it is compared as well.
+        lines: this rank's description, one line per entry (see `describe_difference`).
+        remedy: what to do if the ranks do not agree; the last line of the error.
 
     Raises:
-        ContractMismatch: the lines differ; the same text on every rank.
-        CollectiveMismatch: the titles differ: the ranks are at different places of the program.
+        ContractMismatch: the lines differ. The text is the same on every rank.
+        CollectiveMismatch: the titles differ, so the ranks are at different places of the program.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -170,10 +170,10 @@ def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str
 
 
 def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
-    """Every rank's `row` in rank order, on the CPU; a collective call that blocks.
+    """Return every rank's `row` in rank order, on the CPU; a collective call that blocks.
 
     Args:
-        row: (numel,), on the CPU, with as many elements of one dtype on all ranks.
+        row: (numel,), on the CPU, with the same number of elements and the same dtype on all ranks.
     """
     if transport.size == 1 or not row.numel():
         return [row] * transport.size
@@ -186,13 +186,13 @@ def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
 def describe_tensors(
     named: Iterable[tuple[str, Tensor]], kind: str = "parameter", *, layout: bool = True
 ) -> list[str]:
-    """One line a tensor, for `agree`.
+    """Return one line per tensor, for `agree`.
 
     Args:
         named: names and tensors.
-        kind: what they are, the first word of each line.
-        layout: whether strides and requires_grad are part of the description. (They need not be equal where
-            only values are sent.)
+        kind: the kind of tensor, the first word of each line.
+        layout: whether strides and requires_grad are part of the description. (They need not be equal if only values
+            are sent.)
 
     Example:
         >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
@@ -210,7 +210,10 @@ def describe_tensors(
 
 
 class _DeviceLabels(dict[torch.device, str]):
-    """Devices in words that ranks can share: rank 1's cuda:1 is rank 0's cuda:0. In the order in which they are met."""
+    """Names of devices that are comparable between ranks: rank 1's cuda:1 is rank 0's cuda:0.
+
+    Devices of one type are numbered in the order of their first use.
+    """
 
     def __missing__(self, device: torch.device) -> str:
         nth = 1 + sum(known.type == device.type for known in self)

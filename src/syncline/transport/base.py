@@ -1,13 +1,13 @@
-"""The transport contract: seven operations on flat tensors, each returning a `Work`.
+"""The transport contract: operations on flat tensors, each of which returns a `Work`.
 
-A strategy, a bucket or a verb never knows which engine it runs on. An engine implements the `_start_*`
-methods; the public methods here check the arguments, count what is moved and measure what is waited for,
-the same for every engine, and are final.
+Strategies, buckets and verbs do not depend on the engine. An engine implements the `_start_*` methods. The public
+methods here are final and the same for every engine: they check the arguments, count the bytes and measure the time
+spent waiting.
 
-Ranks are those of the transport's own group, 0 to `size - 1`. All tensors are dense and contiguous; they
-belong to the transport from the call until `Work.wait` has returned. Operations of one transport must be
-started in the same order on all ranks; they may be waited for in any order. Kinds of talk whose order differs
-from rank to rank, or whose sizes must never meet, take a lane each.
+Ranks are numbered within the transport's own group, from 0 to `size - 1`. All tensors are dense and contiguous. They
+belong to the transport from the call until `Work.wait` has returned. All ranks must start the operations of one
+transport in the same order; they may wait for them in any order. Calls whose order differs from rank to rank, or whose
+sizes must never be mixed up, each need a lane of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 
-# What every engine reduces, and by which operations; everything else can be moved, but not reduced.
+# The dtypes and operations that every engine can reduce. Other dtypes can be moved, but not reduced.
 _REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -59,18 +59,18 @@ _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
 
 
 def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """By what tensors of a dtype can be reduced, on every engine; by nothing, if it is empty."""
+    """Return the operations by which every engine can reduce tensors of a dtype; empty if there are none."""
     return _REDUCIBLE.get(dtype, ())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What a transport has done since it was made, on this rank."""
+    """Counts of a transport's operations, bytes and waiting time on this rank, since the transport was created."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
-    """Operations started, by name; `all_gather_bytes` counts as the collectives it consists of."""
+    """Number of operations started, by name. `all_gather_bytes` counts as the collectives that it consists of."""
     payload_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the tensors handed in, by operation (not what an algorithm makes of them on the wire)."""
+    """Bytes of the tensors passed in, by operation. (The bytes that an algorithm sends may differ.)"""
     waited_seconds: float = 0.0
     """Time spent blocked in `Work.wait`."""
 
@@ -83,12 +83,12 @@ class Statistics:
         return sum(self.payload_bytes.values())
 
     def sent_bytes(self, num_ranks: int) -> float:
-        """Bytes that this rank has sent, by the usual algorithms: see `plan.cost.sent_bytes`."""
+        """Return the bytes that this rank has sent if the usual algorithms were used; see `cost.sent_bytes`."""
         sizes = self.payload_bytes.items()
         return sum(sent_bytes(operation, num_bytes, num_ranks) for operation, num_bytes in sizes)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """What happened between `earlier` and this."""
+        """Return the statistics of the time between `earlier` and this."""
 
         def minus(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
             return {name: n for name in now if (n := now[name] - then.get(name, 0))}
@@ -102,7 +102,7 @@ class Statistics:
 
 
 class _Counts:
-    """What `Statistics` is made of; the lanes of one transport count together."""
+    """The counters behind `Statistics`. All lanes of one transport use the same object."""
 
     __slots__ = ("num_calls", "payload_bytes", "waited_seconds")
 
@@ -113,13 +113,13 @@ class _Counts:
 
 
 class Disagreement(CollectiveMismatch):
-    """The ranks met in calls with different terms. Nothing was written, and the transport can still be used."""
+    """An error for ranks whose calls have different terms. Nothing was written, and the transport remains usable."""
 
 
 class Work(ABC):
-    """One operation under way. Keep it until it has been waited for.
+    """One operation under way. Keep the object until `wait` has returned.
 
-    An error in `wait` is the end of the transport: every later operation on it raises as well.
+    An error in `wait` ends the transport: every later operation on it raises as well. `Disagreement` is the exception.
     """
 
     @abstractmethod
@@ -132,18 +132,18 @@ class Work(ABC):
         Raises:
             CollectiveTimeout: a rank did not arrive in time.
             PeerLost: a rank's process or connection is gone.
-            PeerFailed: a rank ended by an exception of its own.
-            CollectiveMismatch: the ranks met with different operations or sizes.
-            Disagreement: they did, or their terms differ, and all calls had terms.
+            PeerFailed: another rank raised an exception.
+            CollectiveMismatch: the ranks called different operations, or sizes differ.
+            Disagreement: operations, sizes or terms differ, and all calls had terms.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Never blocks, never raises."""
+        """Return whether `wait` would return or raise at once. Never blocks, never raises."""
 
 
 class _DoneWork(Work):
-    """An operation that was finished when it was started (a group of one rank)."""
+    """An operation that was complete when it was started, for instance in a group of one rank."""
 
     __slots__ = ()
 
@@ -158,7 +158,7 @@ DONE: Work = _DoneWork()
 
 
 class _ThenCopyWork(Work):
-    """Ends with a copy of the result to where it was asked for."""
+    """An operation that copies its result to the target at the end."""
 
     __slots__ = ("_inner", "_part", "_target")
 
@@ -178,7 +178,7 @@ class _ThenCopyWork(Work):
 
 
 class _MeasuredWork(Work):
-    """Adds the time spent in `wait` to the transport's statistics."""
+    """An operation that adds the time spent in `wait` to the transport's statistics."""
 
     __slots__ = ("_counts", "_inner")
 
@@ -198,7 +198,7 @@ class _MeasuredWork(Work):
 
 
 def unknown_op(op: object) -> ValueError:
-    """What to raise where `op` is none of ours; one of torch's is told its name here.
+    """Return the error for an unknown `op`. For an operation of torch, the text contains our name for it.
 
     Example:
         >>> unknown_op("median").args[0][:26], unknown_op(torch.distributed.ReduceOp.AVG).args[0][-28:]
@@ -213,27 +213,27 @@ def unknown_op(op: object) -> ValueError:
 
 
 class Team(NamedTuple):
-    """Ranks that together have all of what is sharded, once. There may be several, which then have the same."""
+    """A set of ranks that together hold every shard exactly once. Each of several teams holds a full copy."""
 
     members: tuple[int, ...]
-    """The ranks of the first team: told the same on all ranks, so all of them can ask these for the whole."""
+    """The ranks of the first team. It is the same on all ranks, so that all of them can get the shards from there."""
     position: int
-    """Where this rank stands in its own team."""
+    """This rank's index in its own team."""
 
     @property
     def size(self) -> int:
-        """How many ranks a team has."""
+        """Number of ranks in a team."""
         return len(self.members)
 
 
 class Transport(ABC):
-    """Moves flat tensors between the ranks of one group.
+    """The base class of engines, which move flat tensors between the ranks of one group.
 
     Args:
         rank: this rank, 0 to `size - 1`.
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        board: where this rank is, for a part of another transport; None for a new one.
+        board: the board of the transport that this is a part of; None for a new board.
     """
 
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
@@ -245,53 +245,53 @@ class Transport(ABC):
         self.size = size
         self.timeout_seconds = timeout_seconds
         self.board = Board() if board is None else board
-        """Where this rank is, told by whoever uses the transport; one object for all its lanes and parts."""
+        """Where this rank is. The user of the transport writes it. All lanes and parts use the same object."""
         self.turn = Turn()
-        """Held by a thread for as long as what it calls takes several operations."""
+        """A lock that a thread holds while its call runs several operations."""
         self._counts = _Counts()
         self._common_lanes: dict[str, Transport] = {}
 
     def __copy__(self) -> Self:
-        """For a lane: what it does not have in common is its turn."""
+        """Return a copy for a lane. It uses the same objects, except for a turn of its own."""
         lane = object.__new__(type(self))
         lane.__dict__.update(self.__dict__)
         lane.turn = self.turn.again()
         return lane
 
-    # ------------------------------------------------------------------ what users of a transport call
+    # ------------------------------------------------------------------ operations for users of a transport
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, terms: int = 0) -> Work:
         """Reduce `tensor` over all ranks, in place; every rank ends with the same bits.
 
-        "mean" of integers is refused (its rounding would be an engine's choice).
+        "mean" of integers is refused, because its rounding would depend on the engine.
 
         Args:
             tensor: the same number of elements on all ranks.
-            op: how.
-            terms: for ranks that have not agreed on this call yet: a number other than 0 that must be the same on all.
-                Where all calls that meet have terms, and calls or terms differ, every rank's `Work.wait` raises
-                `Disagreement`, and the transport can still be used. An engine that does not see calls ignores it.
+            op: the reduction.
+            terms: a number other than 0 that must be the same on all ranks, for ranks that have not agreed on this
+                call yet. If all calls that meet have terms, and the calls or terms differ, every rank's `Work.wait`
+                raises `Disagreement`, and the transport can still be used. An engine whose `sees_calls` is False
+                ignores it.
         """
         self._check_reduction(op, tensor)
         return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op, terms))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce `input` (size * n elements); rank r ends with the r-th n elements in `output`."""
+        """Reduce `input` (size * n elements) over all ranks, and write the r-th n elements to `output` on rank r."""
         self._check_reduction(op, input)
         self._check_parts("reduce_scatter", whole=input, part=output)
         return self._started("reduce_scatter", input, self._start_reduce_scatter(output, input, op))
 
     def reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp = "sum") -> Work:
-        """Reduce `tensor` over all ranks so that member p of each team ends with its elements `bounds[p]` to
-        `bounds[p + 1]`, in place.
+        """Reduce `tensor` over all ranks, in place; member p of each team gets elements `bounds[p]` to `bounds[p + 1]`.
 
-        The rest of the tensor is undefined afterwards: it is what another rank has, or what it was.
+        The rest of the tensor is undefined afterwards: either reduced, as on another rank, or unchanged.
 
         Args:
-            tensor: flat, with as many elements on all ranks.
-            bounds: offsets that do not decrease, from 0 to the number of elements, one more than a team has members
-                (see `team`: as a rule the team is all ranks); the same on all ranks.
-            op: how.
+            tensor: flat, with the same number of elements on all ranks.
+            bounds: offsets that do not decrease, from 0 to the number of elements, the same on all ranks. There is one
+                more than a team has members (see `team`; usually the team is all ranks).
+            op: the reduction.
         """
         self._check_reduction(op, tensor)
         num_spans = self.team(tensor.device).size
@@ -315,7 +315,7 @@ class Transport(ABC):
         return self._started("all_gather", output, self._start_all_gather(output, input, terms))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        """Copy rank `src`'s `tensor` into every other rank's."""
+        """Copy rank `src`'s `tensor` into the `tensor` of every other rank."""
         self._check_rank("src", src)
         self._check_flat(tensor)
         return self._started("broadcast", tensor, self._start_broadcast(tensor, src))
@@ -327,17 +327,17 @@ class Transport(ABC):
         return self._started("send", tensor, self._start_send(tensor, dst))
 
     def recv(self, tensor: Tensor, src: int) -> Work:
-        """Receive into `tensor` what rank `src` sends; shape and dtype must be the sender's."""
+        """Receive a tensor of rank `src` into `tensor`; shape and dtype must be the sender's."""
         self._check_peer("src", src)
         self._check_flat(tensor)
         return self._started("recv", tensor, self._start_recv(tensor, src))
 
     def barrier(self) -> Work:
-        """Done when every rank has called it."""
+        """Start a barrier, which is complete when every rank has called it."""
         return self._started("barrier", None, self._start_barrier())
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload` (lengths may differ), in rank order. Blocks; for control data."""
+        """Return every rank's `payload` (lengths may differ), in rank order. Blocks. Meant for control data."""
         if self.size == 1:
             return [payload]
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.control_device)
@@ -356,7 +356,7 @@ class Transport(ABC):
         return [rows[r * widest : r * widest + num_bytes[r]] for r in range(self.size)]
 
     def statistics(self) -> Statistics:
-        """What was moved and waited for so far, on this rank, on all lanes together."""
+        """Return the statistics of this rank so far, over all lanes."""
         counts = self._counts
         return Statistics(
             num_calls=dict(counts.num_calls),
@@ -365,94 +365,99 @@ class Transport(ABC):
         )
 
     def lane(self, purpose: str) -> Transport:
-        """A sibling among the same ranks for one kind of talk; here this transport itself.
+        """Return a transport between the same ranks for one purpose; by default this transport itself.
 
-        Where an engine mixes up calls that meet on one connection and differ, a lane has a connection of its own:
-        calls on different lanes need no common order and never meet. Lanes share failure, board, timeout and
-        statistics: when one breaks, all are broken. Closing a lane ends that lane only; closing the transport
+        If an engine mixes up different calls on one connection, a lane has a connection of its own. Calls on different
+        lanes then need no common order and are never matched with each other. Lanes have failure, board, timeout and
+        statistics in common: when one breaks, all are broken. Closing a lane ends that lane only; closing the transport
         closes its lanes.
 
         A collective call: every rank must make it, with the same purpose.
 
         Args:
-            purpose: what is said there, a word or two for messages: "gradients".
+            purpose: one or two words for messages, such as "gradients".
         """
         return self
 
     def common_lane(self, purpose: str) -> Transport:
-        """The lane that all who name `purpose` share; a collective call for the first of them."""
+        """Return the lane that all callers with the same `purpose` use; the first call for a purpose is collective."""
         if purpose not in self._common_lanes:
             self._common_lanes[purpose] = self.lane(purpose)
         return self._common_lanes[purpose]
 
     @property
     def sees_calls(self) -> bool:
-        """Whether ranks that call different things are told so, instead of being mixed up."""
+        """Whether the engine detects different calls, instead of mixing them up."""
         return False
 
     def rounds_once(self, device: torch.device) -> bool:
-        """Whether 16-bit floats on a device are added up in fp32 and rounded once; the same on all ranks."""
+        """Return whether 16-bit floats on a device are summed in fp32 and rounded once; the same on all ranks."""
         return False
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether `allocate` gives memory that is worth to be moved to."""
+        """Whether it is worth moving tensors to memory that `allocate` returns."""
         return False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor of zeros that this engine reduces best: in place where it can, without copying it first.
+        """Return a flat tensor of zeros that this engine reduces fastest: in place if possible, without a first copy.
 
         A collective call: every rank must make it, with the same arguments. Pass the tensor itself to an operation,
-        not a view of it; it can be used by all lanes of this transport.
+        not a view of it. All lanes of this transport can use it.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        """The first elements of what `allocate` gave, to be reduced as well as all of it; the same on all ranks."""
+        """Return the first `numel` elements of a tensor from `allocate`, which are reduced as fast as the whole.
+
+        `numel` must be the same on all ranks.
+        """
         return tensor[:numel]
 
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """One flat tensor of zeros for a team: what one of its members writes, all see. None: this engine cannot.
+        """Return one flat tensor of zeros in shared memory, the same for all members of a team.
 
-        A collective call: every rank must make it, with the same arguments, and all get None or none does. Who writes
-        when is the callers' affair: `barrier` is what they have.
+        All members see what one of them writes. The result is None on all ranks if this engine has no shared memory.
+        The callers must order their writes themselves, by `barrier`.
+
+        A collective call: every rank must make it, with the same arguments.
         """
         return None
 
     def team(self, device: torch.device) -> Team:
-        """Among whom sharded state is divided: all ranks, unless each of several hosts has a copy of its own."""
+        """Return the team that divides sharded state: all ranks, unless each of several hosts holds its own copy."""
         return Team(tuple(range(self.size)), self.rank)
 
-    # ------------------------------------------------------------------ what an engine implements
+    # ------------------------------------------------------------------ methods that an engine implements
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The engine in a user's words, for the contract: "gloo", "threads", ..."""
+        """The engine's name for the contract: "gloo", "threads", ..."""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """torch's process group of the same ranks; None where there is none."""
+        """torch's process group of the same ranks; None if there is none."""
         return None
 
     @property
     def control_device(self) -> torch.device:
-        """Where `all_gather_bytes` puts its tensors: a device that this engine can send from."""
+        """The device of the tensors of `all_gather_bytes`: a device that this engine can send from."""
         return torch.device("cpu")
 
     def sending_device(self, device: torch.device) -> torch.device:
-        """From where to send what is on `device`: from there, unless that is the CPU and the engine cannot (NCCL)."""
+        """Return the device to send tensors of `device` from: `device`, or `control_device` for tensors on the CPU."""
         return self.control_device if device.type == "cpu" else device
 
     @abstractmethod
     def split(self, color: int | None) -> Transport | None:
-        """A transport among the ranks that gave the same `color`, in rank order; None gives None.
+        """Return a transport between the ranks that gave the same `color`, in rank order; None if `color` is None.
 
         A collective call: every rank must make it.
         """
 
-    def leave(self) -> None:  # noqa: B027  (an engine without peers has nobody to tell)
-        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+    def leave(self) -> None:  # noqa: B027  (an engine without peers has nothing to do)
+        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -460,7 +465,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the transport owns. Not a collective; safe to call twice."""
+        """Release the transport's resources. Not a collective; safe to call twice."""
 
     @abstractmethod
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work: ...
@@ -469,12 +474,12 @@ class Transport(ABC):
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work: ...
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
-        """For engines without one of their own: a reduce_scatter where the spans are equal, else an all_reduce."""
+        """Start a reduce_scatter if the spans are equal, else an all_reduce; engines may override this."""
         each, rest = divmod(tensor.numel(), self.size)
         if rest or any(bounds[rank] != rank * each for rank in range(self.size)):
             return self._start_all_reduce(tensor, op)
         flat = tensor.detach().view(-1)
-        # Not into the tensor itself: engines may read it until the end.
+        # The result cannot be written into the tensor itself, because engines may read the tensor until the end.
         part = torch.empty(each, dtype=tensor.dtype, device=tensor.device)
         work = self._start_reduce_scatter(part, flat, op)
         return _ThenCopyWork(work, flat[self.rank * each : (self.rank + 1) * each], part)

@@ -1,12 +1,13 @@
-"""Any torch.distributed process group as a transport: Gloo, NCCL, MPI, UCC, or one backend for each device.
+"""Any torch.distributed process group as a transport: Gloo, NCCL, MPI, UCC, or one backend per device.
 
-The process group's methods are called directly: `torch.distributed.all_reduce` and its like add 3 to 50 us of
-checks for each call, depending on the version of torch, and this is the training step's hot path.
+The process group's methods are called directly, because this is the hot path of the training step:
+`torch.distributed.all_reduce` and similar functions add 3 to 50 us of checks per call, depending on the version of
+torch.
 
-What differs from backend to backend is evened out here, and in `wire.py`. MPI has no mean.
+This file and `wire_types.py` hide the differences between backends. MPI, for instance, has no mean.
 
-Gloo cannot tell ranks that they called different things: sizes that do not fit end the *process* there
-("terminate called ... EnforceNotMet"), and its peers raise `PeerLost`. So agree on sizes first.
+Gloo does not report different calls: if sizes do not match, it ends the *process* ("terminate called ...
+EnforceNotMet"), and its peers raise `PeerLost`. So the ranks have to agree on sizes first.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _FALLBACK_TIMEOUT_SECONDS = 1800.0
 _DESTROY_SECONDS = 1.0
 
 _SPLIT = struct.Struct("<?q8s")
-"""What a rank says at a split: whether it takes part, its color, a random number that may name the group."""
+"""A rank's record for a split: whether it takes part, its color, and a random number that may name the group."""
 
 
 class C10dTransport(Transport):
@@ -77,7 +78,7 @@ class C10dTransport(Transport):
         group: the group; None means the default group.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`; None means the
             group's own timeout.
-        board: where this rank is, for a part of another transport; None for a new one.
+        board: the board of the transport that this is a part of; None for a new board.
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not in the group.
@@ -112,7 +113,7 @@ class C10dTransport(Transport):
         if timeout_seconds is None:
             timeout_seconds = _group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
-        self._group: Any = group  # Any: None once closed, when nothing is started any more
+        self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self.own_lane = Lane(MAIN_LANE, group)
         self._lanes: list[C10dTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
@@ -135,7 +136,7 @@ class C10dTransport(Transport):
             publisher().add(self.health)
 
     def _make_options(self) -> None:
-        """Prebuilt, for the hot path; Gloo's own deadline for an operation follows the transport's."""
+        """Build the options of all calls in advance, for the hot path. Gloo's own timeout is set to the transport's."""
         timeout = timedelta(seconds=self.timeout_seconds)
         self._all_reduce_options = {}
         self._reduce_scatter_options = {}
@@ -174,16 +175,16 @@ class C10dTransport(Transport):
 
     @property
     def other_devices(self) -> dict[str, str]:
-        """Backend by device type, of those that may be used besides the CPU here."""
+        """Backend by device type, for the devices that can be used here besides the CPU."""
         others = {device: backend for device, backend in self._backends.items() if device != "cpu"}
-        if set(self._backends.values()) == {"gloo"}:  # which claims every type of device there is
+        if set(self._backends.values()) == {"gloo"}:  # Gloo registers for every type of device
             present = torch.accelerator.current_accelerator(check_available=True)
             others = {device: "gloo" for device in others if present is not None and device == present.type}
         return others
 
     @property
     def is_gloo_on_cpu(self) -> bool:
-        """Whether tensors on the CPU travel by Gloo."""
+        """Whether Gloo sends the tensors on the CPU."""
         return self._backends.get("cpu") == "gloo"
 
     @property
@@ -290,7 +291,10 @@ class C10dTransport(Transport):
     # ------------------------------------------------------------------ lanes and groups
 
     def lane(self, purpose: str) -> Transport:
-        """Where all is Gloo, a process group of its own; NCCL and MPI tell calls apart, or report them, themselves."""
+        """Return a lane with a process group of its own if all backends are Gloo, else this transport.
+
+        NCCL and MPI distinguish different calls, or report them, themselves.
+        """
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
@@ -301,19 +305,20 @@ class C10dTransport(Transport):
         lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
         self.health.lanes.append(lane.own_lane)
         self._lanes.append(lane)
-        lane._start_barrier().wait()  # a rank that closed it at once would cut off others that still connect
+        lane._start_barrier().wait()  # a rank that closes the lane at once would disconnect ranks that still connect
         lane.forget_addresses()
         return lane
 
     def lane_among(self, ranks: list[int], name: str, token: bytes) -> C10dTransport:
-        """A lane between some of the ranks, made by these alone: by Gloo, for tensors on the CPU.
+        """Create a Gloo lane between some of the ranks, for tensors on the CPU; only these ranks make the call.
 
-        They are numbered from 0 there, but errors speak of the whole group. Nobody may close it before all have it.
+        The ranks are numbered from 0 on the lane, but errors use the numbers of the whole group. No rank may close the
+        lane before all of them have created it.
 
         Args:
-            ranks: who takes part, this rank among them.
-            name: of the lane, for messages.
-            token: eight random bytes, the same on all of them.
+            ranks: the ranks that take part, including this one.
+            name: the lane's name, for messages.
+            token: eight random bytes, the same on all of these ranks.
         """
         lane = copy(self)
         lane._group, lane._owns_group = self._new_group(ranks, _group_name(token), backend="gloo"), True
@@ -355,17 +360,17 @@ class C10dTransport(Transport):
         return part
 
     def _new_group(self, ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
-        """A process group of some of this group's ranks, made by its members alone.
+        """Create a process group of some of this group's ranks; only its members make the call.
 
-        torch.distributed.new_group(use_local_synchronization=True) is meant for this, but names a group by
-        how many groups a rank has been in: ranks with unequal pasts wait for each other in vain, and the
-        group that follows a destroyed one finds its old addresses in the store.
+        torch.distributed.new_group(use_local_synchronization=True) is meant for this, but derives a group's name from
+        the number of groups that a rank has been in. Ranks that have been in different numbers of groups would wait
+        for each other in vain, and a group created after a destroyed one would find the old addresses in the store.
         """
         global_ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
         if backend is None:
             backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
         if set(self._backends.values()) == {"gloo"}:
-            backend = "gloo"  # one for all devices: a group without a default is warned about at its end
+            backend = "gloo"  # one for all devices, because torch warns about a group without a default
         try:
             group = new_group_of(
                 global_ranks,
@@ -384,20 +389,20 @@ class C10dTransport(Transport):
         return group
 
     def forget_addresses(self) -> None:
-        """Delete from the store what only served to connect. All ranks of the group must be connected."""
+        """Delete the addresses used to connect from the store. All ranks of the group must be connected."""
         for device in self._backends:
-            with contextlib.suppress(RuntimeError):  # not every store can
+            with contextlib.suppress(RuntimeError):  # not every store can delete keys
                 self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")
 
     def abort(self, reason: str) -> None:
         self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def leave(self) -> None:
-        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
         self.health.leave()
 
     def close(self) -> None:
-        group, self._group = self._group, None  # a Gloo group that is held on to keeps its threads to the end
+        group, self._group = self._group, None  # a referenced Gloo group keeps its threads
         if self.own_lane.name == MAIN_LANE:
             self.health.close()
             for lane in list(self._lanes):
@@ -412,14 +417,14 @@ class C10dTransport(Transport):
             _destroy(groups)
 
 
-# ---------------------------------------------------------------------- what a group is made of
+# ---------------------------------------------------------------------- process groups
 
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy a group of ours, of which the caller keeps no reference.
+    """Destroy a group that we created and to which the caller keeps no reference.
 
-    Its destructor waits for operations under way, so for ranks that perhaps never join them: not on this thread, which
-    may be one that only frees a wrapper.
+    The group's destructor waits for operations under way, and so for ranks that may never join them. It runs on another
+    thread, because this thread may only be freeing a wrapper.
     """
 
     def destroy() -> None:
@@ -437,7 +442,7 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
 
 
 def _group_name(token: bytes) -> str:
-    """By the random number of its first member: a store remembers names."""
+    """Return a group's name, from the random number of its first member. A random name avoids old keys in the store."""
     return f"syncline-{token[:8].hex()}"
 
 
@@ -446,7 +451,7 @@ def _group_timeout_seconds(group: dist.ProcessGroup) -> float:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Backend by device type, for instance {"cpu": "gloo", "cuda": "nccl"}."""
+    """Return the backends by device type, for instance {"cpu": "gloo", "cuda": "nccl"}."""
     config = str(dist.get_backend_config(group))
     return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
 

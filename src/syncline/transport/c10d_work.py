@@ -1,7 +1,7 @@
-"""An operation of a torch.distributed process group: how it is waited for, and its errors in our words.
+"""Operations of torch.distributed process groups: waiting, and conversion of the backend's errors.
 
-A `wait` on the CPU looks up from time to time (see `watched_work`). On a GPU `wait` orders the current stream after
-the operation, as torch does, and errors come from the backend's own watchdog, unless a timeout is given.
+On the CPU, `wait` checks for failures from time to time (see `watched_work`). On a GPU, `wait` orders the current
+stream after the operation, as in torch. Errors then come from the backend's own watchdog, unless a timeout is given.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
 class C10dWork(WatchedWork):
-    """One operation, under way once `start` was called."""
+    """One operation of a process group, under way once `start` was called."""
 
     __slots__ = ("_finish", "_work")
 
     def start(self, start: Callable[[], Any], finish: Callable[[], object] | None) -> None:
-        """Call the backend by `start`; `finish` is what is left to do when it is done.
+        """Call the backend by `start`; `wait` calls `finish` once the operation is done.
 
-        A backend's work remembers the thread's state at the call. During a backward torch keeps a Python object
-        there, and whoever drops the last reference to it needs the interpreter: a thread of the backend that does
-        so while Python shuts down aborts the process ("terminate called without an active exception"), long after
-        the work is done. So the object stays out of the work.
+        A backend's work keeps the thread's state at the call. During a backward, this state contains a Python object.
+        The thread that drops the last reference to the object needs the interpreter. If a thread of the backend does
+        so while Python shuts down, it aborts the process ("terminate called without an active exception"), long after
+        the work is done. So the call runs without that object.
         """
         self._finish = finish
         self._work: Any = None
@@ -58,8 +58,8 @@ class C10dWork(WatchedWork):
         except SynclineError:
             raise
         except RuntimeError as error:
-            # All that the backend said is in the text: its own traceback, one line of torch, would only be in the
-            # way of the user's. A debugger finds the error in `__context__`.
+            # The text contains the backend's message. Its traceback is one line of torch and would only hide the
+            # user's own traceback. A debugger finds the error in `__context__`.
             raise self._health.broken_by(error, self) from None
         if self._finish is not None:
             self._finish()
@@ -69,7 +69,7 @@ class C10dWork(WatchedWork):
         return self._work is None or self._work.is_completed()
 
     def _has_succeeded(self) -> bool:
-        # A backend has threads of its own: what a peer sent before it failed may still be on its way.
+        # A backend has threads of its own: data that a peer sent before it failed may still arrive.
         work = self._work
         try:
             if work is not None:
@@ -90,19 +90,19 @@ class C10dWork(WatchedWork):
         except RuntimeError:
             pass
         if work.is_completed():
-            work.wait()  # it ended just now, or says once more what went wrong
+            work.wait()  # returns if the work ended just now, else raises its error again
             return True
         return False
 
 
 class CallOfTorch(C10dWork):
-    """A collective that torch itself started on a process group. Waiting for it raises the same errors as for ours.
+    """A collective that torch itself started on a process group. Its `wait` raises the same errors as our operations.
 
     Args:
-        transport: over the same ranks.
-        group: torch's.
-        name: of the call, for messages.
-        work: what torch gave; None where it waits itself.
+        transport: a transport between the same ranks.
+        group: the process group of torch.
+        name: the call's name, for messages.
+        work: the work that torch returned; None if torch waits itself.
     """
 
     __slots__ = ("_call",)
@@ -119,23 +119,23 @@ class CallOfTorch(C10dWork):
         return replace(self._call.as_wait(blocks_rank=blocks_rank), number=number)
 
     def named(self, error: RuntimeError) -> RuntimeError:
-        """What the backend raised in it, in our words; any other error as it is."""
+        """Return our error for an error of the backend; return any other error unchanged."""
         if isinstance(error, SynclineError) or not is_of_backend(error):
             return error
         return self._health.broken_by(error, self)
 
 
 def _at_least_a_millisecond(seconds: float) -> timedelta:
-    """For torch rounds down to those, and takes 0 as no limit."""
+    """Return a duration of at least 1 ms, because torch rounds down to milliseconds and treats 0 as no limit."""
     return timedelta(seconds=max(seconds, 0.001))
 
 
 class MessageWork:
-    """A message on the CPU, waited for by a thread of its own.
+    """A message on the CPU, with a thread that waits for it.
 
-    Gloo ends all its connections when the wait for a message times out, and a message does not complete
-    unless somebody waits for it. A thread that waits for as long as the transport allows leaves us free to
-    look, and to give up.
+    Gloo closes all its connections when the wait for a message times out, and a message completes only while a thread
+    waits for it. So a separate thread waits for as long as the transport's timeout, and the caller can check for
+    failures and give up earlier.
 
     Args:
         work: the backend's work.
@@ -150,14 +150,14 @@ class MessageWork:
         threading.Thread(target=self._run, name="syncline message", daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """As a torch work's."""
+        """Wait like a work of torch."""
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """As a torch work's, but true."""
+        """Return whether the message is complete. (A Gloo work's own answer is not reliable.)"""
         return self._ended.is_set()
 
     def _run(self) -> None:

@@ -1,8 +1,8 @@
-"""Which thread of a rank may use a transport now, and how the ranks find out that it is not the same on all.
+"""A lock that lets one thread of a rank use a transport at a time, and the thread's name for comparison between ranks.
 
-A call that consists of several collectives is one thread's from beginning to end. That alone does not keep threads
-apart: on one rank this thread may be first, on another that one, and each would get the other's values. So who calls
-is compared as well, where it is not the main thread.
+A thread holds the lock for a whole call, which may consist of several collectives. The lock alone is not enough: the
+threads may take it in different orders on different ranks, and each would get the other's values. So the ranks compare
+the calling thread as well, unless it is the main thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class Turn:
-    """Held by the thread that is at it; a context manager that a thread may enter again.
+    """A reentrant lock for calls of a transport, used as a context manager.
 
     Args:
-        first_is_main: the first thread to come is a rank's main thread, whatever it is to its process.
+        first_is_main: whether the first thread to enter counts as the rank's main thread, instead of the main thread
+            of the process.
     """
 
     def __init__(self, *, first_is_main: bool = False) -> None:
         self.caller = ""
-        """The thread that is at it, in words that are the same on all ranks; empty for the main thread, and where
-        nobody is."""
+        """A name of the thread that holds the lock, the same on all ranks; empty for the main thread, and if no thread
+        holds the lock."""
         self._lock = threading.RLock()
         self._depth = 0
         self._first_is_main = first_is_main
@@ -38,7 +39,7 @@ class Turn:
         self._num_named: Counter[str] = Counter()
 
     def again(self) -> Turn:
-        """A new one of the same kind."""
+        """Return a new lock with the same setting."""
         return Turn(first_is_main=self._first_is_main)
 
     def __enter__(self) -> None:
@@ -65,11 +66,11 @@ class Turn:
         return self._names[thread]
 
     def _name_all_like(self, thread: threading.Thread) -> None:
-        """Number the threads of a name in the order in which they were started; no number is given twice."""
+        """Number the threads with the same name in the order of their start; no number is used twice."""
         stem = _NUMBERS.sub("", thread.name)
         for other in threading.enumerate():
             if other not in self._names and _NUMBERS.sub("", other.name) == stem:
                 self._num_named[stem] += 1
                 name = f"{stem!r}, number {self._num_named[stem]} of that name"
-                # "Dummy-" is none of Python's own: it runs a backward for another.
+                # A "Dummy-" thread was not started by Python: it runs a backward for another thread.
                 self._names[other] = "" if stem == "Dummy-" else name

@@ -1,4 +1,4 @@
-"""What operations cost on the wire, by the algorithms that engines use as a rule: a pure function of sizes."""
+"""The bytes that operations send with the algorithms that engines usually use: a pure function of sizes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ __all__ = ["sent_bytes"]
 
 
 def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:
-    """Bytes that one rank sends.
+    """Return the bytes that one rank sends.
 
-    Rings, in which a rank sends as much as it receives: all_reduce is a reduce_scatter and an all_gather, each of which
-    sends all but one of `num_ranks` parts of the whole once. A broadcast is passed on by all but the last rank, and
-    counts as the mean over ranks. A message is counted by who sends it. (Shared memory sends nothing at all; on several
-    hosts a hierarchy sends less: this is what a flat network of ranks would carry.)
+    The formulas assume rings, in which a rank sends as much as it receives. An all_reduce is a reduce_scatter and an
+    all_gather, each of which sends all but one of `num_ranks` parts of the whole once. In a broadcast, all but the last
+    rank pass the data on; the result is the mean over ranks. A message counts on its sender. The result is the traffic
+    of a flat network of ranks: shared memory sends nothing, and a hierarchy of several hosts sends less.
 
     Args:
-        operation: a transport's, as in `Statistics.payload_bytes`.
-        payload_bytes: of the tensor handed in: the whole one of all_gather and reduce_scatter.
-        num_ranks: in the group.
+        operation: an operation of a transport, as in `Statistics.payload_bytes`.
+        payload_bytes: size of the tensor passed in; for all_gather and reduce_scatter, of the whole tensor.
+        num_ranks: number of ranks in the group.
 
     Raises:
-        ValueError: no such operation.
+        ValueError: the operation is unknown.
 
     Example:
         >>> sent_bytes("all_reduce", 1000, 4), sent_bytes("all_gather", 1000, 4), sent_bytes("all_reduce", 1000, 1)

@@ -1,7 +1,7 @@
-"""A transport that fails on purpose: at a rank, an operation, a step.
+"""A transport that fails on purpose, at a given rank, operation and step.
 
-With no faults it is the transport inside, to the bit. A fault raises its error when the operation is started on
-its rank, and aborts the transport inside, so that the peers get a named error of their own.
+Without faults, its results are those of the inner transport, bit for bit. A fault raises its error when its rank starts
+the operation. It also aborts the inner transport, so that the peers raise an error that names the cause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Where to fail, and how.
+    """A planned failure: its place and its error.
 
     Example:
         >>> Fault(rank=1, operation="all_reduce", call=2, error="timeout")
@@ -45,11 +45,11 @@ class Fault:
     rank: int
     """The rank that fails."""
     operation: str
-    """The operation that fails: a method of `Transport`. `all_gather_bytes` is made of two `all_gather`."""
+    """The operation that fails: a method of `Transport`. `all_gather_bytes` consists of two `all_gather`."""
     call: int = 0
-    """Which call of that operation, from 0: since the beginning, or since `step` began."""
+    """The number of the call of that operation, from 0, counted from the beginning or from the start of `step`."""
     step: int | None = None
-    """In which step (`Board.step`); None means that steps are not looked at."""
+    """The step of the failure (`Board.step`); None if `call` counts over all steps."""
     error: Literal["lost", "timeout", "raise"] | Exception = field(default="lost")
     """`PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or an exception of your own."""
 
@@ -68,12 +68,12 @@ class Fault:
         return f"a fault planned for call {self.call} of {self.operation}{during} on rank {self.rank}"
 
     def make_error(self) -> Exception:
-        """The exception to raise."""
+        """Return the exception to raise."""
         return self.error if isinstance(self.error, Exception) else _ERRORS[self.error](str(self))
 
 
 class _Plan:
-    """One rank's faults that are still to come, and what has been started so far; lanes count together."""
+    """One rank's remaining faults, and the number of calls so far over all lanes."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
@@ -82,7 +82,10 @@ class _Plan:
         self._num_started_in_step: Counter[str] = Counter()
 
     def due(self, operation: str, step: int | None) -> Fault | None:
-        """The fault planned for this call of `operation`; a fault is given once."""
+        """Count a call of `operation`, and return the fault planned for it; None if there is none.
+
+        A fault is returned once.
+        """
         if step != self._counted_step:
             self._counted_step = step
             self._num_started_in_step.clear()
@@ -100,11 +103,12 @@ class _Plan:
 
 
 class FaultyTransport(Transport):
-    """`inner`, failing where `faults` say. Every rank may be given all faults; it takes its own.
+    """A transport that does the work of `inner` and fails according to `faults`.
 
     Args:
         inner: the transport that does the work.
-        faults: where to fail; each happens at most once.
+        faults: the planned failures; each happens at most once. Faults of other ranks are ignored, so that every rank
+            can get the same list.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -135,7 +139,7 @@ class FaultyTransport(Transport):
         return self._inner.control_device
 
     def lane(self, purpose: str) -> Transport:
-        """A lane of the transport inside, with the same faults: calls are counted over all lanes."""
+        """Return a lane of the inner transport with the same faults. Calls are counted over all lanes."""
         inner = self._inner.lane(purpose)
         if inner is self._inner:
             return self
@@ -144,7 +148,7 @@ class FaultyTransport(Transport):
         return lane
 
     def split(self, color: int | None) -> Transport | None:
-        """A plain transport: faults stay here."""
+        """Return a part of the inner transport, without faults."""
         self._fail_if_due("split")
         return self._inner.split(color)
 

@@ -1,13 +1,13 @@
-"""Several hosts with several ranks each: shared memory within a host, Gloo between the hosts.
+"""Engine for several hosts with several ranks each: shared memory within a host, Gloo between hosts.
 
-Every host has a leader, its lowest rank. What is reduced or moved goes up to the leader by shared memory, across to the
-other leaders by a process group of theirs, and down again, so that each byte crosses the network once a host and not
-once a rank. Messages go straight: by shared memory to a rank of this host, else by the transport beneath, which also
-takes what is not on the CPU. Notices, board and errors are that one's as well.
+The leader of a host is its lowest rank. Data goes up to the leader through shared memory, across to the other leaders
+through a process group of the leaders, and down again. So each byte crosses the network once per host, not once per
+rank. Messages go directly: through shared memory to a rank of the same host, else through the transport beneath. That
+transport also takes tensors that are not on the CPU, and provides notices, board and errors.
 
-All ranks end with the same bits. Within a host the order of a sum is rank order; between hosts it is the backend's.
-fp16 and bf16 are added up in fp32 within a host, rounded there, and added up and rounded once more between hosts; a
-mean is their sum, divided by the number of all ranks at the end.
+All ranks end with the same bits. Within a host, sums run in rank order; between hosts, the backend determines the
+order. fp16 and bf16 are summed in fp32 and rounded within a host, then summed and rounded again between hosts. A mean
+is the sum, divided at the end by the number of all ranks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _TITLE = "shared memory within hosts"
 _UP, _ACROSS, _DOWN = "up", "across", "down"
 
 
-# ---------------------------------------------------------------------- who lives where
+# ---------------------------------------------------------------------- ranks by host
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks live on one host.
+    """The hosts of a group and their ranks.
 
     Example:
         >>> hosts = Hosts.of(["a", "b", "a"])
@@ -62,13 +62,13 @@ class Hosts:
     """
 
     members: tuple[tuple[int, ...], ...]
-    """The ranks of each host, hosts in the order of their leaders."""
+    """The ranks of each host. The hosts are in the order of their leaders."""
     host_of: tuple[int, ...]
-    """The host of each rank."""
+    """The index of each rank's host."""
 
     @staticmethod
     def of(keys: Sequence[object]) -> Hosts:
-        """Ranks with equal keys live together."""
+        """Return the hosts for the ranks' keys; ranks with equal keys are on one host."""
         ranks_with: dict[object, list[int]] = {}
         for rank, key in enumerate(keys):
             ranks_with.setdefault(key, []).append(rank)
@@ -82,18 +82,18 @@ class Hosts:
 
     @property
     def widest(self) -> int:
-        """How many ranks the largest host has."""
+        """Number of ranks on the largest host."""
         return max(map(len, self.members))
 
     @property
     def is_even(self) -> bool:
-        """Whether the hosts, one after the other, hold all ranks in order, and each as many."""
+        """Whether the hosts in sequence hold all ranks in order, and each the same number of ranks."""
         in_order = [rank for ranks in self.members for rank in ranks] == list(range(len(self.host_of)))
         return in_order and self.are_alike
 
     @property
     def are_alike(self) -> bool:
-        """Whether all hosts have as many ranks."""
+        """Whether all hosts have the same number of ranks."""
         return len({len(ranks) for ranks in self.members}) == 1
 
 
@@ -101,13 +101,13 @@ class Hosts:
 
 
 class HierarchicalTransport(Transport):
-    """This rank's side of a group that lives on several hosts; made by `over`, on all ranks together.
+    """This rank's side of a group on several hosts; created by `over`, on all ranks together.
 
     Args:
-        beneath: between all ranks.
-        hosts: who lives where.
-        inside: between the ranks of this host; None for a rank that is alone on it.
-        host: what else tells hosts apart, see `over`.
+        beneath: the transport between all ranks.
+        hosts: the ranks of each host.
+        inside: the transport between the ranks of this host; None for a rank that is alone on its host.
+        host: an additional key that distinguishes hosts, see `over`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class HierarchicalTransport(Transport):
         self.health.backend = self.name
 
     def _open(self, beneath: C10dTransport, title: str) -> None:
-        """The connections of one lane; a collective call, which fails on all ranks alike."""
+        """Open the connections of one lane; a collective call that fails on all ranks or on none."""
         tokens = exchange(beneath, title, [], payload=secrets.token_bytes(_TOKEN_BYTES))
         leaders, name = self._hosts.leaders, self.own_lane.name
         self._beneath = beneath
@@ -150,24 +150,25 @@ class HierarchicalTransport(Transport):
         if self._is_leader:
             token = tokens[leaders[0]][:_TOKEN_BYTES]
             self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
-        # A rank that closed it before all are here would cut off others that still connect.
+        # A rank that closed the lane before all ranks are here would disconnect ranks that still connect.
         _raise_if_any(beneath, trouble)
         if self._across is not None:
             self._across.forget_addresses()
 
     @staticmethod
     def over(beneath: C10dTransport, *, host: str = "") -> Transport:
-        """The best way for the ranks of `beneath`, which is closed together with it; a collective call.
+        """Return the best transport for the ranks of `beneath`; a collective call.
 
-        All on one host: shared memory. Several hosts, one of which has several ranks: a hierarchy. Every rank on a
-        host of its own, or tensors on the CPU that do not travel by Gloo: `beneath` itself.
+        If all ranks are on one host, it is shared memory. If there are several hosts, at least one of them with several
+        ranks, it is a hierarchy. If every rank has a host of its own, or if Gloo does not send the tensors on the CPU,
+        it is `beneath` itself. Closing the result closes `beneath` as well.
 
         Args:
-            beneath: between the ranks.
-            host: ranks that give different ones do not share memory, wherever they live.
+            beneath: the transport between the ranks.
+            host: a key of this rank. Ranks with different keys do not use shared memory, even on one host.
 
         Raises:
-            SharedMemoryUnavailable: on all ranks alike: those of one host cannot share memory.
+            SharedMemoryUnavailable: ranks of one host cannot share memory. Raised on all ranks.
         """
         if beneath.size == 1:
             return beneath
@@ -338,15 +339,15 @@ class HierarchicalTransport(Transport):
         return Team(self._hosts.members[0], self._members.index(self.rank))
 
     def _has_teams(self, device: torch.device) -> bool:
-        """Whether each host has a copy of what is shared.
+        """Return whether each host holds its own full copy of sharded state.
 
-        Hosts with different numbers of ranks would cut it in different places, and an optimizer whose kernels round a
-        tensor's last elements in another way would let their copies drift apart.
+        Hosts with different numbers of ranks would cut the state at different places. Some optimizer kernels round the
+        last elements of a tensor differently, so the hosts' copies would drift apart.
         """
         return device.type == "cpu" and self._hosts.are_alike
 
     def _made_on_all_hosts(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives; an error on all ranks where a host has not the memory."""
+        """Return the tensor that `make` creates; raise on all ranks if one host lacks the memory."""
         made, trouble = None, ""
         try:
             made = make()
@@ -363,7 +364,7 @@ class HierarchicalTransport(Transport):
         assert isinstance(beneath, C10dTransport)
         lane = copy(self)
         lane.own_lane = beneath.own_lane
-        if beneath is self._beneath:  # one connection for all, which only messages and other devices use
+        if beneath is self._beneath:  # one connection for all lanes, used only by messages and other devices
             self._num_lanes_for[purpose] += 1
             lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), None)
             self.health.lanes.append(lane.own_lane)
@@ -377,14 +378,14 @@ class HierarchicalTransport(Transport):
             return part
         try:
             return HierarchicalTransport.over(part, host=self._host)
-        except SharedMemoryUnavailable:  # there was enough of it for the whole, but not for this part as well
+        except SharedMemoryUnavailable:  # enough memory for the whole group, but not for this part as well
             return part
 
     def abort(self, reason: str) -> None:
         self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def leave(self) -> None:
-        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
         self.health.leave()
 
     def close(self) -> None:
@@ -394,7 +395,7 @@ class HierarchicalTransport(Transport):
         self._queue.clear()
         is_main = self.own_lane.name == MAIN_LANE
         if is_main:
-            self.health.close()  # the peers know that this is no accident before they lose the connection
+            self.health.close()  # informs the peers before they lose the connection
         for lane in list(self._lanes) if is_main else []:
             lane.close()
         if self in self._lanes:
@@ -412,7 +413,7 @@ class HierarchicalTransport(Transport):
 
 
 def _host_key() -> str:
-    """What ranks of one host have in common; on systems that do not say, nobody shares one."""
+    """Return a key that is equal for ranks of one host; on systems that have none, a different key per rank."""
     try:
         return host_key()
     except OSError:
@@ -420,7 +421,10 @@ def _host_key() -> str:
 
 
 def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTransport | None:
-    """Between the ranks of this host; None for a rank that is alone on it. On all hosts, or on none."""
+    """Return the transport between the ranks of this host; None for a rank that is alone on its host.
+
+    A collective call of all hosts. It raises on all ranks if it fails on one host.
+    """
     members = hosts.members[hosts.host_of[beneath.rank]]
     num_exchanges = 0
 
@@ -446,7 +450,7 @@ def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryT
             )
     except (SynclineError, OSError, MemoryError) as error:
         trouble = _trouble_on_host(members, error)
-    while num_exchanges < NUM_EXCHANGES:  # those that other hosts may still need
+    while num_exchanges < NUM_EXCHANGES:  # other hosts may still need these collective exchanges
         exchange_here(b"")
     _raise_if_any(beneath, trouble)
     return inside
@@ -457,7 +461,7 @@ def _trouble_on_host(members: Sequence[int], error: Exception) -> str:
 
 
 def _raise_if_any(beneath: C10dTransport, trouble: str) -> None:
-    """All ranks go on, or none does; nobody goes on before all are here."""
+    """Wait for all ranks, and raise on all of them if one reports trouble."""
     told = [row.decode() for row in beneath.all_gather_bytes(trouble.encode())]
     if any(told):
         raise SharedMemoryUnavailable("\n".join(dict.fromkeys(text for text in told if text)))
@@ -467,7 +471,7 @@ def _raise_if_any(beneath: C10dTransport, trouble: str) -> None:
 
 
 def _then(action: Callable[[], object]) -> Phase:
-    """What a rank does by itself when the phase before is done."""
+    """Return a phase that runs `action` on this rank, without communication."""
 
     def run() -> None:
         action()
@@ -490,7 +494,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _put_in_rank_order(target: Tensor, parts: Tensor, hosts: Hosts, part_bytes: int) -> None:
-    """From one row of parts a host, filled up to the widest, to rank order."""
+    """Copy parts into rank order. `parts` has one row per host, padded to the number of ranks on the largest host."""
     rows = parts.view(len(hosts.members), hosts.widest, part_bytes)
     in_order = target.view(len(hosts.host_of), part_bytes)
     with writing():

@@ -1,11 +1,11 @@
-"""Operations that consist of several, one after the other: how they are driven on.
+"""Operations that consist of several phases in sequence, and the queue that drives them.
 
-Nothing runs in the background. Whoever starts an operation, waits or polls in this process drives on all that is under
-way: a peer may need the next phase of one operation while this rank waits in another, on whatever transport.
+Nothing runs in the background. Every start, wait or poll in this process drives all operations under way, because a
+peer may need the next phase of one operation while this rank waits in another, even on another transport.
 
-Ranks may wait in any order, so the order of phases must not depend on it. Each phase has a track, and phases start on
-a track in the order in which their operations were called: the calls of an engine that cannot tell one from the other
-(Gloo) are in the same order on all ranks.
+Ranks may wait in any order, so the order of phases must not depend on waits. Each phase has a track. The phases of a
+track start in the order in which their operations were called. So the calls of an engine that cannot distinguish them
+(Gloo) have the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Phase(NamedTuple):
     """One step of an operation."""
 
     track: str | None
-    """Where order counts; None for what concerns nobody else."""
+    """The track on which this phase keeps its order; None for a local phase without communication."""
     start: Callable[[], Work | None]
-    """Begins it; None if that was all."""
+    """Starts the phase. Returns its work, or None if the phase is complete."""
 
 
 class PhasedWork(WatchedWork):
@@ -43,12 +43,12 @@ class PhasedWork(WatchedWork):
     __slots__ = ("_num_started", "_phases", "_queue", "current", "is_done")
 
     def enter(self, queue: PhaseQueue, phases: Iterable[Phase]) -> None:
-        """Be driven on by `queue`, through `phases`."""
-        self._phases = tuple(phases)  # kept to the end: a backend may use what they hold
+        """Set the phases of this operation, and the queue that drives it."""
+        self._phases = tuple(phases)  # kept until the end, because a backend may use tensors that they hold
         self._num_started = 0
         self._queue = queue
         self.current: Work | None = None
-        """The phase under way; None before the first, and between two while other operations go first."""
+        """The phase under way; None before the first phase, and while earlier operations delay the next one."""
         self.is_done = False
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -61,10 +61,11 @@ class PhasedWork(WatchedWork):
         return self.is_done or self._health.failure is not None
 
     def advance(self, taken: set[str]) -> None:
-        """Go as far as is possible now.
+        """Advance as far as is possible now.
 
         Args:
-            taken: tracks on which earlier operations have phases to come; this one's are added.
+            taken: tracks on which earlier operations have phases left. The tracks of this operation's remaining phases
+                are added.
         """
         while True:
             if self.current is not None:
@@ -86,7 +87,7 @@ class PhasedWork(WatchedWork):
         taken.update(phase.track for phase in to_come if phase.track is not None)
 
     def fail(self, error: Exception) -> None:
-        """See that all ranks know that this cannot go on."""
+        """Publish to all ranks that this operation cannot continue."""
         if self._health.failure is None:
             self._health.fail(Failure(SynclineError, f"{self}: {error}"))
 
@@ -109,13 +110,13 @@ class PhasedWork(WatchedWork):
 
 
 class PhaseQueue:
-    """The operations of one lane that are not done, in the order in which they were called."""
+    """The incomplete operations of one lane, in the order of their calls."""
 
     def __init__(self) -> None:
         self._works: list[PhasedWork] = []
 
     def add(self, work: PhasedWork, phases: Iterable[Phase]) -> None:
-        """Begin an operation, which consists of `phases`."""
+        """Start an operation that consists of `phases`."""
         work.enter(self, phases)
         with under_way.lock:
             self._works.append(work)
@@ -123,9 +124,10 @@ class PhaseQueue:
             self.drive()
 
     def clear(self) -> None:
-        """Give up what is under way, but keep it until it cannot be any more.
+        """Give up the operations under way, but keep them alive until none of them can still run.
 
-        Who lets go of a tensor last frees it. A backend's thread that does so while Python ends aborts the process.
+        The thread that drops the last reference to a tensor frees it. A backend's thread that does so while Python
+        shuts down aborts the process.
         """
         if self._works:
             seconds = max(work.timeout_seconds for work in self._works)
@@ -137,11 +139,11 @@ class PhaseQueue:
         under_way.remove(self)
 
     def is_idle(self, except_for: object) -> bool:
-        """Whether nothing but one work needs to be driven on."""
+        """Return whether no work besides `except_for` needs to be driven."""
         return all(work is except_for for work in list(self._works))
 
     def drive(self) -> None:
-        """Go as far as is possible now; errors end the transport, and are raised by whoever waits."""
+        """Advance as far as is possible now. An error ends the transport, and the waits raise it."""
         works, taken = self._works, set[str]()
         for work in works:
             try:
@@ -156,15 +158,15 @@ class PhaseQueue:
             under_way.remove(self)
 
     def rest(self, work: PhasedWork, seconds: float) -> None:
-        """Sleep for at most so long, or until something has happened that `work` waits for."""
+        """Sleep for at most `seconds`, or until a phase that `work` waits for is complete."""
         currents = [work.current, *(other.current for other in self._works)]
         phases = [phase for phase in currents if isinstance(phase, WatchedWork)]
-        # The backends of torch have threads of their own; shared memory goes on only while it is waited for.
+        # The backends of torch have threads of their own; shared memory advances only while a thread waits for it.
         phase = next(
             (phase for phase in phases if not isinstance(phase, C10dWork)), phases[0] if phases else None
         )
         if phase is None:
             time.sleep(min(seconds, _NAP_SECONDS))
             return
-        with contextlib.suppress(RuntimeError):  # whatever it is, the next one to drive the phase on meets it
+        with contextlib.suppress(RuntimeError):  # the next drive of this phase raises the same error
             phase._ends_within(seconds)

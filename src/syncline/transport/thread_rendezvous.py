@@ -1,8 +1,8 @@
-"""Where ranks that are threads meet: one state machine for each collective or message under way.
+"""Rendezvous of ranks that are threads: one state machine per collective or message under way.
 
-The n-th collective of one rank is matched with the n-th of every other, the n-th `send` from a to b with b's
-n-th `recv` from a (as in Gloo and NCCL, a `send` is done when it was received). The first error breaks the
-whole room, so every rank is told the same text.
+The n-th collective of a rank is matched with the n-th collective of every other rank. The n-th `send` from a to b is
+matched with b's n-th `recv` from a. As in Gloo and NCCL, a `send` is complete when it was received. The first error
+breaks the whole room, so every rank raises the same text.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["Meeting", "MeetingRoom", "State"]
 
 
 class State(enum.Enum):
-    """Where a meeting stands."""
+    """The state of a meeting."""
 
     GATHERING = "gathering"
-    """Some of its ranks have not come yet."""
+    """Some ranks have not joined yet."""
     COMPUTING = "computing"
-    """All ranks have come; the last of them computes the result."""
+    """All ranks have joined; the last of them computes the result."""
     DONE = "done"
-    """The result is there; each rank copies it when it waits."""
+    """The result is available; each rank copies it when it waits."""
     FAILED = "failed"
-    """There will be no result; each rank that waits raises."""
+    """There is no result; each rank that waits raises."""
 
 
 _MOVES = {
@@ -46,7 +46,7 @@ _MOVES = {
 
 
 class Meeting:
-    """One collective (or one message) under way; all fields are guarded by the group's lock."""
+    """One collective or message under way. The group's lock guards all fields."""
 
     def __init__(
         self, lock: threading.Lock, members: tuple[int, ...], title: str, call_number: int | None
@@ -60,7 +60,7 @@ class Meeting:
         self.result: Any = None
         self.failure: Failure | None = None
         self.has_disagreed = False
-        """All called something with terms, but not the same: there is no result, and the ranks go on."""
+        """Whether all calls had terms but differed. There is no result then, and the group remains usable."""
         self.changed = threading.Condition(lock)
 
     def transition(self, to: State) -> None:
@@ -75,7 +75,7 @@ class Meeting:
         self.transition(State.FAILED)
 
     def agrees(self) -> bool:
-        """Whether all who have come called the same."""
+        """Return whether all ranks that have joined made matching calls."""
         first, *others = self.calls.values()
         return all(first.agrees_with(other) for other in others)
 
@@ -83,7 +83,7 @@ class Meeting:
         return [rank for rank in self.members if rank not in self.calls]
 
     def who_called_what(self) -> str:
-        """Ranks by call, for messages."""
+        """Return the ranks by call as text, for messages."""
         by_call: dict[str, list[int]] = {}
         for rank in self.members:
             call = self.calls.get(rank)
@@ -92,7 +92,10 @@ class Meeting:
 
 
 class _Family:
-    """What the lanes of one group share: the lock, who has gone, and the first failure, which breaks them all."""
+    """The state that all lanes of one group have in common.
+
+    It contains the lock, the ranks that have left, and the first failure, which breaks all lanes.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -100,26 +103,26 @@ class _Family:
         self.gone: dict[int, str] = {}
         self.boards: dict[int, Board] = {}
         self.waiting: dict[tuple[int, int], tuple[MeetingRoom, Meeting]] = {}
-        """By rank and thread: one may wait for a checkpoint while another trains."""
+        """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
         self.threads: defaultdict[int, set[int]] = defaultdict(set)
-        """Those that have ever waited, by rank."""
+        """The threads that have ever waited, by rank."""
         self.rooms: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
         self.num_lanes_for: Counter[str] = Counter()
         self.is_forked = False
 
     def refuse_a_fork(self) -> None:
-        """This process is a fork of the one whose threads are the ranks."""
+        """Refuse all use in this process, a fork of the process whose threads are the ranks."""
         self.is_forked = True
 
 
 class MeetingRoom:
-    """Where `size` ranks meet: matches their calls, and breaks as a whole at the first error.
+    """The matching of the calls of `size` ranks. It breaks as a whole at the first error.
 
     Args:
         size: number of ranks.
-        lane: what is talked of here; another lane of the same ranks is another room, which breaks with this one.
-        family: of the lanes; None for a first room.
+        lane: the lane's name. Each lane of the same ranks has its own room, and all of them break together.
+        family: the state of all lanes; None for the first room.
     """
 
     def __init__(self, size: int, lane: str = MAIN_LANE, family: _Family | None = None) -> None:
@@ -135,7 +138,7 @@ class MeetingRoom:
             refuse_in_forks(self._family)
 
     def child(self, ranks: tuple[int, ...]) -> MeetingRoom:
-        """A room for some of the ranks; it breaks when this one does."""
+        """Return a room for some of the ranks; it breaks when this room breaks."""
         room = MeetingRoom(len(ranks))
         room._ranks_in_parent = ranks
         with self._lock:
@@ -144,19 +147,19 @@ class MeetingRoom:
         return room
 
     def lane(self, purpose: str) -> MeetingRoom:
-        """Another room for the same ranks."""
+        """Return another room for the same ranks."""
         family = self._family
         with self._lock:
             family.num_lanes_for[purpose] += 1
             return MeetingRoom(self.size, lane_name(purpose, family.num_lanes_for[purpose]), family)
 
     def seat(self, rank: int, board: Board) -> None:
-        """Rank `rank` lets the others know where it is."""
+        """Register the board of `rank`, which shows the others where it is."""
         self._family.boards[rank] = board
 
     @property
     def failure(self) -> Failure | None:
-        """Why nobody can meet here any more, nor on the other lanes."""
+        """The failure that broke this room and the other lanes; None if there is none."""
         return self._family.failure
 
     def join(
@@ -167,13 +170,13 @@ class MeetingRoom:
         compute: Callable[[list[Any]], Any],
         channel: tuple[int, int] | None = None,
     ) -> Meeting:
-        """Rank `rank` comes to its next meeting; the last to come computes the result.
+        """Let `rank` join its next meeting. The last rank to join computes the result.
 
         Args:
-            rank: who comes.
-            call: what it called; must agree with its peers.
-            part: what it contributes.
-            compute: from the members' parts, in rank order, to the result.
+            rank: the rank that joins.
+            call: its call, which must agree with its peers' calls.
+            part: its contribution.
+            compute: computes the result from the members' parts in rank order.
             channel: None for a collective, (src, dst) for a message.
         """
         self._refuse_a_fork()
@@ -209,11 +212,11 @@ class MeetingRoom:
         return meeting
 
     def _refuse_a_fork(self) -> None:
-        if self._family.is_forked:  # without the lock, which nobody gives back here
+        if self._family.is_forked:  # no lock: a thread that held it at the fork does not exist here
             raise FORKED.on_rank(None)
 
     def _check(self, meeting: Meeting) -> None:
-        """Break the group if the calls differ, or if a rank that is gone is needed. Lock held."""
+        """Break the group if the calls differ, or if the meeting needs a rank that has left. Needs the lock."""
         first = next(iter(meeting.calls.values()))
         if not meeting.agrees() and not all(call.terms for call in meeting.calls.values()):
             text = (
@@ -239,7 +242,7 @@ class MeetingRoom:
         try:
             result = compute(parts)
         except BaseException as error:
-            # The others learn of it here, this rank by the error itself.
+            # The other ranks raise this failure; this rank raises the error itself.
             failure = Failure(PeerFailed, f"{meeting.title} could not be computed: {error!r}")
             with self._lock:
                 meeting.fail(failure)
@@ -250,7 +253,7 @@ class MeetingRoom:
             meeting.transition(State.DONE)
 
     def wait(self, rank: int, meeting: Meeting, timeout_seconds: float) -> Any:
-        """The meeting's result, or its failure raised."""
+        """Wait for the meeting and return its result, or raise its failure."""
         self._refuse_a_fork()
         waiting, me = self._family.waiting, (rank, threading.get_ident())
         with self._lock:
@@ -271,9 +274,9 @@ class MeetingRoom:
             return meeting.result
 
     def _check_that_ranks_can_go_on(self) -> None:
-        """Break the group if ranks wait for each other in different meetings. Lock held.
+        """Break the group if ranks wait for each other in different meetings. Needs the lock.
 
-        A rank counts where no other thread of it could go on.
+        A rank counts only if no other thread of it could still make the missing calls.
         """
         waits_for = {
             rank: meeting.absent()
@@ -310,7 +313,7 @@ class MeetingRoom:
         return who_is_where(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
-        """Fail everything under way and everything to come, here and in the children."""
+        """Fail all current and later meetings, here and in the children."""
         with self._lock:
             self._break_locked(failure)
             children = list(self._family.children)
@@ -327,7 +330,7 @@ class MeetingRoom:
             room._meetings = {}
 
     def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
-        """Rank `rank` makes no more calls on any lane: peers that need it raise `UnevenInputs` at once."""
+        """Record that `rank` makes no more calls on any lane. Peers that need it raise `UnevenInputs` at once."""
         family = self._family
         with self._lock:
             family.gone.setdefault(rank, why)

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process: for tests, for simulation, and for a process that is alone.
+"""Ranks as threads of one process: for tests, for simulation, and for groups of one rank.
 
-Deterministic: reductions run in rank order 0 .. size - 1, so all ranks and all runs see the same bits;
-fp16 and bf16 are added up in fp32 and rounded once. Inputs are copied when an operation starts, results are
-written by `Work.wait`, so no rank ever sees a peer's buffer change.
+The engine is deterministic. Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits;
+fp16 and bf16 are summed in fp32 and rounded once. Inputs are copied when an operation starts, and `Work.wait` writes
+the results, so no rank ever sees a peer's buffer change.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ThreadGroup:
         self._transports = _transports(self._room, timeout_seconds)
 
     def transport(self, rank: int) -> ThreadsTransport:
-        """The transport of `rank`; always the same object."""
+        """Return the transport of `rank`; always the same object."""
         if not 0 <= rank < self.size:
             raise ValueError(f"expected rank between 0 and {self.size - 1}, got {rank}")
         return self._transports[rank]
@@ -72,7 +72,7 @@ def _transports(
 
 
 class _ThreadsWork(Work):
-    """One rank's side of a meeting; writes the result when it is waited for, once."""
+    """One rank's side of a meeting. The first `wait` writes the result."""
 
     __slots__ = ("_meeting", "_target", "_transport")
 
@@ -99,7 +99,7 @@ class _ThreadsWork(Work):
 
 
 class ThreadsTransport(Transport):
-    """One rank of a `ThreadGroup`, whose `transport` method makes it. Use it from one thread at a time."""
+    """One rank of a `ThreadGroup`, created by its method `transport`. Use it from one thread at a time."""
 
     def __init__(
         self, room: MeetingRoom, *, rank: int, timeout_seconds: float, board: Board | None = None
@@ -156,7 +156,7 @@ class ThreadsTransport(Transport):
             None,
             lambda parts: torch.zeros(numel, dtype=dtype, device=device),
         )
-        # A view of its own for each rank, over the same memory.
+        # Each rank gets its own view of the same memory.
         return cast(Tensor, self._room.wait(self.rank, meeting, self.timeout_seconds)).view(-1)
 
     def abort(self, reason: str) -> None:
@@ -167,7 +167,7 @@ class ThreadsTransport(Transport):
             self._room.leave(self.rank, "it closed its transport")
         else:
             self._is_closed = (
-                True  # no more than that: a garbage collector may close a lane and hold the room's lock
+                True  # takes no lock: a garbage collection in a thread that holds it may close a lane
             )
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
@@ -243,12 +243,12 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def _synchronize(tensor: Tensor) -> None:
-    """Other threads may use other streams: what was queued for `tensor` must be over when they look."""
+    """Wait for queued work on `tensor`, because other threads may use other streams to read it."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-@torch.inference_mode()  # a rank may have called in it, so that its part can be written there alone
+@torch.inference_mode()  # a part may be an inference tensor, which can be written only in this mode
 def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
     dtype = parts[0].dtype
     total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
@@ -284,15 +284,14 @@ def _only_message(parts: list[Tensor | None]) -> Tensor:
 
 
 def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds: float = 60.0) -> list[T]:
-    """Run `fn(transport)` on `size` ranks, each in a thread of its own.
+    """Run `fn(transport)` on `size` ranks, each in its own thread.
 
-    When a rank raises, its peers are told (`PeerFailed` with the traceback, in whatever they wait for), and
-    the exception is raised here. A rank that returns while a peer still needs it makes that peer raise
-    `UnevenInputs`.
+    When a rank raises, this function raises the same exception. The waits of its peers raise `PeerFailed` with the
+    traceback. When a rank returns while a peer still needs it, that peer raises `UnevenInputs`.
 
     Args:
         size: number of ranks.
-        fn: what each rank does.
+        fn: the function that each rank runs.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
 
     Returns:

@@ -1,11 +1,11 @@
-"""A work whose wait looks up from time to time: has a peer failed, can this ever end, is the time up?
+"""Works whose wait checks from time to time for failed peers, deadlock and timeout.
 
-Each engine says how it waits for a slice of time (`_ends_within`); everything else about a long wait is here. While
-operations are under way that go on only when they are driven (see `phases.py`), every wait drives them.
+`WatchedWork` waits in slices of time. Each engine implements the wait for one slice (`_ends_within`); this file
+contains everything else. Some operations advance only when they are driven (see `phases.py`). While there are any,
+every wait drives them.
 
-A wait that has lasted for a while: the peers are told of it, and where they are is looked at.
-
-Nobody is told of a wait that is soon over, so what is here costs a healthy step nothing.
+`LongWait` publishes a wait that has lasted for a while to the peers, and reads where they are. A short wait is not
+published, so a healthy step pays nothing for it.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ __all__ = [
 
 
 SLICE_SECONDS = 0.25
-"""How long a wait may last before it looks up."""
+"""How long a wait lasts before it checks for failures."""
 
 MESSAGES = ("send", "recv")
-"""What only two ranks call, and so has no number that all could agree on."""
+"""Operations that only two ranks call, so that they have no number that is the same on all ranks."""
 
 _BRIEF_SECONDS = 0.002
-"""How long a wait sleeps while other operations need to be driven on."""
+"""How long a wait sleeps while other operations need to be driven."""
 
 
 class Driven(Protocol):
-    """Operations that go on only when they are driven."""
+    """Operations that advance only when they are driven."""
 
     def drive(self) -> None:
-        """Go as far as is possible now. Never blocks, never raises."""
+        """Advance as far as is possible now. Never blocks, never raises."""
 
     def is_idle(self, except_for: object) -> bool:
-        """Whether nothing but one work needs to be driven on."""
+        """Return whether no work besides `except_for` needs to be driven."""
 
 
 class UnderWay:
-    """All of this process that has to be driven on."""
+    """All operations of this process that need to be driven."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held by whoever drives."""
+        """Held by the thread that drives."""
         self._all: dict[int, Driven] = {}
 
     def add(self, what: Driven) -> None:
-        """From now on it has to be driven on."""
+        """Drive `what` from now on."""
         self._all[id(what)] = what
 
     def remove(self, what: Driven) -> None:
-        """It need not be driven any more."""
+        """Stop driving `what`."""
         self._all.pop(id(what), None)
 
     def drive(self) -> None:
-        """Go as far as is possible now, unless another thread is at it."""
+        """Advance as far as is possible now, unless another thread does so already."""
         if self._all and self.lock.acquire(blocking=False):
             try:
                 for what in list(self._all.values()):
@@ -87,7 +87,7 @@ class UnderWay:
                 self.lock.release()
 
     def is_idle(self, except_for: object) -> bool:
-        """Whether nothing but one work needs to be driven on."""
+        """Return whether no work besides `except_for` needs to be driven."""
         return not self._all or all(what.is_idle(except_for) for what in list(self._all.values()))
 
 
@@ -95,32 +95,32 @@ under_way = UnderWay()
 
 
 class Watched(Protocol):
-    """What a work needs to know of the transport that it was called on."""
+    """The attributes of a transport that its works need."""
 
     @property
     def health(self) -> Health:
-        """Whether it can still be used."""
+        """The health of the transport's group."""
 
     @property
     def own_lane(self) -> Lane:
-        """Where its calls are counted."""
+        """The lane that counts the transport's calls."""
 
     @property
     def timeout_seconds(self) -> float:
-        """How long a wait may last."""
+        """The longest time that a wait may last."""
 
 
 class WatchedWork(Work):
-    """One operation, and what is told of it.
+    """One operation, with its description for errors and for the peers.
 
-    All engines' works are made from the same, what was called; how one is under way, it is told next, by a method of
-    its own (`start`, `enter`).
+    The works of all engines are constructed from the same arguments, which describe the call. A second method of each
+    engine (`start`, `enter`) begins the operation.
 
     Args:
-        transport: that it was called on.
-        operation: its name, for messages.
+        transport: the transport of the call.
+        operation: the operation's name, for messages.
         detail: reduce operation or peer, for messages.
-        tensor: what the caller handed in; None for a barrier.
+        tensor: the tensor that the caller passed in; None for a barrier.
     """
 
     __slots__ = (
@@ -146,20 +146,20 @@ class WatchedWork(Work):
 
     @property
     def timeout_seconds(self) -> float:
-        """Of the transport."""
+        """The transport's timeout."""
         return self._timeout_seconds
 
     def elapsed_seconds(self) -> float:
-        """Time since the call."""
+        """Return the time since the call."""
         return time.monotonic() - self._started
 
     def speak_as(self, whole: WatchedWork) -> None:
-        """Let messages name the operation that this is a part of."""
+        """Describe this operation in messages as `whole`, of which it is a part."""
         self._operation, self._detail, self._tensor = whole._operation, whole._detail, whole._tensor
         self._lane, self._number, self._started = whole._lane, whole._number, whole._started
 
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
-        """What the peers are told of a wait for this."""
+        """Return the wait for this operation, to publish to the peers."""
         tensor = self._tensor
         numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
         call = Call(self._operation, self._detail, numel, dtype)
@@ -176,11 +176,11 @@ class WatchedWork(Work):
 
     @abstractmethod
     def _has_succeeded(self) -> bool:
-        """Whether the operation is done, at a last look, now that something has failed. Never raises."""
+        """Return whether the operation is done, as a last check after a failure. Never raises."""
 
     @abstractmethod
     def _ends_within(self, seconds: float) -> bool:
-        """Wait for at most so long; whether the operation is done. Raises what ended it."""
+        """Wait for at most `seconds` and return whether the operation is done; raise the error that ended it."""
 
     def _wait_in_slices(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -194,14 +194,14 @@ class WatchedWork(Work):
                 try:
                     long_wait.look_around()
                 except SynclineError:
-                    if self._has_succeeded():  # what failed came later
+                    if self._has_succeeded():  # the failure came after this operation
                         return
                     raise
                 if self._ends_driving(min(remaining_seconds, SLICE_SECONDS)):
                     return
 
     def _ends_driving(self, seconds: float) -> bool:
-        """As `_ends_within`; what else is under way goes on meanwhile."""
+        """Wait like `_ends_within`, and drive other operations meanwhile."""
         if under_way.is_idle(except_for=self):
             return self._ends_within(seconds)
         deadline = time.monotonic() + seconds
@@ -228,21 +228,21 @@ _SILENT = f"which has given no sign of life for {_SILENCE_SECONDS:g} s (it is st
 
 
 class LongWait:
-    """Told to the peers while it lasts.
+    """A long wait, published to the peers while it lasts.
 
     Args:
-        health: of the transport.
-        work: what is waited for.
+        health: the health of the transport's group.
+        work: the operation that is waited for.
     """
 
     def __init__(self, health: Health, work: WatchedWork) -> None:
         self._health = health
         self._work = work
         self._period_seconds = _LOOK_SECONDS if health.size <= _MANY_RANKS else _LOOK_SECONDS_OF_MANY
-        self._next_look = time.monotonic() + self._period_seconds / 2  # half of it has been waited already
+        self._next_look = time.monotonic() + self._period_seconds / 2  # half of it has passed already
         self._seen: dict[int, Place] = {}
         self._heard: dict[int, tuple[float, float]] = {}
-        """Of each rank the time of its last sign of life by its own clock, and since when that is known, by ours."""
+        """By rank: the time of its last sign of life by its own clock, and when this rank first saw it, by ours."""
         self._warned_of: set[int] = set()
 
     def __enter__(self) -> LongWait:
@@ -262,7 +262,7 @@ class LongWait:
             self._post()
 
     def look_around(self) -> None:
-        """Raise if the transport has ended, or if this wait can never end; warn of ranks that are stopped."""
+        """Raise if the transport has failed or this wait can never end; warn of ranks that are stopped or silent."""
         health = self._health
         health.raise_if_told()
         now = time.monotonic()
@@ -284,7 +284,10 @@ class LongWait:
         self._warned_of = set(halted)
 
     def _look(self) -> dict[int, Place]:
-        """Where the ranks are. Where one waits in torch.distributed, all say how far they have come there."""
+        """Return where the ranks are.
+
+        If a rank waits in torch.distributed, publish how many calls this rank has started on that group.
+        """
         health = self._health
         seen = health.places()
         lanes = {

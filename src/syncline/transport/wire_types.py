@@ -1,8 +1,8 @@
-"""What backends of torch carry: tensors in types that all of them move and reduce, and the way back.
+"""Conversion of tensors to dtypes that all backends of torch move and reduce, and back.
 
-Gloo and NCCL lack int16 and the unsigned types; Gloo lacks complex numbers in some operations. The maximum and the
-minimum of floats are a backend's affair where one is NaN (Gloo keeps or drops it, depending on the rank that has it):
-they travel as integers in the same order, in which NaN comes last or first, and so are NaN on every engine.
+Gloo and NCCL lack int16 and the unsigned types; Gloo lacks complex numbers in some operations. The maximum and minimum
+of floats with a NaN depend on the backend: Gloo keeps or drops the NaN, depending on the rank that has it. So floats
+are sent as integers in the same order, in which NaN comes last or first, and the result is NaN on every engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Back", "movable", "put_back", "reducible", "writing"]
 
 
 Back = Callable[[Tensor], Tensor]
-"""From what arrived to values."""
+"""A function that converts the received tensor back to values."""
 
 _MOVED_AS_THEY_ARE = {
     torch.float32,
@@ -34,14 +34,17 @@ _MOVED_AS_THEY_ARE = {
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype that every backend moves."""
+    """Return a view of the same memory in a dtype that every backend moves."""
     if tensor.dtype in _MOVED_AS_THEY_ARE:
         return tensor.detach() if tensor.requires_grad else tensor
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
-    """`tensor` in a dtype that every backend reduces right; and how values come back, None where it is its memory."""
+    """Return `tensor` in a dtype that every backend reduces correctly, and the conversion back.
+
+    The conversion is None if the returned tensor uses the memory of `tensor`.
+    """
     if tensor.dtype is torch.int16:
         return tensor.to(torch.int32), _as_it_is
     if op in ("max", "min") and tensor.is_floating_point():
@@ -53,14 +56,17 @@ def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor in the same memory: Gloo divides for a mean, and may not write an inference tensor."""
+    """Return an ordinary tensor in the same memory.
+
+    Gloo divides in place for a mean, and must not write to an inference tensor.
+    """
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], object] | None:
-    """The function that copies `result`, once it has arrived, to `target`; None where they are the same memory."""
+    """Return a function that copies `result` to `target` after the operation; None if they have the same memory."""
     if back is None:
         return None
 
@@ -72,9 +78,10 @@ def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], 
 
 
 def writing() -> AbstractContextManager[object]:
-    """Inference mode, where every tensor may be written; elsewhere those that were made in it may not.
+    """Return inference mode, in which every tensor may be written. Elsewhere, inference tensors may not.
 
-    (`is_inference` is no help: `.data` of an inference tensor says no, a view of that still cannot be written.)
+    `is_inference` cannot replace it: it is False for `.data` of an inference tensor, but a view of that still cannot be
+    written.
     """
     return torch.inference_mode()
 
@@ -84,7 +91,7 @@ def _as_it_is(result: Tensor) -> Tensor:
 
 
 def _in_order(values: Tensor, op: ReduceOp) -> Tensor:
-    """Floats as integers: the bits of those below zero, whose order is reversed, but for the sign."""
+    """Return floats as integers in the same order: the bits of negative numbers are inverted except for the sign."""
     wide = values if values.dtype is torch.float64 else values.to(torch.float32)
     nan = torch.full((), torch.nan, dtype=wide.dtype, device=wide.device)
     nan = torch.copysign(nan, torch.ones_like(nan) if op == "max" else -torch.ones_like(nan))

@@ -1,6 +1,6 @@
-"""The native library: found, loaded, its functions given types. `native/core.c` says what they do.
+"""The native core: find the library, load it, and declare the types of its functions.
 
-Where the native core lies, if this installation has one.
+`native/core.c` documents the functions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAME = "libsyncline_core.so"
 
 
 def find_library() -> Path | None:
-    """The compiled native core, or None where the package was installed without it.
+    """Return the path of the compiled native core; None if the package was installed without it.
 
     A wheel puts the library beside this file. An editable install leaves this file in the source tree and puts the
-    library into site-packages, where the installed distribution's list of files names it.
+    library into site-packages, where the distribution's list of files contains it.
     """
     beside = Path(__file__).with_name(_NAME)
     if beside.is_file():
@@ -56,11 +56,11 @@ MAX_ABORT_BYTES = 65536
 
 
 class SharedMemoryUnavailable(SynclineError):
-    """These ranks cannot share memory; the text says why, the same on all of them.
+    """An error for ranks that cannot share memory. The text is the same on all of them.
 
     Args:
-        text: why.
-        is_worth_a_warning: whether it could be otherwise: ranks on several hosts could not share memory anyway.
+        text: the reasons.
+        is_worth_a_warning: whether the ranks could share memory with another setup. False for ranks on several hosts.
     """
 
     def __init__(self, text: str, *, is_worth_a_warning: bool = True) -> None:
@@ -69,7 +69,7 @@ class SharedMemoryUnavailable(SynclineError):
 
 
 class Outcome:
-    """What a native wait returns."""
+    """The results of a native wait or poll."""
 
     DONE = 0
     PENDING = 1
@@ -101,7 +101,7 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
 
 
 class Library:
-    """The library's functions, without their prefix; each releases the interpreter while it runs."""
+    """The library's functions, without their prefix. Each function releases the interpreter lock while it runs."""
 
     def __init__(self, path: str) -> None:
         loaded = ctypes.CDLL(path)
@@ -117,15 +117,15 @@ class Library:
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
-        raise AttributeError(name)  # for type checkers: what exists was set above
+        raise AttributeError(name)  # only for type checkers: all functions are set in the constructor
 
 
 @functools.cache
 def library() -> Library:
-    """The library, loaded once.
+    """Load the library at the first call, and return it.
 
     Raises:
-        SharedMemoryUnavailable: it was not built, or cannot be loaded here.
+        SharedMemoryUnavailable: the library was not built, or cannot be loaded here.
     """
     if sys.platform != "linux":
         raise SharedMemoryUnavailable(f"shared memory needs Linux, this is {sys.platform}")

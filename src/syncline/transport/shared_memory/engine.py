@@ -1,9 +1,9 @@
-"""Handles of the native core: a group of ranks that share memory, and its lanes.
+"""Handles of the native core (a group of ranks that share memory, and its lanes), and the encoding of calls.
 
-How a call is written in 64 bits: for the native core, which acts by it, and to be put into words again.
-
-From the lowest bits up: kind (8), dtype (8) and operation (8) of a reduction, the other rank (16), bytes of an element
-(8), and what the tensor's dtype really is (8), for the core reduces bools as bytes and complex numbers as pairs.
+A call is encoded in 64 bits. The native core executes the code, and `call_of` converts it to words for messages. From
+the lowest bits up, a code contains: the kind (8 bits), the dtype (8) and operation (8) of a reduction, the other rank
+(16), the bytes per element (8), and the tensor's own dtype (8). The latter is needed because the core reduces bools as
+bytes and complex numbers as pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Kind:
-    """What is done."""
+    """The kinds of operations."""
 
     BARRIER = 0
     ALL_REDUCE = 1
@@ -61,7 +61,7 @@ _WORDS = {
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE_IN_PLACE, Kind.REDUCE_SCATTER_IN_PLACE)
 
-# By the numbers that the core gives them.
+# The core's numbers for dtypes.
 _REDUCED_AS = {
     torch.float32: 0,
     torch.float64: 1,
@@ -87,12 +87,12 @@ _NUMBER_OF = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
 
 
 def code_of(kind: int, dtype: torch.dtype | None = None, op: str | None = None, peer: int = 0) -> int:
-    """The code of a call.
+    """Return the code of a call.
 
     Args:
         kind: a member of `Kind`.
-        dtype: of the tensor; None for a barrier.
-        op: of a reduction.
+        dtype: dtype of the tensor; None for a barrier.
+        op: operation of a reduction; None for other kinds.
         peer: the source of a broadcast, or the other side of a message.
     """
     code = kind | peer << 24
@@ -106,18 +106,19 @@ def code_of(kind: int, dtype: torch.dtype | None = None, op: str | None = None, 
 
 
 def reduction_codes(kind: int, dtypes: Iterable[torch.dtype]) -> dict[tuple[torch.dtype, str], int]:
-    """Codes by dtype and operation."""
+    """Return the codes of a kind of reduction, by dtype and operation."""
     return {(dtype, op): code_of(kind, dtype, op) for dtype in dtypes for op in REDUCE_OPS}
 
 
 def call_of(code: int, numel: int, *, size: int, peer: int | None = None) -> Call:
-    """A call in words, as the ranks' errors show it.
+    """Return a call in words, as the ranks' errors show it.
 
     Args:
-        code: of the call.
-        numel: as the core counts: pairs as two, and parts one by one.
+        code: the code of the call.
+        numel: number of elements as the core counts them: a complex number counts as two, and for a reduce_scatter
+            only one rank's part counts.
         size: number of ranks.
-        peer: the other side of a message, whose code does not tell.
+        peer: the other side of a message, because the core does not keep it in the code.
 
     Example:
         >>> print(call_of(code_of(Kind.ALL_REDUCE, torch.complex64, "sum"), 6, size=2))
@@ -149,23 +150,24 @@ REDUCED_DTYPES = tuple(_REDUCED_AS)
 """Every dtype that can be reduced."""
 
 _SPIN_NANOSECONDS = 200_000
-"""How long a wait looks again and again before it sleeps, where each rank has a core of its own."""
+"""How long a wait spins before it sleeps, if each rank has a CPU core of its own."""
 
 _NUM_YIELDS = 30
-"""How often a wait lets other processes go first before it sleeps, where there are more ranks than cores."""
+"""How often a wait yields to other processes before it sleeps, if there are more ranks than CPU cores."""
 
 
 class LaneSizes:
-    """How the memory of a lane is laid out, the same on all ranks.
+    """The memory layout of a lane, the same on all ranks.
 
     Args:
         size: number of ranks.
-        has_messages: whether large messages between two ranks are to be fast.
+        has_messages: whether large messages between two ranks should be fast.
 
     Attributes:
-        num_slots: chunks that may be under way at once.
-        chunk_bytes: of one rank, in one slot: its traffic should stay in the second-level caches.
-        message_bytes: what a message between two ranks is cut into.
+        num_slots: number of chunks that may be under way at once.
+        chunk_bytes: size of one rank's chunk in one slot. The traffic of a chunk should fit the second-level caches.
+        message_bytes: size of the pieces of a message between two ranks.
+        total_bytes: size of the lane's memory.
     """
 
     def __init__(self, size: int, *, has_messages: bool = True) -> None:
@@ -179,10 +181,10 @@ class LaneSizes:
 
 
 class Engine:
-    """This rank's side of a group.
+    """This rank's handle of a group.
 
     Args:
-        memory: of `Engine.num_bytes(size)` bytes, the same on all ranks.
+        memory: shared memory of `Engine.num_bytes(size)` bytes, the same on all ranks.
         rank: this rank.
         size: number of ranks.
     """
@@ -199,29 +201,29 @@ class Engine:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """What a group's memory takes."""
+        """Return the size of a group's memory."""
         num_bytes: int = library().group_bytes(size)
         return num_bytes
 
     def abort(self, text: str) -> None:
-        """End the group on all ranks, asleep or not; the first text stays."""
+        """End the group on all ranks, and wake up sleeping waits. The first text is kept."""
         data = text.encode()[:MAX_ABORT_BYTES]
         library().abort(self.handle, data, len(data))
 
     def abort_text(self) -> str | None:
-        """What it was ended with; None if it was not."""
+        """Return the text of the abort that ended the group; None if there was none."""
         buffer = ctypes.create_string_buffer(MAX_ABORT_BYTES)
         num_bytes = library().abort_text(self.handle, buffer)
         return None if num_bytes < 0 else buffer.raw[:num_bytes].decode(errors="replace")
 
 
 class EngineLane:
-    """This rank's handle of a lane: operations of the native core that are counted apart from those of other lanes.
+    """This rank's handle of a lane. The native core counts the operations of each lane separately.
 
     Args:
         engine: the group.
-        memory: of `sizes.total_bytes` bytes.
-        sizes: how it is laid out.
+        memory: shared memory of `sizes.total_bytes` bytes.
+        sizes: the layout of the memory.
     """
 
     def __init__(self, engine: Engine, memory: SharedMemory, sizes: LaneSizes) -> None:
@@ -233,14 +235,14 @@ class EngineLane:
         if not self.handle:
             raise MemoryError
         self.under_way: dict[tuple[int, int], list[UntypedStorage]] = {}
-        """What the core still reads and writes, by queue and ticket. No tensors: one could hold on to this lane."""
-        # A garbage collection may free a lane and its memory at once, the memory first; and any other thread moves on
-        # what is under way on all lanes. So the memory stays until the lane is closed.
+        """Storages that the core still reads and writes, by queue and ticket. Tensors could keep this lane alive."""
+        # A garbage collection may free a lane together with its memory, and the memory first. Any other thread may
+        # still advance operations on all lanes. So the memory is kept until the lane is closed.
         memories = (memory, engine.memory, self.under_way)
         weakref.finalize(self, _close, library().lane_close, self.handle, memories).atexit = False
 
     def keep(self, queue: int, ticket: int, tensors: Sequence[Tensor]) -> None:
-        """Keep the memory of tensors while an operation is under way, even if nobody waits for it."""
+        """Keep the memory of tensors while an operation is under way, even if no thread waits for it."""
         self.under_way[queue, ticket] = [tensor.untyped_storage() for tensor in tensors]
         if len(self.under_way) > 256:
             for key in list(self.under_way):
@@ -248,20 +250,20 @@ class EngineLane:
                     self.under_way.pop(key, None)
 
     def called(self) -> list[tuple[int, int]]:
-        """After a mismatch: code and numel of each rank's call; of a message only this rank's and the peer's."""
+        """Return code and numel of each rank's call after a mismatch; for a message, of this rank and its peer only."""
         pairs = (ctypes.c_uint64 * (2 * max(2, self.engine.size)))()
         num = library().called(self.handle, pairs)
         return [(pairs[2 * i], pairs[2 * i + 1]) for i in range(num)]
 
     def queue_of_sends(self, dst: int) -> int:
-        """The core's number for messages to `dst`."""
+        """Return the core's number of the queue of messages to `dst`."""
         return 1 + dst
 
     def queue_of_receives(self, src: int) -> int:
-        """The core's number for messages from `src`."""
+        """Return the core's number of the queue of messages from `src`."""
         return 1 + self.engine.size + src
 
 
 def _close(close: Callable[[int], None], handle: int, memories: object) -> None:
-    """Close what uses memories, which are held until then."""
+    """Close a handle. The argument `memories` keeps the memory alive until then."""
     close(handle)

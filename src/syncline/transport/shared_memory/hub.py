@@ -1,12 +1,12 @@
-"""How the ranks of one host meet: over Unix sockets, by which memory is handed from one to the next.
+"""Connections between the ranks of one host: Unix sockets, over which each rank passes memory to the next.
 
-They form a chain, so that no rank holds more than two sockets, however many ranks there are. Each listens for the next
-one, for a moment, at an abstract address, which vanishes with its process: no file is left behind, whoever is killed.
-Who connects must be the process that the ranks have named to each other, of the same user (the kernel tells), and know
-the random token. That two ranks share a host is not inferred from names: each must map what rank 0 has
-made, and read in it what the others wrote.
+The ranks form a chain, so that no rank holds more than two sockets. While they connect, each rank listens for the next
+one at an abstract address. The address vanishes with its process, so a killed process leaves no file behind. A rank
+accepts a connection only from the expected process of the same user, as reported by the kernel, and only with the
+random token of the group. Names do not prove that two ranks are on one host: each rank must map the memory that rank 0
+has created, and read in it the bytes that the others wrote.
 
-How ranks talk at a torch.distributed store before they are connected.
+`store_exchange` gathers bytes through a torch.distributed store, for ranks that are not connected yet.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["NUM_EXCHANGES", "Exchange", "Hub", "store_exchange"]
 
 
 Exchange = Callable[[bytes], list[bytes]]
-"""Gathers every rank's bytes, in rank order; a collective call."""
+"""A collective function that gathers every rank's bytes, in rank order."""
 
 NUM_EXCHANGES = 3
-"""How many a hub makes at most: fewer where the ranks cannot share memory."""
+"""Largest number of exchanges that a hub makes. It makes fewer if the ranks cannot share memory."""
 
 _CREDENTIALS = struct.Struct("3i")
 
 _LENGTH = struct.Struct("<I")
 
 _HELLO = struct.Struct("<I32s")
-"""The caller's rank, and the token."""
+"""The connecting rank, and the token."""
 
 _MAX_BYTES = 1 << 20
 
@@ -64,24 +64,24 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class _Presence:
-    """What a rank says of itself."""
+    """A rank's description of itself for the others."""
 
     pid: int
     uid: int
     host: str
-    """The kernel's random number of this boot, and the namespaces within which process numbers and sockets count."""
+    """The kernel's random number of this boot, and the namespaces of process numbers and sockets."""
     unable: str = ""
-    """Why this rank cannot share memory at all."""
+    """The reason why this rank cannot share memory at all; empty if it can."""
     build: str = ""
-    """How its native library lays memory out."""
+    """The memory layout of its native library."""
     address: str = ""
-    """Where it listens for the next rank."""
+    """The address at which it listens for the next rank."""
     token: str = ""
-    """What a caller must know; rank 0's."""
+    """The token that a connecting rank must send; set by rank 0 only."""
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
-    """What a rank has said of itself; `bytes.fromhex` and `Peers` can work with it."""
+    """Return a rank's description of itself, checked so that `bytes.fromhex` and `Peers` accept its values."""
     where = f"rank {rank} on how it can share memory"
     found = decode(_Presence, row, where)
     if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):
@@ -97,17 +97,17 @@ class Hub:
     Args:
         rank: this rank.
         size: number of ranks.
-        exchange: how the ranks talk before they are connected; used at most `NUM_EXCHANGES` times.
+        exchange: gathers bytes before the ranks are connected; called at most `NUM_EXCHANGES` times.
 
     Raises:
-        SharedMemoryUnavailable: on all ranks alike, with the reasons.
+        SharedMemoryUnavailable: the ranks cannot share memory. Raised on all ranks, with the reasons.
     """
 
     def __init__(self, *, rank: int, size: int, exchange: Exchange) -> None:
         self.rank = rank
         self.size = size
         self._connections: dict[int, socket.socket] = {}
-        """To the rank before and to the rank after this one."""
+        """The connections to the rank before and to the rank after this one, by rank."""
         weakref.finalize(self, _close, self._connections)
         token = secrets.token_bytes(32)
         with contextlib.ExitStack() as stack:
@@ -157,20 +157,20 @@ class Hub:
         for rank, written in enumerate(self.gather(mine)):
             if proof.map[rank * _PROOF_BYTES : (rank + 1) * _PROOF_BYTES] != written:
                 raise SynclineError(f"what rank {rank} wrote into the memory cannot be read here")
-        self.gather(b"")  # all have read
+        self.gather(b"")  # wait until all ranks have read
 
-    # ------------------------------------------------------------------ what is said over the hub
+    # ------------------------------------------------------------------ collective calls over the hub
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order; a collective call, blocking.
+        """Return every rank's payload, in rank order; a collective call that blocks.
 
         Raises:
-            OSError: a rank has gone, or did not come in time.
+            OSError: a rank has ended, or did not answer in time.
         """
         before, after = self._neighbours()
         rows = [] if before is None else _receive_rows(before)
         rows.append(payload)
-        if after is not None:  # all rows have come together at the last rank
+        if after is not None:  # the last rank collects all rows and sends them back along the chain
             _send_rows(after, rows)
             rows = _receive_rows(after)
         if before is not None:
@@ -178,22 +178,22 @@ class Hub:
         return rows
 
     def share(self, num_bytes: int, purpose: str) -> SharedMemory:
-        """New memory that every rank has mapped, all zeros; a collective call.
+        """Return new memory, all zeros, that every rank has mapped; a collective call.
 
         Args:
-            num_bytes: how much, the same on all ranks.
-            purpose: what it is for, for messages.
+            num_bytes: size of the memory, the same on all ranks.
+            purpose: use of the memory, for messages.
 
         Raises:
-            SharedMemoryUnavailable: on all ranks alike: there is not enough memory.
-            SynclineError: a rank has gone.
+            SharedMemoryUnavailable: there is not enough memory. Raised on all ranks.
+            SynclineError: a rank has ended.
         """
         num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
             memory, trouble = self._passed_on(num_bytes)
             troubles = [row.decode() for row in self.gather(trouble.encode())]
         except OSError as error:
-            self.close()  # the next rank of the chain is not to wait for this one
+            self.close()  # so that the next rank of the chain does not wait for this one
             raise SynclineError(
                 f"shared memory for {purpose}: a rank of this host has gone ({error})"
             ) from error
@@ -204,7 +204,7 @@ class Hub:
         return memory
 
     def _passed_on(self, num_bytes: int) -> tuple[SharedMemory | None, str]:
-        """Rank 0's new memory, as it is mapped here, or what went wrong here."""
+        """Return rank 0's new memory, mapped here and passed to the next rank, and an error text or ""."""
         before, after = self._neighbours()
         memory: SharedMemory | None = None
         try:
@@ -233,7 +233,7 @@ class Hub:
         _close(self._connections)
 
     def _neighbours(self) -> tuple[socket.socket | None, socket.socket | None]:
-        """The connections to the rank before and to the rank after this one; None at the ends of the chain."""
+        """Return the connections to the rank before and to the rank after this one; None at the ends of the chain."""
         if self.size > 1 and not self._connections:
             raise ConnectionResetError("the connections are closed")
         return self._connections.get(self.rank - 1), self._connections.get(self.rank + 1)
@@ -245,7 +245,7 @@ def _close(connections: dict[int, socket.socket]) -> None:
     connections.clear()
 
 
-# ---------------------------------------------------------------------- who may take part
+# ---------------------------------------------------------------------- checks of the ranks
 
 
 def _check_that_they_can(everyone: list[_Presence]) -> None:
@@ -271,7 +271,7 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
 
 
 def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: bytes) -> socket.socket:
-    """Wait until `rank` connects to `listener`, and return its connection. Anybody else's is closed."""
+    """Wait until `rank` connects to `listener`, and return its connection. Close all other connections."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -280,14 +280,14 @@ def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: by
         except TimeoutError:
             raise SynclineError(f"{named_ranks([rank])} did not connect") from None
         try:
-            # Before anything is read: nobody waits for a stranger who says nothing.
+            # Checked before the first read, so that a foreign process that sends nothing cannot delay this rank.
             _check_credentials(connection, expected, rank)
             connection.settimeout(_CONNECT_SECONDS)
             its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
             if its_rank != rank or not secrets.compare_digest(its_token, token):
                 raise SynclineError("a stranger")
         except (OSError, SynclineError):
-            connection.close()  # the rank itself may still come
+            connection.close()  # the rank itself may still connect
         else:
             return connection
 
@@ -318,7 +318,7 @@ def _listener() -> socket.socket:
 
 
 def _attempt(action: Callable[[], object]) -> str:
-    """What went wrong in `action`; empty if nothing did."""
+    """Run `action`, and return the text of its error; empty if there is none."""
     try:
         action()
     except (SynclineError, OSError) as error:
@@ -327,7 +327,7 @@ def _attempt(action: Callable[[], object]) -> str:
 
 
 def _agree(exchange: Exchange, trouble: str) -> None:
-    """All ranks go on, or none does."""
+    """Raise on all ranks if one of them reports trouble."""
     troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
     if any(troubles):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
@@ -383,10 +383,10 @@ def _receive_file(connection: socket.socket) -> int | None:
 
 
 def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> Exchange:
-    """A collective that gathers bytes at the store; each call uses names of its own.
+    """Return a collective function that gathers bytes through the store; each call uses new keys.
 
     Args:
-        store: the same for all ranks. Ranks that meet there once more, after a group was destroyed, must all do so.
+        store: the same for all ranks. If a group is created again after it was destroyed, all ranks must take part.
         rank: this rank.
         size: number of ranks.
         timeout_seconds: how long to wait for the others.
@@ -396,8 +396,8 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
         >>> store_exchange(HashStore(), 0, 1, 5.0)(b"here")
         [b'here']
     """
-    # Old names stay in the store. Each rank counts for itself how often it was here, so that nobody reads what ranks
-    # said to each other before.
+    # Old keys stay in the store. Each rank counts its calls of this function, so that no rank reads messages of an
+    # earlier group.
     messages = SignedStore(store)
     epoch = messages.count_up(f"syncline/meet/epoch/{rank}")
     num_calls = 0

@@ -1,12 +1,12 @@
-"""Memory that several processes map, and that nobody has to clean up: it has no name.
+"""Shared memory that several processes map, and the amount of memory that is available.
 
-A memfd lives as long as somebody has it open or mapped. All its pages are there before it is used, so that a lack of
-memory is an error here, not a SIGBUS later.
+The memory is a memfd. It has no name and exists as long as a process has it open or mapped, so it never has to be
+cleaned up. All its pages are allocated before it is used, so that a lack of memory raises an error here instead of a
+SIGBUS later.
 
-How much memory there still is: of the machine, and under the limits of the control groups this process is in.
-
-Who goes beyond a control group's limit is killed, without a word. A scheduler's limit may be on any group between this
-process and the root: all of them are looked at.
+The available memory depends on the machine and on the limits of this process's control groups. The kernel kills a
+process that exceeds a limit, without a message. A scheduler may set its limit on any group between this process and the
+root, so all of them are checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAGES_OF_FILES = ("active_file", "inactive_file")
 
 
 class _Files(NamedTuple):
-    """What one version of control groups calls limit and use, and how the parts of the use begin."""
+    """The file names of one version of control groups for limit and usage, and the prefix of the usage's parts."""
 
     limit: str
     used: str
@@ -49,7 +49,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", "")
 
 
 def available_bytes() -> int | None:
-    """Memory that this process can get without swapping; None where the system does not say.
+    """Return the bytes of memory that this process can get without swapping; None if the system does not report them.
 
     Example:
         >>> available_bytes() != 0
@@ -69,7 +69,7 @@ def _free_bytes_of_machine() -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[Path, _Files]]:
-    """The groups that limit this process's memory, from its own to the root."""
+    """Yield the groups that limit this process's memory, from its own to the root."""
     try:
         lines = _PROCESS.read_text().splitlines()
     except OSError:
@@ -96,7 +96,7 @@ def _free_bytes(directory: Path, files: _Files) -> int | None:
         parts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None  # no such group here, or "max"
-    # Pages of files count as used, but are given up when memory is needed.
+    # Pages of files count as used, but the kernel frees them when memory is needed.
     return free + sum(int(parts.get(files.prefix + name, 0)) for name in _PAGES_OF_FILES)
 
 
@@ -107,12 +107,15 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 _RESERVE_BYTES = 64 * 1024 * 1024
-"""What is left for others when memory is short."""
+"""Memory that is left to other programs when memory is short."""
 
 
 @functools.cache
 def _libc() -> Any:
-    """Python's own mmap keeps a duplicate of the descriptor open (until 3.13), one for each mapping."""
+    """Return the C library with typed mmap functions.
+
+    Python's own mmap is not used, because it keeps a duplicate of the descriptor open per mapping (until 3.13).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.restype, libc.mmap.argtypes = pointer, [pointer, size, number, number, number, ctypes.c_int64]
@@ -125,12 +128,12 @@ class SharedMemory:
     """A mapping of a memfd.
 
     Args:
-        file_descriptor: of the memfd; belongs to this object from now on.
-        num_bytes: its size.
+        file_descriptor: descriptor of the memfd. This object owns it from now on.
+        num_bytes: size of the memfd.
 
     Attributes:
-        map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when it is freed.
-        address: of the first byte.
+        map: the mapped bytes, as an object with the buffer protocol. The memory is unmapped when this object is freed.
+        address: address of the first byte.
     """
 
     def __init__(self, file_descriptor: int, num_bytes: int) -> None:
@@ -151,7 +154,7 @@ class SharedMemory:
 
     @staticmethod
     def create(num_bytes: int) -> SharedMemory:
-        """New memory, all zeros, whose pages are still to be had (see `populate`).
+        """Create memory, all zeros, whose pages are not allocated yet (see `populate`).
 
         Raises:
             SynclineError: there is not enough memory.
@@ -167,11 +170,11 @@ class SharedMemory:
 
     @property
     def file_descriptor(self) -> int:
-        """To be handed to another process."""
+        """The descriptor of the memfd, to be passed to another process; -1 once it is released."""
         return self._file_descriptor
 
     def populate(self, from_: int, to: int) -> None:
-        """Get the pages between two offsets, on this process's NUMA node.
+        """Allocate the pages between two offsets, on this process's NUMA node.
 
         Raises:
             SynclineError: there is not enough memory.
@@ -179,11 +182,11 @@ class SharedMemory:
         from_ = from_ // mmap.PAGESIZE * mmap.PAGESIZE
         if to <= from_:
             return
-        _check_room(to - from_)  # this rank's limit may be another one than rank 0's
+        _check_room(to - from_)  # this rank's limit may differ from rank 0's
         try:
             try:
                 self._advise(_MADV_POPULATE_WRITE, from_, to - from_)
-            except OSError:  # before Linux 5.14, or no memory: this says which
+            except OSError:  # Linux before 5.14, or no memory: `posix_fallocate` distinguishes them
                 os.posix_fallocate(self._file_descriptor, from_, to - from_)
         except OSError as error:
             raise SynclineError(
@@ -195,7 +198,7 @@ class SharedMemory:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def release_file(self) -> None:
-        """Close the descriptor; the mapping stays."""
+        """Close the descriptor; the mapping remains."""
         descriptor, self._file_descriptor = self._file_descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Are the processes of the other ranks still there?"""
+"""Detection of ranks on this host whose process has ended."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Peers"]
 
 
 class Peers:
-    """Follows processes so that no number is ever taken for another process.
+    """The processes of the other ranks, identified so that a reused process number is not mistaken for a rank.
 
-    They are known by when they were started, which keeps nothing open. Where `/proc` does not say that, each is
-    followed by a descriptor.
+    A process is identified by its number and its start time, which needs no open file. If `/proc` does not show the
+    start time, a process descriptor (pidfd) identifies it.
 
     Args:
-        pids: by rank.
-        rank: this rank, which is not looked at.
+        pids: process numbers by rank.
+        rank: this rank, which is not watched.
 
     Raises:
-        OSError: this kernel has no such descriptors, or a process is gone already.
+        OSError: this kernel has no process descriptors, or a process has ended already.
     """
 
     def __init__(self, pids: Sequence[int], rank: int) -> None:
@@ -44,18 +44,18 @@ class Peers:
             raise
 
     def gone(self) -> list[int]:
-        """Ranks whose process has ended; any thread may ask."""
+        """Return the ranks whose process has ended. Any thread may call this."""
         gone = [peer for peer, process in self._processes.items() if process.has_ended()]
         rank_of = self._rank_of
         if rank_of:
-            poll = select.poll()  # one of its own, for it refuses to be used by two threads at once
+            poll = select.poll()  # a new object per call, because two threads cannot use one at once
             for descriptor in rank_of:
                 poll.register(descriptor, select.POLLIN)
             gone += [rank_of[descriptor] for descriptor, events in poll.poll(0) if events & select.POLLIN]
         return sorted(gone)
 
     def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop watching all processes."""
         self._processes = {}
         rank_of, self._rank_of = self._rank_of, {}
         for descriptor in rank_of:

@@ -1,9 +1,9 @@
-"""Ranks of one host, over memory that all of them have mapped.
+"""Engine for the ranks of one host, over memory that all of them have mapped.
 
-Tensors on the CPU go through the native core; those on other devices take the transport beneath, which the ranks met
-by (Gloo, NCCL). Notices, board and errors are that one's as well.
+Tensors on the CPU go through the native core. Tensors on other devices go through the transport beneath (Gloo, NCCL),
+over which the ranks first connected. That transport also provides notices, board and errors.
 
-Reductions run in rank order 0 .. size - 1, so all ranks and all runs see the same bits; fp16 and bf16 are added up in
+Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits; fp16 and bf16 are summed in
 fp32 and rounded once.
 """
 
@@ -47,7 +47,7 @@ __all__ = ["SharedMemoryTransport"]
 
 
 _IN_PLACE_BYTES = 64 * 1024
-"""Smaller tensors are reduced faster by passing them on than by taking them in place."""
+"""Size from which tensors are reduced in place; smaller ones are faster with copies through a lane's memory."""
 
 _MIN_STRIDE_BYTES = 4096
 
@@ -63,28 +63,29 @@ _CODES = {
 
 
 class _Region(NamedTuple):
-    """Memory in which each rank has a tensor of its own, as the core is told of it."""
+    """Memory in which each rank has its own tensor, in the form in which the core takes it."""
 
     address: int
-    """Of rank 0's tensor."""
+    """Address of rank 0's tensor."""
     stride_bytes: int
-    """From one rank's to the next."""
+    """Distance from one rank's tensor to the next."""
     token: int
-    """Tells it from others, the same on all ranks."""
+    """A number that identifies the region, the same on all ranks."""
 
 
 class SharedMemoryTransport(Transport):
-    """This rank's side of a group on one host; made by `over` or `connect`, on all ranks together.
+    """This rank's side of a group on one host; created by `over` or `connect`, on all ranks together.
 
     Args:
         hub: the connections between the ranks.
-        beneath: what the ranks met by; takes what is not on the CPU. None where there is none.
-        store: another way to meet, where there is nothing beneath.
-        health: whether the group can still be used.
-        own_lane: where calls are counted.
+        beneath: the transport over which the ranks connected. It takes tensors that are not on the CPU. None if there
+            is none.
+        store: the store over which the ranks connected, if there is no transport beneath.
+        health: the health of the group.
+        own_lane: the lane that counts the calls.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
         board: where this rank is.
-        numbers: the ranks' numbers in a larger group, if `health` is of that; None if it is of this group.
+        numbers: the ranks' numbers in the larger group to which `health` belongs; None if it belongs to this group.
     """
 
     def __init__(
@@ -130,15 +131,16 @@ class SharedMemoryTransport(Transport):
 
     @staticmethod
     def over(beneath: C10dTransport) -> Transport:
-        """The same ranks as `beneath`, which is closed together with this; a collective call.
+        """Return a transport between the ranks of `beneath`, which it closes together with itself; a collective call.
 
         Raises:
-            SharedMemoryUnavailable: on all ranks alike: they are not on one host, say.
+            SharedMemoryUnavailable: the ranks cannot share memory, because they are on several hosts, for instance.
+                Raised on all ranks.
         """
         if beneath.size == 1:
             return beneath
         hub = Hub(rank=beneath.rank, size=beneath.size, exchange=beneath.all_gather_bytes)
-        beneath.own_lane.num_started = 0  # what a user is told of begins here
+        beneath.own_lane.num_started = 0  # call numbers in messages start here
         return SharedMemoryTransport(
             hub,
             beneath=beneath,
@@ -153,17 +155,18 @@ class SharedMemoryTransport(Transport):
     def connect(
         store: Any, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None
     ) -> Transport:
-        """Ranks that meet at a torch.distributed store, with nothing beneath; a collective call.
+        """Connect ranks through a torch.distributed store, without a transport beneath; a collective call.
 
         Args:
             store: the same for all ranks; see `store_exchange`.
             rank: this rank.
             size: number of ranks.
             timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-            board: where this rank is; None for a new one.
+            board: where this rank is; None for a new board.
 
         Raises:
-            SharedMemoryUnavailable: on all ranks alike: they are not on one host, say.
+            SharedMemoryUnavailable: the ranks cannot share memory, because they are on several hosts, for instance.
+                Raised on all ranks.
         """
         board = Board() if board is None else board
         if size == 1:
@@ -206,11 +209,11 @@ class SharedMemoryTransport(Transport):
 
     @property
     def group(self) -> Any:
-        """The process group beneath; None where there is none, or once it is closed."""
+        """The process group beneath; None if there is none, or once it is closed."""
         return None if self._beneath is None else self._beneath.group
 
     def numbers_of(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks' numbers in the group that errors speak of."""
+        """Return the ranks' numbers in the group that error messages use."""
         return [self._numbers[rank] for rank in ranks]
 
     # ------------------------------------------------------------------ operations
@@ -300,7 +303,7 @@ class SharedMemoryTransport(Transport):
         queue: int = 0,
         peer: int | None = None,
     ) -> Work:
-        """Begin an operation by the core's function `start`, which is given the lane and `arguments`."""
+        """Start an operation by the core's function `start`, with the lane and `arguments`."""
         health = self.health
         if health.failure is not None:
             raise health.error()
@@ -362,24 +365,24 @@ class SharedMemoryTransport(Transport):
         return self.allocate_agreed(numel, dtype, token)
 
     def allocate_agreed(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
-        """As `allocate`, for ranks that have agreed already.
+        """Allocate memory like `allocate`, for ranks that have agreed already.
 
         Args:
             numel: number of elements.
-            dtype: of the tensor.
+            dtype: dtype of the tensor.
             token: a random number, the same on all ranks.
         """
         if numel * dtype.itemsize < _IN_PLACE_BYTES:
             return torch.zeros(numel, dtype=dtype)
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
         memory = self._hub.share(self.size * stride, f"{numel} elements of {dtype}")
-        # The tensor holds the mapping, and nothing else does.
+        # Only the tensor keeps the mapping alive.
         tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self.rank * stride)
         self._note_region(tensor, _Region(memory.address, stride, int.from_bytes(token[:8], "little")))
         return tensor
 
     def _note_region(self, tensor: Tensor, region: _Region) -> None:
-        """`tensor` is reduced in place, as long as it lives."""
+        """Reduce `tensor` in place from now on, for as long as it is alive."""
         self._regions[id(tensor)] = region
         weakref.finalize(tensor, self._regions.pop, id(tensor), None).atexit = False
 
@@ -397,10 +400,10 @@ class SharedMemoryTransport(Transport):
         return self.share_agreed(numel, dtype)
 
     def share_agreed(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """As `share`, for ranks that have agreed already."""
+        """Allocate shared memory like `share`, for ranks that have agreed already."""
         what = f"{numel} elements of {dtype}, one copy for all ranks"
         memory = self._hub.share(max(1, numel) * dtype.itemsize, what)
-        # The tensor holds the mapping, and nothing else does.
+        # Only the tensor keeps the mapping alive.
         return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
 
     # ------------------------------------------------------------------ lanes and groups
@@ -413,7 +416,7 @@ class SharedMemoryTransport(Transport):
         return lane
 
     def lane_agreed(self, name: str) -> SharedMemoryTransport:
-        """A new lane, which the board does not list, for ranks that have agreed already."""
+        """Return a new lane for ranks that have agreed already. The lane is not added to the lanes of `health`."""
         lane = copy(self)
         lane.own_lane = Lane(name, None)
         lane._open(self._hub)
@@ -444,14 +447,14 @@ class SharedMemoryTransport(Transport):
         self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def leave(self) -> None:
-        """Tell the peers that this rank ends in good order: who still waits for it raises `UnevenInputs`."""
+        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
         self.health.leave()
 
     def close(self) -> None:
         self._handle = None
         if self.own_lane.name != MAIN_LANE:
             self.health.lane_closed(self.own_lane)
-            if self in self._lanes:  # which kept its memory mapped
+            if self in self._lanes:  # the list would keep the lane's memory mapped
                 self._lanes.remove(self)
             return
         for lane in self._lanes:
@@ -466,5 +469,5 @@ class SharedMemoryTransport(Transport):
 
 
 def _core_numel(tensor: Tensor) -> int:
-    """Elements as the core counts them: a complex number is a pair."""
+    """Return the number of elements as the core counts them: a complex number is a pair."""
     return tensor.numel() * (2 if tensor.dtype.is_complex else 1)

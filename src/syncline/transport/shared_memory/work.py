@@ -1,4 +1,4 @@
-"""An operation in shared memory, and how it is waited for."""
+"""An operation in shared memory, and the wait for it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["SharedMemoryWork"]
 
 
 _GLANCE_SECONDS = 0.05
-"""How long a wait sleeps before it looks whether the peers' processes are still there."""
+"""How long a wait sleeps before it checks whether the peers' processes still exist."""
 
 _MAX_POLLS_BETWEEN_LOOKS = 1000
 
 
 class SharedMemoryWork(WatchedWork):
-    """One operation that was not done at once."""
+    """One operation in shared memory that was not complete at once."""
 
     __slots__ = (
         "_engine_lane",
@@ -37,13 +37,13 @@ class SharedMemoryWork(WatchedWork):
     )
 
     def enter(self, transport: SharedMemoryTransport, queue: int, ticket: int, peer: int | None) -> None:
-        """Be what the core has put into a queue.
+        """Set the operation of the core that this work represents.
 
         Args:
-            transport: that it was called on.
+            transport: the transport of the call.
             queue: the core's number of the queue.
             ticket: the core's number of this operation.
-            peer: the other side of a message.
+            peer: the other side of a message; None for a collective.
         """
         self._transport = transport
         self._engine_lane = transport.engine_lane
@@ -62,7 +62,7 @@ class SharedMemoryWork(WatchedWork):
         outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
         if outcome == Outcome.DONE:
             self._end()
-        elif outcome == Outcome.PENDING:  # whoever only polls must see a peer that is gone as well
+        elif outcome == Outcome.PENDING:  # a caller that only polls must detect a lost peer as well
             self._num_polls = (self._num_polls + 1) % _MAX_POLLS_BETWEEN_LOOKS
             return self._num_polls == 0 and bool(self._transport.peers.gone())
         return True
@@ -80,7 +80,7 @@ class SharedMemoryWork(WatchedWork):
             is_broken = self._health.failure is not None
             gone = () if is_broken else self._transport.peers.gone()
             if is_broken or gone:
-                if self._has_succeeded():  # the last that a peer did was to complete this
+                if self._has_succeeded():  # the peer completed this before it ended
                     return True
                 raise self._health.error() if is_broken else self._lost(gone)
             seconds -= _GLANCE_SECONDS

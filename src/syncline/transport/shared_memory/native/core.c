@@ -1,33 +1,31 @@
-/* Collectives between processes that share memory.
+/* Collectives between processes over shared memory.
  *
- * Plain C symbols, loaded with ctypes; knows nothing of torch or Python. Whoever calls maps the memory, zeroed, and
- * hands in addresses.
+ * The library exports plain C symbols, which Python loads with ctypes. It does not depend on torch or Python. The
+ * caller maps the memory, zeroed, and passes addresses.
  *
- * A group is N processes. Its memory holds an abort word and, for each rank, a doorbell: a futex that is rung when
- * something happens that the rank may be asleep for. A lane is one kind of talk of a group; all its collectives are
- * sequences of chunks, and every chunk passes through one slot of a ring that all ranks step through in the same
- * order:
+ * A group is N processes. Its memory holds an abort word and, for each rank, a doorbell: a futex that wakes up the rank
+ * if it may be asleep. A lane is a separate sequence of a group's collectives. A collective is a sequence of chunks.
+ * Every chunk passes through one slot of a ring, and all ranks step through the slots in the same order:
  *
- *     fill      a rank puts its chunk into its cell of the slot          slot.arrived += 1
- *     reduce    all have arrived: what a rank reduces for the others     slot.reduced += 1   (some operations)
- *     consume   a rank takes what it wants from the others' cells        slot.consumed += 1
+ *     fill      the rank writes its chunk to its cell of the slot            slot.arrived += 1
+ *     reduce    all have arrived: the rank reduces its part for the others   slot.reduced += 1   (some operations)
+ *     consume   the rank reads the results from the others' cells            slot.consumed += 1
  *
- * The slot is filled again when all have consumed it. These two counters only grow, so that nothing is reset that
- * somebody may still look at: the n-th use of a slot is complete when its counter has reached n * N. What is written
- * before a counter is published by the increment (release) and may be read by who has seen the counter (acquire); the
- * algorithm relies on nothing else, whatever the processor.
+ * A slot is filled again once all ranks have consumed it. The counters `arrived` and `consumed` only grow, so that no
+ * rank reads a counter after a reset: the n-th use of a slot is complete when its counter has reached n * N. The
+ * increment of a counter publishes earlier writes (release). A rank that has seen the counter may read them (acquire).
+ * The algorithm relies on nothing else, on any processor.
  *
- * Tensors that lie in memory that all ranks have mapped are reduced in place: the chunk is empty, and the work is
- * taken in pieces by whoever has time (slot.claimed): a rank that passes by takes its share, one that waits also the
- * shares of those who are still computing. Sums are taken in rank order whoever takes them: the same bits everywhere,
- * in every run.
+ * Tensors in memory that all ranks have mapped are reduced in place. Their chunk is empty, and the ranks claim pieces
+ * of the work (slot.claimed). A rank that does not wait takes its own part. A rank that waits also takes the parts of
+ * ranks that are still computing. Each sum runs in rank order on any rank, so all ranks and all runs get the same bits.
  *
- * Ranks that call different things have lost each other: the lane is of no more use. An operation with terms is one
- * that they have not agreed on before: its first chunk is compared before anything else is filled, and where calls or
- * terms differ, and all have terms, this chunk is all that there is of it. Nothing is written, every rank's outcome is
- * DISAGREED, and the lane goes on.
+ * If the ranks make different calls, the lane cannot be used any more. The exception is an operation with terms, on
+ * which the ranks have not agreed before. Its first chunk is compared before anything else is filled. If all calls have
+ * terms, and calls or terms differ, the operation ends after this chunk. Nothing is written, every rank's outcome is
+ * DISAGREED, and the lane can still be used.
  *
- * Nothing blocks but syncline_wait, and that not longer than it is told to.
+ * Only syncline_wait blocks, and not longer than its timeout.
  */
 
 #define _GNU_SOURCE
@@ -145,18 +143,18 @@ static void reduce(void *target, const void *const *sources, int num_sources, si
     }
 }
 
-/* ------------------------------------------------------------------ what is shared */
+/* ------------------------------------------------------------------ shared memory */
 
-typedef _Atomic uint64_t counter; /* grows, and is never reset unless it says so */
+typedef _Atomic uint64_t counter; /* only grows, unless a comment says that it is reset */
 
 struct doorbell {
     _Alignas(LINE_BYTES) _Atomic uint32_t num_rings; /* a futex */
 };
 
 struct group_memory {
-    _Alignas(LINE_BYTES) _Atomic uint32_t abort_state; /* 0; 1 while the text is being written; 2 for good */
+    _Alignas(LINE_BYTES) _Atomic uint32_t abort_state; /* 0; 1 while the text is being written; then 2 */
     uint32_t abort_bytes;
-    _Alignas(LINE_BYTES) counter sleeping[MAX_RANKS / 64]; /* a bit for each rank that wants its doorbell rung */
+    _Alignas(LINE_BYTES) counter sleeping[MAX_RANKS / 64]; /* one bit per rank that waits for its doorbell */
     _Alignas(LINE_BYTES) char abort_text[ABORT_BYTES];
     struct doorbell doorbells[]; /* by rank */
 };
@@ -164,14 +162,14 @@ struct group_memory {
 struct slot {
     _Alignas(LINE_BYTES) counter arrived;
     _Alignas(LINE_BYTES) counter consumed;
-    /* Not every use of a slot counts these. The last to consume sets them to 0: before it fills the slot again, and
-     * so before anybody looks. */
+    /* Not every use of a slot needs these counters. The last rank to consume sets them to 0, before it fills the slot
+     * again and therefore before any rank reads them. */
     _Alignas(LINE_BYTES) counter reduced;
     _Alignas(LINE_BYTES) counter claimed; /* pieces of an operation in place */
     _Alignas(LINE_BYTES) counter done;
 };
 
-struct header { /* of a cell: what its rank called */
+struct header { /* header of a cell: the call of its rank */
     _Alignas(LINE_BYTES) uint64_t code;
     uint64_t numel;
     uint64_t chunk;
@@ -186,7 +184,7 @@ struct channel { /* messages from one rank to another */
 
 /* A lane's memory: slots, cells by (slot, rank), channels by (src, dst) with their cells. */
 
-/* ------------------------------------------------------------------ what is private */
+/* ------------------------------------------------------------------ private memory */
 
 struct operation {
     uint64_t code;
@@ -195,10 +193,10 @@ struct operation {
     bool is_split;       /* each rank reduces its part of a chunk, then all copy all parts */
     size_t itemsize, numel, chunk_numel;
     uint64_t num_chunks, num_filled, num_reduced, num_consumed;
-    uint64_t num_taken; /* pieces, of an operation in place */
+    uint64_t num_taken; /* pieces of an operation in place, taken by this rank */
     const char *in;
     char *out;
-    char *base; /* in place: rank 0's tensor, the others' at multiples of stride */
+    char *base; /* in place: rank 0's tensor; the others are at multiples of stride */
     size_t stride;
     size_t from, to; /* in place: this rank's span of a reduce_scatter, in elements */
     uint64_t buffer;
@@ -206,7 +204,7 @@ struct operation {
     bool has_disagreed;
 };
 
-struct queue { /* of operations in the order in which they were started */
+struct queue { /* operations in the order in which they were started */
     struct operation *operations;
     uint64_t capacity; /* a power of two */
     uint64_t num_started, num_filled, num_reduced;
@@ -214,7 +212,7 @@ struct queue { /* of operations in the order in which they were started */
 };
 
 struct group {
-    _Atomic int num_holders; /* who has opened it, and its lanes */
+    _Atomic int num_holders; /* number of references: the caller's and one per lane */
     struct group_memory *memory;
     int rank, size;
     uint64_t spin_nanoseconds;
@@ -223,7 +221,7 @@ struct group {
 
 struct lane {
     struct group *group;
-    pthread_mutex_t mutex; /* of what is below */
+    pthread_mutex_t mutex; /* guards the fields below */
     struct slot *slots;
     char *cells, *channels;
     int num_slots;
@@ -231,13 +229,13 @@ struct lane {
     uint64_t fill_at, reduce_at, consume_at; /* chunks of all collectives so far */
     struct queue collectives, *sends, *receives; /* the latter by peer */
     uint64_t num_pending_messages;
-    bool is_undecided; /* the last chunk that was filled has terms, and was not compared yet */
+    bool is_undecided; /* whether the chunk filled last has terms and was not compared yet */
     _Atomic int num_disagreed;
-    uint64_t disagreed[MAX_DISAGREED]; /* tickets that were not waited for yet */
+    uint64_t disagreed[MAX_DISAGREED]; /* their tickets, until they are waited for */
     bool is_mismatched;
-    const struct header *mismatch[2]; /* of a message: mine and the peer's */
+    const struct header *mismatch[2]; /* for a message: this rank's header and the peer's */
     struct header mine;
-    struct lane *next; /* of all lanes of this process */
+    struct lane *next; /* in the list of all lanes of this process */
 };
 
 static struct lane *all_lanes;
@@ -257,9 +255,9 @@ static void ring_rank(struct group_memory *memory, int rank) {
     futex(&memory->doorbells[rank].num_rings, FUTEX_WAKE, INT32_MAX, NULL);
 }
 
-/* Called after what sleepers wait for was published. The loads of `sleeping` here and the stores before are
- * sequentially consistent, as is a sleeper's store to it, and a fence stands between that and its last look: one of
- * the two sees the other. */
+/* Wake up sleeping ranks. Call this after the event that they wait for was published. The loads of `sleeping` here and
+ * the stores before are sequentially consistent. So is a sleeper's store to `sleeping`, which a fence separates from
+ * its last look. So one of the two sees the other's store. */
 static void ring_all(struct group *group) {
     for (int word = 0; word < (group->size + 63) / 64; word++) {
         if (atomic_load(&group->memory->sleeping[word]) == 0) continue;
@@ -294,7 +292,7 @@ static bool is_aborted(const struct group *group) { return atomic_load(&group->m
 
 static struct slot *slot_of(struct lane *lane, uint64_t at) { return &lane->slots[at % (uint64_t)lane->num_slots]; }
 
-/* What a slot's counter shows when all ranks are through with its use for chunk `at`. */
+/* Return the value of a slot's counter once all ranks have finished its use for chunk `at`. */
 static uint64_t all_of(const struct lane *lane, uint64_t at) {
     return (at / (uint64_t)lane->num_slots + 1) * (uint64_t)lane->group->size;
 }
@@ -325,7 +323,7 @@ static size_t chunk_numel(const struct operation *o, uint64_t chunk) {
     return from >= o->numel ? 0 : least(o->numel - from, o->chunk_numel);
 }
 
-/* Rank `part`'s part of `numel` elements: where it begins; at `part` = size, where the last ends. */
+/* Return where rank `part`'s part of `numel` elements begins; for `part` = size, where the last part ends. */
 static size_t part_from(size_t numel, int part, int size) {
     size_t each = (numel + (size_t)size - 1) / (size_t)size;
     return least(each * (size_t)part, numel);
@@ -396,7 +394,7 @@ static bool all_have_terms(struct lane *lane, uint64_t at) {
     return true;
 }
 
-/* The ranks do not agree on an operation, of which none has filled more than the first chunk. */
+/* End an operation on which the ranks disagree. No rank has filled more than its first chunk. */
 static void give_up(struct lane *lane, struct operation *o) {
     o->has_disagreed = true;
     o->is_split = false;
@@ -406,7 +404,7 @@ static void give_up(struct lane *lane, struct operation *o) {
     }
 }
 
-/* Where every rank's chunk lies: this rank's own in its tensor, which is warm in its cache, unless misaligned. */
+/* Set `sources` to every rank's chunk. For this rank, use its tensor, which is warm in the cache, unless misaligned. */
 static void gather_sources(struct lane *lane, uint64_t at, const void **sources, size_t offset_bytes,
                            const char *own, size_t itemsize) {
     for (int r = 0; r < lane->group->size; r++) sources[r] = data_of(lane, at, r) + offset_bytes;
@@ -424,7 +422,7 @@ static void reduce_own_part(struct lane *lane, const struct operation *o, uint64
 }
 
 static void reduce_strips(const struct operation *o, int size, int rank, size_t from, size_t numel) {
-    /* Strips that stay in the first cache: summed into this rank's tensor, then copied to the others. */
+    /* Strips fit into the first-level cache. Each is summed into this rank's tensor, then copied to the others. */
     const void *sources[MAX_RANKS];
     size_t strip_numel = STRIP_BYTES / o->itemsize;
     for (size_t end = from + numel; from < end; from += strip_numel) {
@@ -441,7 +439,7 @@ static uint64_t num_pieces(const struct operation *o) {
     return (o->numel * o->itemsize + PIECE_BYTES - 1) / PIECE_BYTES;
 }
 
-/* Takes pieces until there are none, or until this rank has taken `limit` of them. */
+/* Take pieces until there are none, or until this rank has taken `limit` of them. */
 static void take_pieces(struct lane *lane, struct operation *o, struct slot *slot, uint64_t limit) {
     uint64_t num = num_pieces(o);
     size_t piece_numel = PIECE_BYTES / o->itemsize;
@@ -462,7 +460,7 @@ static void reduce_own_span(struct lane *lane, const struct operation *o) {
     reduce(o->out, sources, lane->group->size, o->to - o->from, o->dtype, o->op);
 }
 
-/* Whether a rank may go on only when all have reduced. */
+/* Return whether a rank may consume only when all ranks have reduced. */
 static bool has_two_phases(const struct operation *o) { return o->is_split || o->kind == REDUCE_SCATTER_IN_PLACE; }
 
 static bool reduce_next(struct lane *lane) {
@@ -473,7 +471,7 @@ static bool reduce_next(struct lane *lane) {
     if (atomic_load_explicit(&slot->arrived, memory_order_acquire) < all_of(lane, at)) return false;
     struct operation *o = operation_at(queue, queue->num_reduced);
     if (!all_called_the_same(lane, at)) {
-        /* More of these than are ever waited for, and nobody would be told. */
+        /* If the list is full, the disagreement cannot be recorded for a later wait. */
         if (!all_have_terms(lane, at) || lane->num_disagreed == MAX_DISAGREED) {
             lane->is_mismatched = true;
             return false;
@@ -539,7 +537,7 @@ static bool consume(struct lane *lane, bool is_waiting) {
     if (has_two_phases(o)) {
         if (atomic_load_explicit(&slot->reduced, memory_order_acquire) < (uint64_t)lane->group->size) return false;
     } else if (o->kind == ALL_REDUCE_IN_PLACE) {
-        /* Who only passes by takes its share; more would make the last to arrive later still. */
+        /* A rank that does not wait takes only its own part. More work would delay the rank that arrives last. */
         uint64_t num = num_pieces(o), size = (uint64_t)lane->group->size;
         take_pieces(lane, o, slot, is_waiting ? num : (num + size - 1) / size);
         if (atomic_load_explicit(&slot->done, memory_order_acquire) < num) return false;
@@ -571,7 +569,7 @@ static struct header *message_of(struct lane *lane, struct channel *channel, uin
     return (struct header *)((char *)(channel + 1) + at % MESSAGE_SLOTS * cell_bytes);
 }
 
-/* A chunk of a message was sent or received; perhaps it was the last. */
+/* Record that a chunk of a message was sent or received; the last one completes the message. */
 static void chunk_has_passed(struct lane *lane, struct queue *queue, struct operation *o) {
     if (++o->num_filled < o->num_chunks) return;
     lane->num_pending_messages--;
@@ -622,12 +620,12 @@ static bool receive_next(struct lane *lane, int src) {
 
 /* ------------------------------------------------------------------ progress */
 
-/* Whatever can be done now without waiting; the lane is locked. Returns whether anything was. A rank that waits has
- * time for what others could do as well. */
+/* Do all work that is possible now without waiting, and return whether there was any. The lane is locked. A rank that
+ * waits also does work that other ranks could do. */
 static bool progress(struct lane *lane, bool is_waiting) {
     bool has_moved = false, moves = true;
     while (moves) {
-        /* After an abort nothing begins, but what all had come for is completed. */
+        /* After an abort nothing new begins, but operations at which all ranks have arrived are completed. */
         bool may_begin = !is_aborted(lane->group);
         moves = may_begin && fill(lane);
         moves |= reduce_next(lane);
@@ -647,8 +645,8 @@ static bool is_idle(struct lane *lane) {
            lane->num_pending_messages == 0;
 }
 
-/* Peers may wait for this rank on other lanes, and so keep it waiting on this one. Returns whether anything was
- * done; `has_foreign` tells whether lanes of other groups are pending, whose doorbells are not listened to. */
+/* Do work on all other lanes, because peers that wait for this rank there may keep it waiting here. Return whether
+ * there was any. `has_foreign` is set if lanes of other groups are pending; their doorbells do not wake this rank. */
 static bool progress_others(struct lane *here, bool *has_foreign) {
     bool has_moved = false;
     *has_foreign = false;
@@ -676,7 +674,7 @@ static bool has_completed(struct queue *queue, uint64_t ticket) {
     return atomic_load_explicit(&queue->num_completed, memory_order_acquire) >= ticket;
 }
 
-/* Whether the ranks disagreed on a collective that has completed. The lane is locked. */
+/* Return whether the ranks disagreed on a collective that has completed. The lane is locked. */
 static bool has_disagreed(struct lane *lane, uint64_t ticket, bool forget) {
     for (int i = 0; i < lane->num_disagreed; i++)
         if (lane->disagreed[i] == ticket) {
@@ -694,9 +692,10 @@ static enum outcome outcome_of(struct lane *lane, struct queue *queue, uint64_t 
     return have_disagreed ? DISAGREED : DONE;
 }
 
-/* One look: do what can be done, and say how things stand. A last look before sleeping has to be one's own; otherwise
- * it will do that another thread is at it. After an abort as well: what all had come for before it is completed, and
- * who has seen the abort before the look sees all that came before the abort. */
+/* Do the work that is possible now, and return the state of an operation. If another thread works on the lane, that is
+ * enough, except in two cases. A last look before sleeping has to do the work itself. So has a look after an abort,
+ * because operations at which all ranks had arrived are still completed: a thread that has seen the abort before the
+ * look sees everything that was published before the abort. */
 static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket, bool is_last, bool *has_moved) {
     *has_moved = false;
     if (has_completed(queue, ticket)) return DONE;
@@ -705,7 +704,7 @@ static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket
         *has_moved = progress(lane, true);
         is_mismatched = lane->is_mismatched;
         pthread_mutex_unlock(&lane->mutex);
-        /* Another thread of this rank may sleep for what was just done. */
+        /* Another thread of this rank may sleep until this work is done. */
         if (*has_moved) ring_if_asleep(lane->group, lane->group->rank);
     }
     if (has_completed(queue, ticket)) return DONE;
@@ -713,13 +712,13 @@ static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket
     return was_aborted ? ABORTED : PENDING;
 }
 
-/* ------------------------------------------------------------------ what is called from outside */
+/* ------------------------------------------------------------------ exported functions */
 
 EXPORT uint32_t syncline_abi(void) { return ABI; }
 
 EXPORT const char *syncline_isa(int isa) { return is_supported(isa) ? instruction_sets[isa].name : NULL; }
 
-/* For tests of the kernels: 0, or -1 where this processor lacks the instruction set. */
+/* Run a kernel, for tests. Return 0, or -1 if this processor lacks the instruction set. */
 EXPORT int syncline_reduce(int isa, void *target, const void *const *sources, int num_sources, size_t numel, int dtype,
                            int op) {
     if (!is_supported(isa)) return -1;
@@ -747,7 +746,7 @@ EXPORT struct group *syncline_group_open(void *memory, int rank, int size, uint6
     return group;
 }
 
-/* Lanes may be closed later. */
+/* Close a group. Its lanes may be closed later. */
 EXPORT void syncline_group_close(struct group *group) {
     if (atomic_fetch_sub(&group->num_holders, 1) == 1) free(group);
 }
@@ -784,7 +783,7 @@ EXPORT void syncline_lane_close(struct lane *lane) {
     free(lane);
 }
 
-/* chunk_bytes and message_bytes are multiples of a line. */
+/* Open a lane. chunk_bytes and message_bytes must be multiples of LINE_BYTES. */
 EXPORT struct lane *syncline_lane_open(struct group *group, void *memory, int num_slots, size_t chunk_bytes,
                                        size_t message_bytes) {
     struct lane *lane = calloc(1, sizeof *lane);
@@ -838,7 +837,7 @@ static uint64_t start(struct lane *lane, int queue_number, const struct operatio
         if (!is_aborted(lane->group)) progress(lane, false);
     }
     *is_done = ticket && has_completed(queue, ticket);
-    /* Ranks that are in step come within a microsecond of each other: to stay for so long saves the way back here. */
+    /* Ranks in step arrive within a microsecond of each other. Waiting here for so long avoids a second call. */
     if (ticket && !*is_done && lane->group->spin_nanoseconds && o->numel * o->itemsize <= BRIEF_BYTES)
         for (int i = 0; i < BRIEF_LOOKS && !*is_done && !lane->is_mismatched && !is_aborted(lane->group); i++) {
             pause_briefly();
@@ -850,7 +849,7 @@ static uint64_t start(struct lane *lane, int queue_number, const struct operatio
     return ticket;
 }
 
-/* `code` says what is called: kind, dtype, op, a peer and the bytes of an element, from the lowest bits up. */
+/* Decode a call. `code` contains kind, dtype, op, a peer and the bytes per element, from the lowest bits up. */
 static struct operation decoded(const struct lane *lane, uint64_t code, size_t numel) {
     struct operation o = {.code = code,
                           .kind = (enum kind)(code & 0xff),
@@ -862,7 +861,7 @@ static struct operation decoded(const struct lane *lane, uint64_t code, size_t n
     size_t capacity_bytes = lane->chunk_bytes;
     if (o.kind == SEND || o.kind == RECV) {
         capacity_bytes = lane->message_bytes;
-        o.code = code & ~(UINT64_C(0xffff) << 24); /* either side names the other */
+        o.code = code & ~(UINT64_C(0xffff) << 24); /* the two sides name different peers */
     }
     if (o.kind == REDUCE_SCATTER) capacity_bytes /= (size_t)lane->group->size;
     bool is_in_place = o.kind == ALL_REDUCE_IN_PLACE || o.kind == REDUCE_SCATTER_IN_PLACE;
@@ -872,11 +871,11 @@ static struct operation decoded(const struct lane *lane, uint64_t code, size_t n
     return o;
 }
 
-/* Begin an operation and do what can be done of it at once.
+/* Begin an operation, and do the work that is possible at once.
  *
- * numel: elements of the tensor, or of one rank's part where there are parts. terms: of a collective, what else the
- * ranks have to agree on; 0 where they must have agreed before. Returns a ticket above 0 to wait for; negative where it
- * was done at once (minus the ticket); 0 where memory is exhausted.
+ * numel: elements of the tensor, or of one rank's part if the operation has parts. terms: for a collective, a number on
+ * which the ranks have to agree as well; 0 if they have agreed before. Returns a ticket above 0 to wait for; the
+ * negative ticket if the operation is done already; 0 if memory is exhausted.
  */
 EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, void *out, size_t numel,
                               uint64_t terms) {
@@ -892,9 +891,10 @@ EXPORT int64_t syncline_start(struct lane *lane, uint64_t code, const void *in, 
     return is_done ? -ticket : ticket;
 }
 
-/* The same for tensors in memory that all ranks have mapped: rank r's lies at base + r * stride. `buffer` tells which
- * is meant, the same on every rank. Of a reduce_scatter this rank gets the elements from `from` to `to`, in `out`,
- * which may be where they lie in its own tensor; no two ranks' spans overlap. */
+/* Begin an operation on tensors in memory that all ranks have mapped; see syncline_start. Rank r's tensor is at base +
+ * r * stride. `buffer` identifies the memory and is the same on every rank. In a reduce_scatter, this rank gets the
+ * elements from `from` to `to` in `out`, which may be their place in its own tensor. The ranks' spans must not overlap.
+ */
 EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *base, size_t stride, uint64_t buffer,
                                        size_t numel, void *out, size_t from, size_t to) {
     struct operation o = decoded(lane, code, numel);
@@ -909,7 +909,7 @@ EXPORT int64_t syncline_start_in_place(struct lane *lane, uint64_t code, void *b
     return is_done ? -ticket : ticket;
 }
 
-/* Whether an operation is done, or why it never will be; does what can be done. Never blocks. */
+/* Do the work that is possible now, and return whether an operation is done or has failed. Never blocks. */
 EXPORT int syncline_poll(struct lane *lane, int queue_number, uint64_t ticket) {
     bool has_moved, has_foreign;
     struct queue *queue = queue_of(lane, queue_number);
@@ -950,7 +950,7 @@ static enum outcome wait_for(struct lane *lane, struct queue *queue, uint64_t ti
         }
         uint32_t num_rings = atomic_load(doorbell);
         atomic_fetch_or(sleeping, bit);
-        atomic_thread_fence(memory_order_seq_cst); /* what is looked at now is only acquired */
+        atomic_thread_fence(memory_order_seq_cst); /* the loads of the next look are only acquire loads */
         outcome = look(lane, queue, ticket, true, &has_moved);
         if (outcome != PENDING) return outcome;
         if (has_moved || progress_others(lane, &has_foreign)) continue;
@@ -963,16 +963,16 @@ static enum outcome wait_for(struct lane *lane, struct queue *queue, uint64_t ti
     }
 }
 
-/* Wait for an operation: 0 when it is done, 1 when the time is up, 2 when the group was aborted, 3 when the ranks
- * called different things (see syncline_called), 4 when they did not agree on its terms, of which only the first wait
- * is told. Spins first, then yields the processor, then sleeps. */
+/* Wait for an operation. Return 0 if it is done, 1 if the time is up, 2 if the group was aborted, 3 if the ranks made
+ * different calls (see syncline_called), 4 if they disagreed on its terms (only the first wait returns this). Spin
+ * first, then yield the processor, then sleep. */
 EXPORT int syncline_wait(struct lane *lane, int queue_number, uint64_t ticket, uint64_t timeout_nanoseconds) {
     struct queue *queue = queue_of(lane, queue_number);
     enum outcome outcome = wait_for(lane, queue, ticket, timeout_nanoseconds);
     return outcome == DONE ? outcome_of(lane, queue, ticket, true) : outcome;
 }
 
-/* End the group: every wait on it returns 2. The first text stays; returns whether it was this one. */
+/* End the group: every wait on it returns 2. The first text is kept. Return whether it was this one. */
 EXPORT int syncline_abort(struct group *group, const char *text, size_t bytes) {
     struct group_memory *memory = group->memory;
     uint32_t expected = 0;
@@ -984,15 +984,15 @@ EXPORT int syncline_abort(struct group *group, const char *text, size_t bytes) {
     return 1;
 }
 
-/* The text of the abort, and its length; -1 where there was none. */
+/* Copy the text of the abort to `text`, and return its length; -1 if there was no abort. */
 EXPORT int64_t syncline_abort_text(struct group *group, char *text) {
     if (!is_aborted(group)) return -1;
     memcpy(text, group->memory->abort_text, group->memory->abort_bytes);
     return group->memory->abort_bytes;
 }
 
-/* After a mismatch: what each rank called, as (code, numel) pairs. Of a message, only this rank and the peer. Returns
- * the number of pairs. */
+/* After a mismatch, write each rank's call as a pair (code, numel); for a message, only those of this rank and the
+ * peer. Return the number of pairs. */
 EXPORT int syncline_called(struct lane *lane, uint64_t *pairs) {
     pthread_mutex_lock(&lane->mutex);
     int num = lane->mismatch[0] ? 2 : lane->group->size;

@@ -1,8 +1,8 @@
 /* Element-wise reductions of N arrays, in rank order.
  *
- * Included once for each instruction set, with ISA (a suffix) and ISA_TARGET (a function attribute) defined: plain
- * loops, which the compiler vectorizes for that instruction set. fp16 and bf16 are accumulated in fp32 and rounded
- * once, to the nearest even; max and min hand NaN on; sums and products of integers wrap around.
+ * This file is included once per instruction set, with ISA (a suffix) and ISA_TARGET (a function attribute) defined.
+ * The compiler vectorizes its plain loops for that instruction set. fp16 and bf16 are accumulated in fp32 and rounded
+ * once, to the nearest even; max and min propagate NaN; sums and products of integers wrap around.
  */
 
 #define FN_(name, isa) name##_##isa
@@ -87,7 +87,7 @@ static inline ISA_TARGET uint16_t FN(to_f16)(float f) {
     }                                                                                                              \
     return;
 
-/* U is what sums and products are taken in, so that integers wrap around instead of being undefined. */
+/* U is the type of sums and products, so that integers wrap around instead of being undefined. */
 #define DEFINE_REDUCE(NAME, T, ACC, U, LOAD, STORE)                                                                \
     static ISA_TARGET void FN(reduce_##NAME)(void *target, const void *const *sources, int num_sources,           \
                                              size_t numel, int op) {                                               \
