@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.tools.bench.mpi import total_memory_bytes
+from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.tables import size_text, table
 from syncline.tools.bench.workloads import can_shard
 

@@ -44,7 +44,7 @@ import syncline as sl
 from syncline.compression import PowerSGD, Quantize
 from syncline.session.world import transport_of
 from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
-from syncline.tools.bench.mpi import describe_machine
+from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.plot import Pace, crossover, rate_text
 from syncline.tools.bench.tables import table
 from syncline.tools.bench.workloads import GPT, GPTConfig

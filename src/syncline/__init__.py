@@ -1,57 +1,68 @@
 """Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
 The public names. docs/architecture.md shows the rooms of the house, in the order of their imports.
+
+`import syncline` imports nothing else: `sl.Checkpointer` imports the module of `Checkpointer` when it is asked for the
+first time. So a program waits only for what it uses, and `syncline --help` does not wait for torch. Type checkers and
+editors read the imports below; `tests/architecture` holds them, `_NAMES` and `__all__` against each other.
 """
 
 from __future__ import annotations
 
-from syncline import compression, debug, nn
-from syncline.checkpoint.checkpointer import Checkpointer
-from syncline.checkpoint.train_state import TrainState
-from syncline.contract import Contract, Row
-from syncline.data.sampler import DistributedSampler
-from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.errors import (
-    CheckpointCorrupt,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    ContractMismatch,
-    NonFiniteGradient,
-    PeerFailed,
-    PeerLost,
-    ReplicaDivergence,
-    SameDataWarning,
-    SynclineError,
-    UnevenInputs,
-    UnreducedGradients,
-)
-from syncline.evolution.strategy import EvolutionStrategy
-from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.records import (
-    BackwardRecord,
-    BucketRecord,
-    BufferRecord,
-    EvolutionRecord,
-    NonFiniteRecord,
-    RoundRecord,
-)
-from syncline.session.stop_request import EXIT_STOPPED
-from syncline.session.world import World, init, shutdown, world
-from syncline.sharded.sharing import share_, write_shared
-from syncline.strategies import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
-from syncline.torch_backend import register_backend
-from syncline.transport.base import Statistics
-from syncline.verbs import (
-    all_reduce_,
-    average_,
-    barrier,
-    broadcast_,
-    check_replicas,
-    diverge,
-    keep_best_,
-    mean,
-    sync_gradients_,
-)
+import importlib
+import sys
+import threading
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from syncline import compression, debug, nn
+    from syncline.checkpoint.checkpointer import Checkpointer
+    from syncline.checkpoint.train_state import TrainState
+    from syncline.contract import Contract, Row
+    from syncline.data.sampler import DistributedSampler
+    from syncline.ddp.wrapper import DistributedDataParallel
+    from syncline.errors import (
+        CheckpointCorrupt,
+        CollectiveMismatch,
+        CollectiveTimeout,
+        ContractMismatch,
+        NonFiniteGradient,
+        PeerFailed,
+        PeerLost,
+        ReplicaDivergence,
+        SameDataWarning,
+        SynclineError,
+        UnevenInputs,
+        UnreducedGradients,
+    )
+    from syncline.evolution.strategy import EvolutionStrategy
+    from syncline.gradients.riders.replica_watch import ReplicaCheck
+    from syncline.records import (
+        BackwardRecord,
+        BucketRecord,
+        BufferRecord,
+        EvolutionRecord,
+        NonFiniteRecord,
+        RoundRecord,
+    )
+    from syncline.session.stop_request import EXIT_STOPPED
+    from syncline.session.world import World, init, shutdown, world
+    from syncline.sharded.sharing import share_, write_shared
+    from syncline.strategies import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
+    from syncline.torch_backend import register_backend
+    from syncline.transport.base import Statistics
+    from syncline.verbs import (
+        all_reduce_,
+        average_,
+        barrier,
+        broadcast_,
+        keep_best_,
+        mean,
+        sync_gradients_,
+    )
+    from syncline.verbs.check_replicas import check_replicas
+    from syncline.verbs.diverge import diverge
 
 __version__ = "0.1.0"
 
@@ -110,3 +121,78 @@ __all__ = [
     "world",
     "write_shared",
 ]
+
+_NAMES = {
+    "syncline": ("compression", "debug", "nn"),
+    "syncline.contract": ("Contract", "Row"),
+    "syncline.data.sampler": ("DistributedSampler",),
+    "syncline.errors": (
+        "CheckpointCorrupt",
+        "CollectiveMismatch",
+        "CollectiveTimeout",
+        "ContractMismatch",
+        "NonFiniteGradient",
+        "PeerFailed",
+        "PeerLost",
+        "ReplicaDivergence",
+        "SameDataWarning",
+        "SynclineError",
+        "UnevenInputs",
+        "UnreducedGradients",
+    ),
+    "syncline.records": (
+        "BackwardRecord",
+        "BucketRecord",
+        "BufferRecord",
+        "EvolutionRecord",
+        "NonFiniteRecord",
+        "RoundRecord",
+    ),
+    "syncline.evolution.strategy": ("EvolutionStrategy",),
+    "syncline.ddp.wrapper": ("DistributedDataParallel",),
+    "syncline.sharded.sharing": ("share_", "write_shared"),
+    "syncline.checkpoint.checkpointer": ("Checkpointer",),
+    "syncline.checkpoint.train_state": ("TrainState",),
+    "syncline.session.stop_request": ("EXIT_STOPPED",),
+    "syncline.strategies": ("DiLoCo", "EveryStep", "Gossip", "LocalSGD", "Manual", "ParameterServer"),
+    "syncline.gradients.riders.replica_watch": ("ReplicaCheck",),
+    "syncline.torch_backend": ("register_backend",),
+    "syncline.transport.base": ("Statistics",),
+    "syncline.verbs": (
+        "all_reduce_",
+        "average_",
+        "barrier",
+        "broadcast_",
+        "keep_best_",
+        "mean",
+        "sync_gradients_",
+    ),
+    "syncline.verbs.check_replicas": ("check_replicas",),
+    "syncline.verbs.diverge": ("diverge",),
+    "syncline.session.world": ("World", "init", "shutdown", "world"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_IMPORTING = threading.RLock()
+"""Ranks may be threads: two that import modules of one package at once can make Python's import locks a deadlock."""
+
+
+class _Package(ModuleType):
+    """This package, a module whose public names are imported when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+        module = _MODULE_OF[name]
+        with _IMPORTING:
+            if module == self.__name__:
+                found: Any = importlib.import_module(f"{module}.{name}")
+            else:
+                found = getattr(importlib.import_module(module), name)
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -33,6 +33,7 @@ __all__ = [
     "restore",
     "tasks_per_node",
     "token",
+    "torchrun_default",
 ]
 
 
@@ -111,6 +112,15 @@ def token() -> str | None:
             "on all ranks, such as `openssl rand -hex 32` prints"
         )
     return found
+
+
+def torchrun_default(dest: str) -> str | None:
+    """Return what the environment says for an option of torchrun, which the command line overrides.
+
+    Args:
+        dest: the option's name with underscores, "nproc_per_node".
+    """
+    return os.environ.get(f"PET_{dest.upper()}")
 
 
 def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, str | None]:

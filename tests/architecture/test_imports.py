@@ -238,24 +238,34 @@ def wrong_exports(sources: Sources) -> list[str]:
     return found
 
 
-def more_than_reexports(source: str) -> list[str]:
-    """What a root `__init__` holds besides imports, `__all__` and `__version__`; and how those do not match."""
-    found, imported = [], set()
+def wrong_reexports(source: str) -> list[str]:
+    """What a root `__init__` names only in `__all__`, only in its imports for type checkers, or only in `_NAMES`."""
     tree = ast.parse(source)
-    for position, node in enumerate(tree.body):
-        if isinstance(node, ast.ImportFrom):
-            if node.module != "__future__":
-                imported |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names = [getattr(target, "id", "?") for target in node.targets]
-            found += [
-                f"line {node.lineno}: {name}" for name in names if name not in ("__all__", "__version__")
-            ]
-        elif position or not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            found.append(f"line {node.lineno}: {type(node).__name__}")
-    exported = set(exported_by(source) or [])
-    found += [f"{name} is imported but not in __all__" for name in sorted(imported - exported)]
-    found += [f"{name} is in __all__ but not imported" for name in sorted(exported - imported)]
+    imported = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    loaded: dict[str, str] = {}
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom | ast.Import) and "syncline" in ast.unparse(node):
+            found.append(f"line {node.lineno}: imported at once: {ast.unparse(node)}")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
+            loaded = {
+                name: module for module, names in ast.literal_eval(node.value).items() for name in names
+            }
+    exported = exported_by(source) or []
+    for name in sorted({*imported, *loaded, *exported}):
+        if name not in exported:
+            found.append(f"{name} is not in __all__")
+        if imported.get(name) != loaded.get(name):
+            found.append(f"{name} is imported from {imported.get(name)}, but {loaded.get(name)} in _NAMES")
+        elif name not in imported:
+            found.append(f"{name} is in __all__, but not imported")
     return found
 
 
@@ -294,8 +304,8 @@ def test_what_is_public_is_exported_and_what_is_imported_is_public() -> None:
     assert_none(wrong_exports(SOURCES))
 
 
-def test_the_package_itself_only_reexports() -> None:
-    assert_none(more_than_reexports(SOURCES["syncline"]))
+def test_the_package_names_alike_what_it_reexports() -> None:
+    assert_none(wrong_reexports(SOURCES["syncline"]))
 
 
 def test_exported_names_exist() -> None:
@@ -350,6 +360,66 @@ def test_importing_syncline_has_no_side_effects() -> None:
 def test_side_effects_of_an_import_would_be_found() -> None:
     found = side_effects_of("torch.manual_seed(1); os.environ['A'] = 'b'; sys.excepthook = print")
     assert found == ["seeds", "environment", "hooks"]
+
+
+HEAVY = (
+    *("torch._dynamo", "torch._inductor", "torch.export", "torch.fx.experimental.symbolic_shapes", "sympy"),
+    *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch.distributed.fsdp"),
+    *("torch.distributed.rpc", "torch.distributed.run", "torch.distributed.tensor", "torch.testing"),
+    *("asyncio", "concurrent.futures.process", "matplotlib", "pytest", "safetensors", "unittest"),
+)
+"""What takes long to import, and no training program needs from us; torch itself may import some of it."""
+
+
+def loaded_by(*statements: str) -> list[list[str]]:
+    """The modules that are loaded after each of some statements, run one after the other in a process of its own."""
+    code = "import json, sys\n" + "".join(f"{one}\nprint(json.dumps([*sys.modules]))\n" for one in statements)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    return [list(json.loads(line)) for line in result.stdout.splitlines()]
+
+
+def test_importing_syncline_imports_no_more_than_is_asked_for() -> None:
+    at_first, then, with_torch, with_names = loaded_by(
+        "import syncline",
+        "from syncline import SynclineError",
+        "import torch",
+        "from syncline import Checkpointer, DistributedDataParallel, init, world",
+    )
+    assert [name for name in at_first if name.startswith(("torch", "syncline."))] == []
+    assert [name for name in then if name.startswith(("torch", "syncline."))] == ["syncline.errors"]
+    assert sorted(set(with_names) & set(HEAVY) - set(with_torch)) == []
+
+
+_NAMES_PROBE = """
+import random, threading
+from syncline.environment import parse  # a program may import a module first
+import syncline
+
+def ask_for_all() -> None:
+    for name in random.sample(syncline.__all__, len(syncline.__all__)):
+        getattr(syncline, name)
+
+ranks = [threading.Thread(target=ask_for_all) for _ in range(4)]
+[rank.start() for rank in ranks]
+[rank.join() for rank in ranks]
+assert callable(syncline.world) and syncline.world.__module__ == "syncline.session.world"
+assert set(syncline.__all__) <= set(dir(syncline))
+from syncline import *
+assert world is syncline.world and {*syncline.__all__} <= {*globals()}
+assert syncline.debug.__name__ == "syncline.debug"
+assert all(name in vars(syncline) for name in syncline.__all__)
+"""
+
+
+def test_all_names_of_the_package_are_found_by_threads_as_well() -> None:
+    loaded_by(_NAMES_PROBE)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    package = importlib.import_module("syncline")
+    with pytest.raises(AttributeError, match=r"module 'syncline' has no attribute 'DistributedDataParalel'"):
+        package.DistributedDataParalel  # noqa: B018
 
 
 # ---------------------------------------------------------------------- the rules can fail
@@ -470,15 +540,19 @@ def test_a_wrong_export_is_found(sources: Sources, complaint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("imports", "names", "exported", "complaint"),
     [
-        "from a import x\n__all__ = []",
-        "__all__ = ['x']",
-        "from a import x\n__all__ = ['x']\nx.start()",
-        "from a import x\n__all__ = ['x']\nversion = 1",
-        "import a\n__all__ = []",
+        ("from a import x", "{'a': ('x',)}", "[]", "x is not in __all__"),
+        ("from a import x", "{}", "['x']", "x is imported from a, but None in _NAMES"),
+        ("from b import x", "{'a': ('x',)}", "['x']", "x is imported from b, but a in _NAMES"),
+        ("pass", "{'a': ('x',)}", "['x']", "x is imported from None, but a in _NAMES"),
+        ("pass", "{}", "['x']", "x is in __all__, but not imported"),
+        ("pass\nfrom syncline.a import x", "{}", "[]", "line 3: imported at once"),
     ],
 )
-def test_a_package_that_does_more_than_reexport_is_found(source: str) -> None:
-    assert len(more_than_reexports(source)) == 1
-    assert more_than_reexports("'''Doc.'''\nfrom a import x\n__version__ = '1'\n__all__ = ['x']") == []
+def test_a_wrong_reexport_is_found(imports: str, names: str, exported: str, complaint: str) -> None:
+    found = wrong_reexports(f"if TYPE_CHECKING:\n    {imports}\n__all__ = {exported}\n_NAMES = {names}")
+    assert len(found) == 1
+    assert complaint in found[0]
+    right = "import sys\nif TYPE_CHECKING:\n    from a import x\n__all__ = ['x']\n_NAMES = {'a': ('x',)}"
+    assert wrong_reexports(right) == []

@@ -1,11 +1,18 @@
-"""The code in the documents runs, and what they name exists."""
+"""The code in the documents runs, alone and on two ranks, and prints what stands below it; what they name exists."""
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import io
 import re
+import tempfile
+import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 import syncline
 
@@ -13,30 +20,125 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def python_blocks() -> list[tuple[str, str]]:
+class Block(NamedTuple):
+    """Python in a document."""
+
+    where: str
+    code: str
+    output: str | None
+    """What the block of text right below it says: printed by rank 0; `...` stands for anything."""
+
+    @property
+    def brings_its_ranks(self) -> bool:
+        return "run_ranks(" in self.code or "init_process_group(" in self.code
+
+
+def blocks_of(text: str, name: str) -> list[Block]:
+    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```(?:text)?\n(.*?)^```\n)?", text, re.M | re.S)
+    return [Block(f"{name}:{number}", code, output or None) for number, (code, output) in enumerate(found)]
+
+
+BLOCKS = {
+    block.where: block
+    for path in DOCUMENTS
+    for block in blocks_of(path.read_text(), str(path.relative_to(ROOT)))
+}
+ON_TWO_RANKS = [where for where, block in BLOCKS.items() if not block.brings_its_ranks]
+
+
+def printed_by(block: Block) -> str:
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(block.code, block.where, "exec"), {"__name__": "__main__"})
+        finally:
+            syncline.shutdown()
+    return printed.getvalue()
+
+
+def assert_prints(output: str, printed: str) -> None:
+    flags = doctest.ELLIPSIS | doctest.REPORT_NDIFF
+    if not doctest.OutputChecker().check_output(output, printed, flags):
+        pytest.fail(
+            doctest.OutputChecker().output_difference(doctest.Example("", output), printed, flags),
+            pytrace=False,
+        )
+
+
+@pytest.mark.parametrize("where", BLOCKS)
+def test_python_in_documents_runs(where: str) -> None:
+    printed = printed_by(BLOCKS[where])
+    output = BLOCKS[where].output
+    if output is not None and BLOCKS[where].brings_its_ranks:
+        assert_prints(output, printed)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ON_TWO_RANKS)
+def test_python_in_documents_runs_on_two_ranks(where: str, tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)  # data of its own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))  # one directory for all ranks
+        printed = printed_by(BLOCKS[where])
+    output = BLOCKS[where].output
+    if output is not None and rank == 0:
+        assert_prints(output, printed)
+
+
+def test_there_is_code_to_run_and_output_to_compare() -> None:
+    assert any(where.startswith("README.md") for where in ON_TWO_RANKS)
+    assert any(block.output for block in BLOCKS.values() if block.brings_its_ranks)
+    assert any(block.output for block in BLOCKS.values() if not block.brings_its_ranks)
+
+
+def test_output_that_differs_is_found() -> None:
+    (block, other) = blocks_of("```python\nprint(1)\n```\n\n```\n2\n```\n\n```python\npass\n```\n", "made up")
+    assert (block.output, other.output) == ("2\n", None)
+    with pytest.raises(pytest.fail.Exception):
+        assert_prints("2\n", printed_by(block))
+    assert_prints("...\n", printed_by(block))
+
+
+# ---------------------------------------------------------------------- links and names
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ +(.*?) *$", without_code, re.M):
+        words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        same = sum(1 for one in anchors if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", one))
+        anchors.add(f"{anchor}-{same}" if same else anchor)
+    return anchors
+
+
+def dead_links(path: Path) -> list[str]:
     found = []
-    for path in DOCUMENTS:
-        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)):
-            found.append((f"{path.relative_to(ROOT)}:{number}", code))
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\((?![a-z]+:)([^)\s]+)", text):
+        name, _, anchor = target.partition("#")
+        other = path.parent / name if name else path
+        if not other.exists() or (anchor and anchor not in anchors_of(other.read_text())):
+            found.append(f"{path.name} links to {target}")
     return found
-
-
-@pytest.mark.parametrize(("where", "code"), python_blocks(), ids=[where for where, _ in python_blocks()])
-def test_python_in_documents_runs(where: str, code: str) -> None:
-    try:
-        exec(compile(code, where, "exec"), {"__name__": "__main__"})
-    finally:
-        syncline.shutdown()
-
-
-def test_there_is_code_to_run() -> None:
-    assert any(where.startswith("README.md") for where, _ in python_blocks())
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_names_in_documents_exist(path: Path) -> None:
-    text = path.read_text()
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
-    for name in re.findall(r"\bsl\.([A-Za-z_]+)", text):
+    assert dead_links(path) == []
+    for name in re.findall(r"\bsl\.([A-Za-z_]+)", path.read_text()):
         assert hasattr(syncline, name), f"{path.name} names sl.{name}"
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A `heading`, and *more*\n\n## Twice\n\n## Twice\n")
+    links = "[](other.md) [](#here) [](other.md#a-heading-and-more) [](other.md#twice-1) [](https://a.b/c#d)"
+    (tmp_path / "page.md").write_text(f"## Here\n{links}\n```\n[](no.md)\n```\n")
+    assert dead_links(tmp_path / "page.md") == []
+    (tmp_path / "page.md").write_text("[](no.md) [](other.md#twice-2) [](#nowhere)\n")
+    assert dead_links(tmp_path / "page.md") == [
+        f"page.md links to {target}" for target in ("no.md", "other.md#twice-2", "#nowhere")
+    ]

@@ -121,6 +121,7 @@ class Server:
 
 
 def serve() -> None:
+    import syncline.tools.launch.supervise  # noqa: F401  (with torch: imported once, not by each launcher)
     from syncline.tools.cli import main
 
     importlib.import_module("torch._dynamo")  # as the first step of an optimizer does

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launcher_server import Server
 
-from syncline.session.rendezvous import bound_socket, interface_of
+from syncline.session.listening import bound_socket, interface_of
 from syncline.testing.ports import held_port
 
 JOINED = """

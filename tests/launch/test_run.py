@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from launcher_server import Server
+from torch.distributed.run import get_args_parser
 
-from syncline.tools.cli import main
+from syncline.tools.cli import main, options
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = [sys.executable, "-m", "syncline.tools.cli", "run"]
@@ -97,6 +99,97 @@ def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean run?" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "syncline COMMAND" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which torch cannot be imported."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    (folder / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    return {**clean_environment(), "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("line", "exit_code", "words"),
+    [
+        ("--help", 0, "syncline COMMAND"),
+        ("--version", 0, "syncline 0.1.0 (torch 2."),
+        ("", 2, "syncline COMMAND"),
+        ("rum", 2, "did you mean run?"),
+        ("run --help", 0, "--monitor-interval, --start-method, --event-log-handler"),
+        ("run --nod-rank 1 program.py", 2, "did you mean --node-rank?"),
+        ("run -n 2 progam.py", 2, "did you mean program.py?"),
+        ("run -n 0 program.py", 2, "-n 0: expected at least 1 process"),
+        ("run --max-restarts two program.py", 2, "invalid int value: 'two'"),
+        ("bench --help", 0, "usage: syncline bench"),
+        ("bench --jsn file", 2, "did you mean --json?"),
+        ("bench --sizes big", 2, "--sizes: expected a size such as"),
+        ("doctor --help", 0, "usage: syncline doctor"),
+        ("doctor --stop 3 program.py", 2, "did you mean --step?"),
+        ("doctor progam.py", 2, "did you mean program.py?"),
+    ],
+)
+def test_help_and_mistakes_do_not_wait_for_torch(
+    line: str, exit_code: int, words: str, tmp_path: Path, without_torch: dict[str, str]
+) -> None:
+    (tmp_path / "program.py").touch()
+    command = [sys.executable, "-m", "syncline.tools.cli", *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=without_torch, capture_output=True, text=True)
+    assert done.returncode == exit_code, done.stderr
+    assert words in (done.stderr if exit_code else done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_console_script_needs_no_torch_to_answer(without_torch: dict[str, str]) -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="syncline")
+    code = (
+        f"import sys; from {script.module} import {script.attr}; sys.exit({script.attr}(['run', '--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=without_torch, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_options_are_torchruns() -> None:
+    theirs = get_args_parser().parse_args(["program.py", "--epochs", "2"])
+    ours = options.parse(["program.py", "--epochs", "2"])
+    # torch 2.11 has another default of the port, and no --shutdown-timeout
+    expected = {**vars(theirs), "master_port": None, "shutdown_timeout": None, "host": None, "verbose": False}
+    assert vars(ours) == expected
+    for action in get_args_parser()._actions:
+        value = {float: "0.5", int: "7"}.get(action.type, "spawn")
+        for name in action.option_strings:
+            if name in ("-h", "--help") or (action.dest == "numa_binding"):
+                continue
+            arguments = [name, *([value] if action.nargs is None else []), "program.py"]
+            found, expected = options.parse(arguments), get_args_parser().parse_args(arguments)
+            assert getattr(found, action.dest) == getattr(expected, action.dest), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("PET_NPROC_PER_NODE", "3", "3"),
+        ("PET_MAX_RESTARTS", "2", 2),
+        ("PET_DUPLICATE_STDOUT_FILTERS", "a,b,,c", ["a", "b,c"]),
+        ("PET_STANDALONE", "1", True),
+        ("PET_STANDALONE", "0", False),
+    ],
+)
+def test_the_environment_has_defaults_of_torchruns_options(
+    name: str, value: str, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    dest = name.removeprefix("PET_").lower()
+    assert getattr(options.parse(["program.py"]), dest) == expected
+    assert getattr(get_args_parser().parse_args(["program.py"]), dest) == expected
+
+
+def test_a_default_that_is_neither_yes_nor_no_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "yes")
+    assert main(["run", __file__]) == 2
+    assert "PET_STANDALONE='yes': expected 0 or 1" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- what the program sees

@@ -9,8 +9,8 @@ Imports: errors.
 autograd.py        graph tasks of the autograd engine
 compilation.py     keep torch.compile out of code that must run as written
 elastic.py         torch's elastic agent, on which the launcher runs
-grad_scaler.py     detect a GradScaler that is in use
-lookup.py          look up a private name, and raise an error if it is missing
+grad_scaler.py     is a GradScaler in use?
+lookup.py          how a private name is looked up, and the error where it is missing
 modules.py         modules, joinables, and torch's own DistributedDataParallel
 optimizers.py      optimizers that step inside backward; hooks of their state
 process_groups.py  process groups, their backends and stores

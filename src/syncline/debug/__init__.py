@@ -3,15 +3,15 @@
 Imports: errors, differences, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
 sharded, data, checkpoint, verbs, ddp.
 
-alignment.py         the same inputs, random numbers and buffers on all ranks
-compare.py           the first difference between recordings: pure
+alignment.py         the same inputs and random numbers on all ranks, for a while
+compare.py           the first place at which two recordings differ: pure
 compare_replicas.py  `compare_replicas` and `assert_replicas_agree`
-diagnosis.py         the causes of differences, and the findings of all ranks combined: pure
-recording.py         the recording of one run, module by module
-repeated_runs.py     run a computation again from one state, and report differences
+diagnosis.py         what all ranks found, put together: pure
+recording.py         what one run did, module by module
+repeated_runs.py     run a computation again from one state, and report what differs
 report.py            the report, and facts about this rank's machine
 run_state.py         the state from which a computation is run again
-values.py            fingerprints of inputs and outputs of modules
+values.py            fingerprints of what a module gets and returns
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans and records as text. No decision depends on this text.
+"""Plans and records, put into words. Nothing decides by these words.
 
 Imports: words, records, contract, gradients.
 

@@ -10,11 +10,9 @@ Sockets that listen at one address: a store of torch listens on every interface 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import socket
-import struct
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,93 +26,9 @@ from syncline.differences import describe_difference, refusal_of
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.liveness.store_messages import SignedStore, decode
+from syncline.session.listening import bound_socket, is_loopback
 
-__all__ = [
-    "REMEDY",
-    "TITLE",
-    "Presence",
-    "backend_for",
-    "bound_socket",
-    "connect",
-    "interface_of",
-    "is_loopback",
-    "meet",
-]
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of this host can connect to `address`.
-
-    A host name may mean something else on another host, so it does not count, except for "localhost".
-
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.7"), is_loopback("node1")
-        (True, True, False, False)
-    """
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def bound_socket(address: str, port: int) -> socket.socket:
-    """Bind a TCP socket to one address of this host, so that a store can listen with it.
-
-    Args:
-        address: a name or an IP address.
-        port: 0 for any free one.
-
-    Raises:
-        OSError: this host does not have the address, or the port is in use.
-    """
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, where = next((row for row in found if row[0] == socket.AF_INET), found[0])
-    bound = socket.socket(family, kind, protocol)
-    try:
-        # As torch does: connections of an ended job that the kernel still remembers do no harm.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has `address`; None where it cannot be determined.
-
-    Example:
-        >>> interface_of("127.0.0.1")
-        'lo'
-    """
-    try:
-        wanted = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-        names = [name for _, name in socket.if_nameindex()]
-    except OSError:
-        return None
-    if is_loopback(str(wanted)):
-        return "lo" if "lo" in names else None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in names:
-            if _address_of(name, any_socket) == wanted:
-                return name
-    return None
-
-
-def _address_of(interface: str, any_socket: socket.socket) -> str | None:
-    import fcntl  # not on Windows
-
-    request = struct.pack("256s", interface.encode()[:15])
-    try:
-        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-    except OSError:  # the interface has no IPv4 address
-        return None
-    return socket.inet_ntoa(answer[20:24])
+__all__ = ["REMEDY", "TITLE", "Presence", "backend_for", "connect", "meet"]
 
 
 TITLE = "sl.init"

@@ -38,6 +38,15 @@ from syncline.testing.ports import variables_of_rank
 __all__ = ["main"]
 
 
+_SLOW_TO_IMPORT = (
+    "syncline.ddp.wrapper",
+    "syncline.checkpoint.checkpointer",
+    "syncline.evolution.strategy",
+    "syncline.debug",
+)
+"""Modules that most tests import: imported once, before ranks are forked."""
+
+
 def main(file_descriptor: int, *, forks: bool) -> None:
     """Run as a worker, or as a template."""
     end_with_parent()
@@ -46,6 +55,8 @@ def main(file_descriptor: int, *, forks: bool) -> None:
         _work(Connection(file_descriptor))
         return
     import_compiler()
+    for name in _SLOW_TO_IMPORT:
+        importlib.import_module(name)
     template_pid = os.getpid()
     child = _fork_on_request(file_descriptor)
     if child is not None:

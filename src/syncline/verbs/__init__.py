@@ -9,10 +9,10 @@ all_reduce.py      all_reduce_
 average.py         average_
 broadcast.py       broadcast_
 check_replicas.py  check_replicas
-common.py          helpers of several verbs
-diverge.py         diverge: let replicas drift apart on purpose
+common.py          what verbs share
+diverge.py         diverge: replicas that may differ on purpose
 keep_best.py       keep_best_
-metrics.py         mean, barrier
+metrics.py         mean, gather, barrier
 sync_gradients.py  sync_gradients_
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -17,51 +16,14 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
-import torch
-
 from syncline.tools.bench.timing import Timer
 from syncline.transport.base import Transport
 
-__all__ = ["MPI", "MPIPeer", "describe_machine", "find_mpi", "num_cores", "short_name", "total_memory_bytes"]
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def total_memory_bytes() -> int:
-    """Return the memory of this host."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return facts about the machine and its software, as plain data."""
-    return {
-        "cpu": _cpu_model(),
-        "architecture": platform.machine(),
-        "num_cores": num_cores(),
-        "memory_bytes": total_memory_bytes(),
-        "load": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.release()}",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "syncline": metadata.version("syncline"),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
+__all__ = ["MPI", "MPIPeer", "find_mpi", "short_name"]
 
 
 _PEER = Path(__file__).with_name("mpi_peer.py")

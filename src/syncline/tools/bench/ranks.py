@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from syncline.session.world import init, shutdown, transport_of
-from syncline.tools.bench.mpi import MPI, MPIPeer, describe_machine
+from syncline.tools.bench.machine import describe_machine
+from syncline.tools.bench.mpi import MPI, MPIPeer
 from syncline.tools.bench.tables import size_text
 from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of

@@ -1,4 +1,7 @@
-"""`syncline bench`: our engine against Gloo (and MPI) on this machine; a table, JSON, a picture."""
+"""`syncline bench`: our engine against Gloo (and MPI) on this machine; a table, JSON, a picture.
+
+Functions import what needs torch, which takes seconds, so that help and mistakes are answered without.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from syncline import environment
-from syncline.tools.bench.mpi import find_mpi, total_memory_bytes
+from syncline.tools.bench.machine import total_memory_bytes
 from syncline.tools.bench.plot import SUFFIXES, can_plot, plot
-from syncline.tools.bench.ranks import Plan
 from syncline.tools.bench.tables import parse_size, report, size_text
-from syncline.tools.bench.timing import summarize
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.rendezvous import config_for_this_host
-from syncline.tools.launch.supervise import Job, supervise, worker_command
+
+if TYPE_CHECKING:
+    from syncline.tools.bench.ranks import Plan
 
 __all__ = ["main"]
 
@@ -76,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
+    from syncline.tools.bench.timing import summarize
+
     with Guardian(environment.for_child({})) as guardian:
         output = guardian.folder / "measured.json"
         code = _launch(args.n, [json.dumps(asdict(plan)), str(output)], guardian)
@@ -137,6 +142,8 @@ def _plan(args: argparse.Namespace) -> Plan:
             f"--sizes {size_text(sizes[-1])}: {args.n} ranks would need about {size_text(needed)} of this host's "
             f"{size_text(there)}"
         )
+    from syncline.tools.bench.ranks import Plan
+
     models = ("0.3M",) if args.quick else ("0.3M", "5M")
     return Plan(
         sizes_bytes=sizes,
@@ -152,6 +159,8 @@ def _plan(args: argparse.Namespace) -> Plan:
 def _mpis() -> list[dict[str, str]]:
     if importlib.util.find_spec("mpi4py") is None:
         return []
+    from syncline.tools.bench.mpi import find_mpi
+
     try:
         return [asdict(find_mpi(sys.executable))]
     except ValueError as error:
@@ -160,6 +169,9 @@ def _mpis() -> list[dict[str, str]]:
 
 
 def _launch(num_ranks: int, arguments: Sequence[str], guardian: Guardian) -> int:
+    from syncline.tools.launch.rendezvous import config_for_this_host
+    from syncline.tools.launch.supervise import Job, supervise, worker_command
+
     config = config_for_this_host(num_ranks, log_line_prefix_template="syncline bench: ")
     before = environment.export({"OMP_NUM_THREADS": "1"}, replace=True)
     try:

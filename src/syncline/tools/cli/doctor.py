@@ -1,4 +1,7 @@
-"""`syncline doctor`: is this host fit, and does a script compute the same, twice and on every rank?"""
+"""`syncline doctor`: is this host fit, and does a script compute the same, twice and on every rank?
+
+Functions import what needs torch, which takes seconds, so that help and mistakes are answered without.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,7 @@ from collections.abc import Sequence
 from syncline import environment
 from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.cli.run import check_program
-from syncline.tools.doctor.host import findings
-from syncline.tools.doctor.watch import Orders
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.rendezvous import config_for_this_host
-from syncline.tools.launch.supervise import Job, supervise, worker_command
 
 __all__ = ["main"]
 
@@ -96,6 +95,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
+    from syncline.tools.doctor.watch import Orders
+    from syncline.tools.launch.supervise import worker_command
+
     report = guardian.folder / "reports.jsonl"
     orders = Orders(step=args.step, goes_on=args.goes_on, report=str(report))
     command = worker_command(
@@ -121,6 +123,9 @@ def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
 
 
 def _launch(num_ranks: int, command: Sequence[str], guardian: Guardian) -> int:
+    from syncline.tools.launch.rendezvous import config_for_this_host
+    from syncline.tools.launch.supervise import Job, supervise
+
     config = config_for_this_host(num_ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     before = environment.export({"OMP_NUM_THREADS": str(max(1, cores // num_ranks))})
@@ -138,6 +143,9 @@ def _launch(num_ranks: int, command: Sequence[str], guardian: Guardian) -> int:
 
 
 def _look_at_the_host(guardian: Guardian) -> int:
+    from syncline.tools.doctor.host import findings
+    from syncline.tools.launch.supervise import worker_command
+
     found = findings()
     for finding in found:
         _show(finding.name, finding.text, finding.kind)

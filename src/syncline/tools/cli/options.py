@@ -1,5 +1,8 @@
 """What `syncline run` understands: torchrun's options, a short name, and a help that can be read.
 
+Torchrun's options are written out here, so that help and a mistake are answered without importing torch, which takes
+seconds. `tests/launch/test_run.py` compares them with torch's own parser.
+
 What commands with options of their own have in common: a help to be read, and errors in one line.
 """
 
@@ -9,10 +12,10 @@ import argparse
 import difflib
 import re
 import textwrap
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from torch.distributed.run import get_args_parser
+from syncline import environment
 
 __all__ = ["CommandParser", "UsageError", "parse"]
 
@@ -69,12 +72,76 @@ another end by a signal, and 2 for wrong usage.
 """
 
 
+def _comma_separated_list(text: str) -> list[str]:
+    """Return the items of `text`; two commas stand for one in an item."""
+    return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
+
+
+_VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
+    ("--nnodes", str, "1:1"),
+    ("--nproc-per-node", str, "1"),
+    ("--rdzv-backend", str, "static"),
+    ("--rdzv-endpoint", str, ""),
+    ("--rdzv-id", str, "none"),
+    ("--rdzv-conf", str, ""),
+    ("--max-restarts", int, 0),
+    ("--monitor-interval", float, 0.1),
+    ("--start-method", str, "spawn"),
+    ("--event-log-handler", str, "null"),
+    ("--role", str, "default"),
+    ("--log-dir", str, None),
+    ("--redirects", str, "0"),
+    ("--tee", str, "0"),
+    ("--local-ranks-filter", str, ""),
+    ("--duplicate-stdout-filters", _comma_separated_list, []),
+    ("--duplicate-stderr-filters", _comma_separated_list, []),
+    ("--node-rank", int, 0),
+    ("--master-addr", str, "127.0.0.1"),
+    ("--master-port", int, None),
+    ("--local-addr", str, None),
+    ("--logs-specs", str, None),
+    ("--numa-binding", str, None),
+    ("--signals-to-handle", str, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    ("--shutdown-timeout", int, None),
+)
+"""Torchrun's options with a value: name, type, default."""
+
+_FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
+
+_SHORT = {"--module": "-m", "--redirects": "-r", "--tee": "-t"}
+
+_CHOICES = {"--start-method": ("spawn", "fork", "forkserver")}
+
+_ONLY_ON_THE_COMMAND_LINE = ("--logs-specs", "--numa-binding")
+"""Torchrun takes the default of every other option from the environment, if it is there."""
+
+
 class UsageError(Exception):
     """The command line cannot be carried out; the text says why and what to do."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Torchrun's parser, but its errors are for `main` to show."""
+    """Torchrun's options and ours; its errors are for `main` to show."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="syncline run")
+        for name, kind, default in _VALUES:
+            inherited = (
+                None if name in _ONLY_ON_THE_COMMAND_LINE else environment.torchrun_default(_dest(name))
+            )
+            self.add_argument(
+                *_spellings(name),
+                type=kind,
+                choices=_CHOICES.get(name),
+                default=default if inherited is None else inherited,
+            )
+        for name in _FLAGS:
+            self.add_argument(*_spellings(name), action="store_true", default=_is_set(_dest(name)))
+        self.add_argument("training_script")
+        self.add_argument("training_script_args", nargs=argparse.REMAINDER)
+        self.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
+        self.add_argument("--verbose", action="store_true")
+        self.add_argument("--host")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -101,15 +168,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: an option is unknown, incomplete or of the wrong type, or the script is missing.
     """
-    torch_parser = get_args_parser()
-    parser = _Parser(prog="syncline run", parents=[torch_parser], add_help=False, conflict_handler="resolve")
-    parser.add_argument("-n", dest="nproc_per_node", default=argparse.SUPPRESS)
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--host")
-    if not any(action.dest == "shutdown_timeout" for action in torch_parser._actions):  # torch 2.11
-        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
-    if isinstance(parser.get_default("master_port"), int):  # torch 2.11's default, not a wish of the user
-        parser.set_defaults(master_port=None)
+    parser = _Parser()
     try:
         found, unknown = parser.parse_known_args(list(argv))
     except UsageError as error:
@@ -121,6 +180,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if found.training_script_args[:1] == ["--"]:
         del found.training_script_args[0]
     return found
+
+
+def _dest(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _spellings(name: str) -> list[str]:
+    """Return all that torchrun takes for an option: the short name first, then with hyphens and with underscores."""
+    short = [_SHORT[name]] if name in _SHORT else []
+    return [*short, *dict.fromkeys([name, f"--{_dest(name)}"])]
+
+
+def _is_set(dest: str) -> bool:
+    text = environment.torchrun_default(dest) or "0"
+    try:
+        return bool(int(text))
+    except ValueError:
+        raise UsageError(f"PET_{dest.upper()}={text!r}: expected 0 or 1") from None
 
 
 def _unknown_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:

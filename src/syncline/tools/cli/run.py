@@ -1,4 +1,8 @@
-"""`syncline run`: look at everything that can be wrong before a process starts, then start the job."""
+"""`syncline run`: look at everything that can be wrong before a process starts, then start the job.
+
+Torch takes seconds to import. So functions import it, and what imports it, where they need it: help and most mistakes
+are answered without.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,16 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import config_from_args, determine_local_world_size, parse_min_max_nnodes
+from typing import TYPE_CHECKING
 
 from syncline import environment
-from syncline.session.rendezvous import bound_socket
+from syncline.session.listening import LOOPBACK, bound_socket
 from syncline.tools.cli import options
 from syncline.tools.cli.options import UsageError
 from syncline.tools.launch.guardian import Guardian
-from syncline.tools.launch.rendezvous import LOOPBACK, listen_at
-from syncline.tools.launch.supervise import Job, say, supervise, worker_command
+
+if TYPE_CHECKING:
+    from syncline.tools.launch.supervise import Job
 
 __all__ = ["check_program", "main"]
 
@@ -50,10 +53,17 @@ def main(argv: Sequence[str]) -> int:
         _choose_meeting_point(args)
         environment.token()
     except (UsageError, ValueError) as error:
-        say(str(error))
+        print(f"syncline run: {error}", file=sys.stderr)
         return 2
     except SystemExit as asked_for_help:
         return int(asked_for_help.code or 0)
+    return _start(args, num_processes)
+
+
+def _start(args: argparse.Namespace, num_processes: int) -> int:
+    """Run the job that these arguments describe, and return the exit code."""
+    from syncline.tools.launch.supervise import say, supervise
+
     variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))}
     if args.max_restarts > 0:
         # Restarted workers would find the addresses of the ended ones in the launcher's store, and hang.
@@ -123,6 +133,16 @@ def _check_module(name: str) -> None:
 
 
 def _num_processes(text: str) -> int:
+    count = int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else _num_devices(text)
+    if count < 1:
+        raise UsageError(f"-n {text}: expected at least 1 process on this host")
+    return count
+
+
+def _num_devices(text: str) -> int:
+    """Return how many processes torchrun starts for a word, such as "gpu"."""
+    from torch.distributed.run import determine_local_world_size
+
     try:
         count: int = determine_local_world_size(text)
     except ValueError as error:
@@ -131,17 +151,21 @@ def _num_processes(text: str) -> int:
                 f"-n {text}: torch finds no {text} on this host; use -n auto, or a number"
             ) from None
         raise UsageError(f"-n {text}: expected a number from 1, or auto, cpu or gpu") from None
-    if count < 1:
-        raise UsageError(f"-n {text}: expected at least 1 process on this host")
     return count
+
+
+def _num_hosts(text: str) -> tuple[int, int]:
+    """Return the least and the most hosts: "MIN:MAX", or one number for both."""
+    least, colon, most = text.partition(":")
+    try:
+        return int(least), int(most if colon else least)
+    except ValueError:
+        raise UsageError(f"--nnodes {text}: expected a number of hosts, or MIN:MAX") from None
 
 
 def _choose_meeting_point(args: argparse.Namespace) -> None:
     """Decide where the ranks meet, as torchrun does, and see that this host can offer it."""
-    try:
-        least, most = parse_min_max_nnodes(args.nnodes)
-    except (ValueError, RuntimeError):
-        raise UsageError(f"--nnodes {args.nnodes}: expected a number of hosts, or MIN:MAX") from None
+    least, most = _num_hosts(args.nnodes)
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes {args.nnodes}: expected 1 <= MIN <= MAX hosts")
     if args.max_restarts < 0:
@@ -184,6 +208,8 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
     """Return where the hosts meet: the option that says so, a host, and a port (0 for any)."""
     if not args.rdzv_endpoint:
         return "--master-port", args.master_addr, args.master_port or 29500
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
     try:
         host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
     except ValueError as error:
@@ -230,6 +256,11 @@ def _why_not_listen(address: str | None, port: int) -> str | None:
 
 
 def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    from syncline.tools.launch.rendezvous import listen_at
+    from syncline.tools.launch.supervise import Job, worker_command
+
     wants_torch_logs = (
         args.tee != "0"
         or args.redirects != "0"
@@ -247,7 +278,10 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")
     # Else torch makes a folder of its own, which nobody removes.
     args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
-    grace_seconds = getattr(args, "shutdown_timeout", None)
+    for action in get_args_parser()._actions:  # a newer torch may expect an option that we do not know
+        if not hasattr(args, action.dest):
+            setattr(args, action.dest, action.default)
+    grace_seconds = args.shutdown_timeout
     try:
         config, command, arguments = config_from_args(args)
     except (ValueError, RuntimeError, AssertionError, KeyError) as error:

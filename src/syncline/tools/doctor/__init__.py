@@ -1,5 +1,5 @@
-"""The parts of `syncline doctor` that run in the ranks of a program.
+"""What `syncline doctor` runs in the ranks of a program.
 
-host.py   checks of this host for parallel training
+host.py   is this host fit for training in parallel?
 watch.py  wait for a forward of a wrapped module, and examine it
 """

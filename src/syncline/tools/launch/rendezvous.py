@@ -24,12 +24,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
-from syncline.session.rendezvous import bound_socket, interface_of
+from syncline.session.listening import LOOPBACK, bound_socket, interface_of
 
-__all__ = ["LOOPBACK", "config_for_this_host", "listen_at", "socket_variables"]
+__all__ = ["config_for_this_host", "listen_at", "socket_variables"]
 
-
-LOOPBACK = "127.0.0.1"
 
 _BACKEND = "syncline"
 

@@ -1,12 +1,12 @@
-"""Engine for the ranks of one host, over shared memory.
+"""Engine: the ranks of one host, over memory that all of them map.
 
 core.py       find and load the native core
-engine.py     handles of the native core, and the encoding of calls
-hub.py        connect the ranks of a host over Unix sockets, and pass memory between them
-memory.py     create and map memory; measure how much is available
-peers.py      detect ranks whose process has ended
+engine.py     calls of the native core, and their codes
+hub.py        how the ranks of a host meet over Unix sockets and pass memory on
+memory.py     create and map memory; how much is left
+peers.py      do the processes of the other ranks still exist?
 transport.py  the engine itself
-work.py       an operation in shared memory, and the wait for it
+work.py       an operation in shared memory, and how it is waited for
 """
 
 from __future__ import annotations

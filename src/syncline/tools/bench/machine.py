@@ -1,0 +1,45 @@
+"""What is measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe_machine", "num_cores", "total_memory_bytes"]
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory_bytes() -> int:
+    """The memory of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine and what runs on it, as plain data."""
+    return {
+        "cpu": _cpu_model(),
+        "architecture": platform.machine(),
+        "num_cores": num_cores(),
+        "memory_bytes": total_memory_bytes(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+        "syncline": metadata.version("syncline"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()
