@@ -1,11 +1,13 @@
-"""Who this process is among the ranks. `init` runs: arguments, rendezvous, transports, world.
+"""The session of a process: its rank, and how it joins and leaves the other ranks.
+
+`init` calls these modules in order: arguments, rendezvous, transports, world.
 
 Imports: errors, differences, checks, environment, _torch, liveness, transport.
 
-arguments.py     check the arguments of `sl.init`, and write them as lines that ranks compare
-process.py       what a rank leaves for its launcher: an error file; and its end when the launcher ends
-rendezvous.py    how ranks meet at the store, compare arguments and agree on a backend
-stop_request.py  was this process asked to stop?
-transports.py    choose the engine, the same on all ranks
+arguments.py     checks the arguments of `sl.init`, and writes them as lines that ranks compare
+process.py       writes the error file for the launcher, and ends the process when the launcher ends
+rendezvous.py    ranks meet at the store, compare arguments and agree on a backend
+stop_request.py  records requests to stop this process
+transports.py    selects the engine, the same on all ranks
 world.py         World, init, shutdown, and the transport of a group
 """
