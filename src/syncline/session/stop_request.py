@@ -209,7 +209,7 @@ def forget(request: StopRequest) -> None:
         handler.requests.remove(request)
         current: Any = signal.getsignal(number)
         if not handler.requests and current is handler:
-            with contextlib.suppress(ValueError):  # not in the main thread: the handler stays, and calls the old one
+            with contextlib.suppress(ValueError):  # not in the main thread: the handler calls the old one
                 signal.signal(number, handler.before)
                 del _handlers[number]
 

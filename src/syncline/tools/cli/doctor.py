@@ -1,4 +1,7 @@
-"""`syncline doctor`: is this host fit, and does a script compute the same, twice and on every rank?"""
+"""The command `syncline doctor`.
+
+It checks whether this host is fit for training, and whether a script computes the same result twice and on every rank.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
     Returns:
-        0 when nothing differs; 1 when something does, or the host is not fit; 2 for wrong usage, or where there was
-        nothing to examine; else the exit code of the script's rank that failed first.
+        0 if nothing differs; 1 if something differs or the host is not fit; 2 for wrong usage, or if there was nothing
+        to examine; else the exit code of the script's rank that failed first.
     """
     try:
         args = _parse(argv)
