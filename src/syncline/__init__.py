@@ -1,6 +1,6 @@
 """Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
-The public names. docs/architecture.md shows the rooms of the house, in the order of their imports.
+This module exports the public names. docs/architecture.md lists the packages in the order of their imports.
 """
 
 from __future__ import annotations

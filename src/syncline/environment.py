@@ -56,11 +56,11 @@ class Environment:
     launcher: Launcher
     """The launcher that set the variables. "environment": torchrun's variables without torchrun (Ray, a script)."""
     rank: int = 0
-    """0 to `size - 1`, over all hosts."""
+    """Rank of this process, from 0 to `size - 1`, over all hosts."""
     size: int = 1
     """Number of processes of the job."""
     local_rank: int = 0
-    """0 to `local_size - 1`, on this host."""
+    """Rank on this host, from 0 to `local_size - 1`."""
     local_size: int = 1
     """Number of processes of the job on this host."""
     master_addr: str | None = None
@@ -144,7 +144,7 @@ def restore(before: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# ---------------------------------------------------------------------- the pure part
+# ---------------------------------------------------------------------- parsing
 
 
 def parse(variables: Mapping[str, str]) -> Environment:
@@ -329,7 +329,6 @@ def _number(
     limit: str = "",
 ) -> int:
     """Return `variables[name]` as an integer in [at_least, below). `limit` names the source of `below` in the error."""
-
     text = variables.get(name, "")
     if not text and default is not None:
         return default

@@ -126,7 +126,6 @@ class ReplicaDivergence(SynclineError):
         num_differing: the number of tensors that differ.
         minority_ranks: ranks (of the group) whose values differ from those of most ranks; empty if they cannot be
             determined.
-
         elements: indices of the first and the last differing element of the flattened tensor; None if they were not
             searched for.
         agreed_at_step: the last step at which all ranks agreed on the tensor (0 means when it was wrapped); None if

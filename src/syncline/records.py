@@ -26,7 +26,7 @@ _MAX_RANKS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketRecord:
-    """One bucket of one synchronized backward."""
+    """A record of one bucket in one synchronized backward."""
 
     index: int
     payload_bytes: int

@@ -7,7 +7,7 @@ torch's elastic agent reads, with two additions:
 - the exit code that the exception leads to. The real exit code may differ, because the launcher may end the process
   by a signal while it is still cleaning up after the exception.
 
-This module needs nothing but the standard library, so that `tools/launch/worker.py` can load it before torch.
+This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
 
 from __future__ import annotations

@@ -56,17 +56,17 @@ class World:
     """The place of this process among the ranks of its job."""
 
     rank: int
-    """0 to `size - 1`, over all hosts."""
+    """Rank of this process, from 0 to `size - 1`, over all hosts."""
     size: int
     """Number of ranks."""
     local_rank: int
-    """0 to `local_size - 1`, on this host."""
+    """Rank on this host, from 0 to `local_size - 1`."""
     local_size: int
     """Number of ranks on this host."""
     host: str
     """This host's name."""
     generation: int
-    """How often the launcher has restarted the ranks."""
+    """Number of times that the launcher has restarted the ranks."""
     device: torch.device
     """The device on which this rank should compute."""
 
@@ -198,7 +198,7 @@ def init(
             asked = Asked.of(transport, timeout, device)
         except (TypeError, ValueError) as fault:
             refused = fault
-        if refused is not None:  # outside of `except`, so that what the ranks raise does not print it twice
+        if refused is not None:  # outside of `except`, because chaining would print the error twice
             if _session is None:
                 _refuse(refused)
             raise refused
@@ -386,7 +386,7 @@ def _refuse(fault: Exception) -> None:
             meet(store, Presence.of_this_process(env, torch.device("cpu"), fault=fault), _REFUSAL_SECONDS)
 
 
-# ---------------------------------------------------------------------- how the process ends
+# ---------------------------------------------------------------------- end of the process
 
 
 def _watch(session: _Session, *, hook_before: _Hook) -> None:
@@ -609,6 +609,5 @@ def _device(asked: torch.device | None, local_rank: int) -> torch.device:
         asked = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if str(asked) == "cuda":
         # A launcher may show each rank only its own GPU. Then the rank sees one GPU, with index 0.
-
         return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     return asked

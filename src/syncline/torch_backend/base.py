@@ -45,7 +45,7 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        """The engine."""
+        """The engine of the group."""
         return self._transport
 
     @property

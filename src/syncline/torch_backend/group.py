@@ -157,7 +157,6 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
 
     # ------------------------------------------------------------------ lifetime
 
-
     def split_group(
         self,
         new_ranks: list[int],

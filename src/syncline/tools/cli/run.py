@@ -119,7 +119,7 @@ def _check_module(name: str) -> None:
         raise UsageError(f"no module {name!r}: looked in {Path.cwd()} and in {sys.prefix}")
 
 
-# ---------------------------------------------------------------------- how many, and where they meet
+# ---------------------------------------------------------------------- number of processes, meeting point
 
 
 def _num_processes(text: str) -> int:
@@ -246,7 +246,6 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
         raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")
     # Without a folder, torch creates one of its own that is never removed.
-
     args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
     grace_seconds = getattr(args, "shutdown_timeout", None)
     try:

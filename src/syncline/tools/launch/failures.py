@@ -38,7 +38,7 @@ class LastWords:
     summary: str
     """Type and text of the exception."""
     traceback: str
-    """Its traceback as Python prints it; empty for `sys.exit`."""
+    """Traceback as Python prints it; empty for `sys.exit`."""
     time_ns: int
     """When the file was written, in nanoseconds since 1970."""
     exit_code: int | None = None
