@@ -1,9 +1,9 @@
-"""What was given where a count, a number, a time, a yes or no, or one of a few words is expected.
+"""Checks of arguments: counts, numbers, times, flags, objects of a class, functions and choices.
 
-Each is checked here, with one wording: the argument's name, what was expected, and what came. A wrong type is a
-TypeError, a wrong value a ValueError, as in Python itself.
+Every error has the same form: the argument's name, what was expected, and what was given. A wrong type raises
+TypeError and a wrong value raises ValueError, as in Python itself.
 
-This module needs nothing but the standard library.
+This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 
 
 def checked_count(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
-    """An integer within the bounds that are given, as an `int` (NumPy's are accepted).
+    """Return `value` as an `int` if it is an integer within the given bounds. NumPy integers are accepted.
 
     Raises:
-        TypeError: not an integer; True and False are none.
-        ValueError: out of bounds.
+        TypeError: the value is not an integer. True and False do not count as integers.
+        ValueError: the value is out of bounds.
 
     Example:
         >>> checked_count("every", 8, at_least=1)
@@ -68,11 +68,11 @@ def checked_number(
     at_most: float | None = None,
     finite: bool = True,
 ) -> float:
-    """A real number within the bounds that are given; a tensor of one element counts as its number.
+    """Return `value` as a float if it is a real number within the given bounds, or a tensor that holds one number.
 
     Raises:
-        TypeError: not a real number; True and False are none.
-        ValueError: NaN, out of bounds, or infinite (unless `finite` is False).
+        TypeError: the value is not a real number. True and False do not count as numbers.
+        ValueError: the value is NaN, out of bounds, or infinite (unless `finite` is False).
 
     Example:
         >>> checked_number("mixing", 0.5, at_least=0, below=1)
@@ -90,7 +90,7 @@ def checked_number(
         raise TypeError(text)
     try:
         number = float(number)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         raise ValueError(text) from None
     if (
         math.isnan(number)
@@ -105,17 +105,17 @@ def checked_number(
 
 
 def number_in(value: Any) -> Any:
-    """The number in a tensor or an array of one element; anything else is itself."""
+    """Return the number in a tensor or array of one element. Return any other value unchanged."""
     has_one = hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1
     return value.item() if has_one else value
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """A time above 0, a timedelta or a number of seconds, in seconds.
+    """Return a time in seconds. `value` is a timedelta or a number of seconds, above 0.
 
     Raises:
-        TypeError: neither of them.
-        ValueError: not above 0, NaN or infinite.
+        TypeError: the value is neither a timedelta nor a number.
+        ValueError: the time is not above 0, NaN or infinite.
 
     Example:
         >>> checked_seconds("timeout", timedelta(minutes=1))
@@ -133,10 +133,10 @@ def checked_seconds(name: str, value: Any) -> float:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """True or False, and nothing that would be taken for one of them.
+    """Return `value` if it is True or False. Values that are only truthy or falsy are not accepted.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the value is neither True nor False.
     """
     if not isinstance(value, bool):
         raise TypeError(f"expected {name} to be True or False, got {value!r}")
@@ -144,11 +144,11 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def checked_truth(name: str, value: Any) -> bool:
-    """Yes or no, for an argument of torch's: 1, 0 and None (no) are taken as well, as torch's own code takes them.
+    """Return a flag of torch's API as a bool. 1, 0 and None (False) are accepted, as in torch's own code.
 
     Raises:
-        TypeError: anything else, which Python would take for yes or no all the same: "False", say, or NaN.
-        ValueError: a number other than 0 and 1.
+        TypeError: the value has another type, such as "False" or NaN, which Python would convert to a bool.
+        ValueError: the value is an integer other than 0 and 1.
 
     Example:
         >>> checked_truth("static_graph", 1), checked_truth("static_graph", None)
@@ -164,17 +164,17 @@ def checked_truth(name: str, value: Any) -> bool:
 
 
 def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "") -> Any:
-    """An object of a class.
+    """Return `value` if it is an instance of a class.
 
     Args:
-        name: of the argument.
-        value: what was given.
-        kind: the class.
-        what: it in words, with an article.
-        hint: what to do otherwise, the end of the error.
+        name: name of the argument.
+        value: the given object.
+        kind: the expected class, or a tuple of classes.
+        what: the class in words, with an article.
+        hint: a remedy that ends the error's text.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not an instance of the class.
 
     Example:
         >>> checked_kind("rows", "a, b", list, "a list of names")
@@ -187,20 +187,20 @@ def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "")
 
 
 def checked_state(value: Any) -> Mapping[str, Any]:
-    """The argument `state` of a `load_state_dict`.
+    """Return the argument `state` of a `load_state_dict` method if it is a mapping.
 
     Raises:
-        TypeError: no dict.
+        TypeError: the value is not a mapping.
     """
     state: Mapping[str, Any] = checked_kind("state", value, Mapping, "a dict, as state_dict() gives it")
     return state
 
 
 def checked_function(name: str, value: object, what: str = "a function") -> Any:
-    """Something that can be called.
+    """Return `value` if it is callable.
 
     Raises:
-        TypeError: it cannot.
+        TypeError: the value is not callable.
     """
     if not callable(value):
         raise TypeError(f"expected {name} to be {what}, got {value!r}")
@@ -208,17 +208,17 @@ def checked_function(name: str, value: object, what: str = "a function") -> Any:
 
 
 def store(target: object, **checked: object) -> None:
-    """Set fields of a frozen dataclass, in its `__post_init__`, to what a check returned."""
+    """Set fields of a frozen dataclass to checked values. Call it in `__post_init__`."""
     for name, value in checked.items():
         object.__setattr__(target, name, value)
 
 
 def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
-    """One of a few words.
+    """Return `value` if it is one of the known words.
 
     Raises:
-        TypeError: it is no word.
-        ValueError: it is another one.
+        TypeError: the value is not a string.
+        ValueError: the value is not one of the known words.
 
     Example:
         >>> checked_choice("on_divergence", "repiar", ("raise", "repair", "warn"))
@@ -235,7 +235,7 @@ def checked_choice(name: str, value: object, known: Iterable[str]) -> str:
 
 
 def what_it_is(value: object) -> str:
-    """What was given where something of another type is expected.
+    """Return the type of `value` in words, for an error about a wrong type.
 
     Example:
         >>> what_it_is("text"), what_it_is(str)
@@ -245,7 +245,7 @@ def what_it_is(value: object) -> str:
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """The end of an error about a word that is not known; "" where none is like it.
+    """Return the end of an error about an unknown word: the most similar known word, or "" if none is similar.
 
     Example:
         >>> did_you_mean("Skip", ["ignore", "skip"]), did_you_mean("red", ["ignore", "skip"]), did_you_mean(3, ["skip"])

@@ -1,7 +1,7 @@
-"""The contract: what is synchronized, when, how, and how much drift is allowed in between.
+"""The contract: what is synchronized, when and how, and how much replicas may drift apart between two syncs.
 
-A contract is an immutable value made from the arguments. All ranks agree on its lines before the first byte is
-sent; `print(contract)` shows it as a table.
+A contract is immutable and is built from the arguments. The ranks compare its lines before they send any tensor.
+`print(contract)` shows it as a table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One group of tensors: gradients, parameters, buffers, optimizer state, metrics."""
+    """One row of a contract, for one group of tensors: gradients, parameters, buffers, optimizer state or metrics."""
 
     what: str
     size: str
@@ -26,11 +26,11 @@ class Row:
     how: str
     drift_allowed: str
     last_done: str = ""
-    """What was recorded of it; empty before the first step."""
+    """The last recorded synchronization of the group; empty before the first step."""
 
 
 class Rule(NamedTuple):
-    """What a strategy says of one row."""
+    """A strategy's text for one row of the contract."""
 
     when: str
     how: str
@@ -39,30 +39,30 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What a strategy promises, in words, for the contract and the timeline."""
+    """The promises of a strategy in words, for the contract and the timeline."""
 
     strategy: str
-    """Its name and arguments."""
+    """Name and arguments of the strategy."""
     gradients: Rule | None
-    """None: as in synchronous training."""
+    """None means the rule of synchronous training."""
     parameters: Rule
     buffers_when: str
     buffers_drift: str
     buffers_how: str = ""
-    """Empty: by the policy for buffers."""
+    """Empty if the buffer policy determines it."""
     optimizer: Rule
     at_step: str
     reduces: bool = True
-    """Whether any backward averages gradients, as far as `gradients` leaves that open."""
+    """Whether any backward averages gradients. If `gradients` rules it out (its `how` is "-"), this has no effect."""
     acts_alone: bool = False
-    """Whether it does something where there is one rank."""
+    """Whether the strategy does anything in a world of one rank."""
     meets_equal: bool = False
-    """Whether parameters are equal on all ranks after each meeting."""
+    """Whether parameters are equal on all ranks after each parameter sync."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """What is synchronized, when and how, a row for each group of tensors.
+    """A table of what is synchronized, when and how, with one row per group of tensors.
 
     Example:
         >>> row = Row(what="buffers", size="none", when="never", how="-", drift_allowed="-")
@@ -84,7 +84,7 @@ class Contract:
         return f"Contract: {self.title}\n{body}"
 
     def __getitem__(self, what: str) -> Row:
-        """The row for `what`, say `contract["buffers"]`."""
+        """Return the row of one group of tensors, as in `contract["buffers"]`."""
         for row in self.rows:
             if row.what == what:
                 return row
@@ -92,18 +92,18 @@ class Contract:
 
 
 def compared_lines(contract: Contract) -> list[str]:
-    """Return a line per row for ranks to compare: the rules, neither sizes nor what was recorded."""
+    """Return one line per row for the ranks to compare. It holds the rules, without sizes and records."""
     return [f"{r.what}: {r.when}; {r.how}; drift allowed: {r.drift_allowed}" for r in contract.rows]
 
 
 def add_evidence(contract: Contract, last_done: Mapping[str, str]) -> Contract:
-    """Return the same contract, with what was last done about each row."""
+    """Return a copy of the contract with `last_done` set in each row."""
     rows = tuple(replace(row, last_done=last_done.get(row.what, "-")) for row in contract.rows)
     return replace(contract, rows=rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns, two spaces apart."""
+    """Format rows as a table with left-aligned columns, two spaces apart."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""What ranks do not agree on, in words that are the same whichever rank computes them."""
+"""Texts about differences between ranks. Every rank computes the same text from the same values."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ K = TypeVar("K", bound=Hashable)
 DEFAULT_REMEDY = "Give every rank the same, in the same order."
 
 _MAX_ENTRIES = 20
-"""Differences shown for one group of ranks; the rest is counted."""
+"""Maximum number of differences shown per group of ranks; the text counts the rest."""
 
 
 def describe_difference(
     title: str, descriptions: Sequence[Sequence[str]], *, remedy: str = DEFAULT_REMEDY
 ) -> str | None:
-    """What differs between the ranks' descriptions of the same thing; None when nothing does.
+    """Describe how the ranks' descriptions of the same thing differ.
 
-    Ranks with equal descriptions form a group. What was expected is what the largest group has (of several, the
-    one with the lowest rank); every other group is compared with it.
+    Ranks with equal descriptions form a group. The largest group has the expected description (of several, the group
+    with the lowest rank). Every other group is compared with it.
 
     Args:
-        title: what the ranks had to agree on.
-        descriptions: the lines of each rank, in rank order. A line is a name, two spaces (or a colon), and
-            properties: lines of one name are compared side by side.
-        remedy: the last line: what to do.
+        title: the thing on which the ranks had to agree.
+        descriptions: the lines of each rank, in rank order. A line holds a name, two spaces (or a colon and a space),
+            and properties. Lines with the same name are compared side by side.
+        remedy: the last line of the text, which says what to do.
 
     Returns:
-        A text without a trailing newline, or None.
+        A text without a trailing newline, or None if the descriptions are equal.
 
     Example:
         >>> print(describe_difference("Net", [["weight  (2, 3)"], ["weight  (2, 4)"], ["weight  (2, 3)"]]))
@@ -64,17 +64,18 @@ def describe_difference(
 def refusal_of(
     title: str, reasons: Mapping[int, tuple[str, str, str | None]], refusal: str | None = None
 ) -> Exception:
-    """The error to raise on every rank where some ranks cannot take part in a call.
+    """Return the error that every rank raises when some ranks cannot take part in a call.
 
     Args:
-        title: what was called.
-        reasons: of each rank that refuses, in rank order: the class of its error, its text, and the name of the user's
-            function that raised it (None: it was raised by Syncline).
-        refusal: what the refusal means, after the title. None: "refused, nothing was sent"; or "failed", where a
-            user's function raised.
+        title: the name of the call.
+        reasons: for each rank that refuses, in rank order: the class name of its error, the error's text, and the name
+            of the user's function that raised it (None if Syncline raised it).
+        refusal: the words after the title. None means "failed" if a user's function raised, else "refused, nothing was
+            sent".
 
     Returns:
-        TypeError or ValueError where all reasons are one of these, else SynclineError.
+        A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, else a
+        SynclineError.
 
     Example:
         >>> refusal_of("sl.mean", {1: ("ValueError", "expected a weight of at least 0, got -1", None)})
@@ -98,7 +99,7 @@ def refusal_of(
 
 
 def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
-    """The ranks that have each value, in the order in which values and ranks occur.
+    """Return the ranks that have each value, in the order in which values and ranks occur.
 
     Example:
         >>> ranks_with({0: "a", 1: "b", 3: "a"})
@@ -111,7 +112,7 @@ def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
 
 
 def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Indices with equal values, the largest group first (of several, that with the lowest index).
+    """Group the indices of equal values, the largest group first (of several, the one with the lowest index).
 
     Example:
         >>> groups_of(["a", "b", "b"])
@@ -122,7 +123,7 @@ def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, runs of three or more shortened.
+    """Return the ranks in words. Runs of three or more are written as a range.
 
     Example:
         >>> describe_ranks([0, 2, 3, 4, 7]), describe_ranks([1])
@@ -153,7 +154,7 @@ def _name_and_properties(line: str) -> tuple[str, str]:
 
 
 def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Properties by name; the number tells entries of one name apart."""
+    """Return the properties by name. The number distinguishes entries with the same name."""
     seen: Counter[str] = Counter()
     properties: dict[tuple[str, int], str] = {}
     for line in lines:
@@ -164,7 +165,7 @@ def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
 
 
 def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: str) -> list[list[str]]:
-    """What differs, each entry as its lines of text."""
+    """Return the differences, each one as a list of text lines."""
     expected, got = _by_name(reference), _by_name(lines)
     entries = [
         [f"  {key[0]}", f"    expected {properties} ({there})", f"    got      {got[key]} ({here})"]
@@ -187,7 +188,7 @@ def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: s
                 f"    got      {common_here[position][0]} ({here})",
             ]
         )
-    # Lines that differ in nothing but their spaces have no entry of their own.
+    # Lines that differ only in spaces produce no entry.
     return entries or [["  the same entries, written differently"]]
 
 

@@ -1,14 +1,14 @@
-"""The environment variables: read here, written here, and nowhere else in the package.
+"""All access of the package to environment variables.
 
-A launcher tells a process who it is through variables. `parse` turns them into an `Environment`, purely: it
-is given a mapping and looks at nothing else. Three sources, in this order:
+A launcher passes rank and world size to a process in variables. `parse` turns them into an `Environment`. It is a pure
+function of the given mapping. There are three sources, in this order:
 
 1. torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ..., TORCHELASTIC_*), which `syncline run`, Ray and
    Kubeflow set as well;
-2. SLURM's, where the process is a task that `srun` started;
-3. neither: the process is alone.
+2. SLURM's variables, if the process is a task that `srun` started;
+3. neither, which means a world of one process.
 
-This module needs nothing but the standard library, so that `tools/launch/worker.py` can load it before torch.
+This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
 RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers, different for each job
 
-TOKEN = "SYNCLINE_TOKEN"  # what only the processes of a job know, see docs/security.md
+TOKEN = "SYNCLINE_TOKEN"  # a secret that the processes of a job share, see docs/security.md
 
 _TOKEN_CHARS = 16
 
@@ -52,29 +52,29 @@ _ALONE = "start it with `syncline run` or torchrun, which set these variables, o
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Who this process is, as its launcher says."""
+    """The identity of this process, as passed by its launcher."""
 
     launcher: Launcher
-    """What set the variables; "environment" is torchrun's variables without torchrun (Ray, a script)."""
+    """The launcher that set the variables. "environment": torchrun's variables without torchrun (Ray, a script)."""
     rank: int = 0
-    """0 to `size - 1`, over all hosts."""
+    """Rank of this process, from 0 to `size - 1`, over all hosts."""
     size: int = 1
     """Number of processes of the job."""
     local_rank: int = 0
-    """0 to `local_size - 1`, on this host."""
+    """Rank on this host, from 0 to `local_size - 1`."""
     local_size: int = 1
     """Number of processes of the job on this host."""
     master_addr: str | None = None
-    """Host of the store at which the ranks meet; None only where `size` is 1."""
+    """Host of the store at which the ranks meet; None only if `size` is 1."""
     master_port: int | None = None
     """Port of that store."""
     generation: int = 0
-    """How often the launcher has restarted the workers."""
+    """Number of times that the launcher has restarted the workers."""
     launcher_has_store: bool = False
-    """Whether the launcher itself listens at that port; else rank 0 has to."""
+    """Whether the launcher itself listens at that port. If not, rank 0 opens the store."""
 
     def variables(self) -> dict[str, str]:
-        """This environment in torchrun's variables, for libraries that read only those."""
+        """Return this environment as torchrun's variables, for libraries that read only those."""
         found = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -90,20 +90,20 @@ class Environment:
 
 
 def current() -> Environment:
-    """`parse` of this process's variables."""
+    """Parse the variables of this process."""
     return parse(os.environ)
 
 
 def error_file() -> str | None:
-    """The file in which the launcher expects this process's last exception, if there is one."""
+    """Return the path of the file in which the launcher expects this process's last exception; None if not set."""
     return os.environ.get(_ERROR_FILE) or None
 
 
 def token() -> str | None:
-    """Return what only the processes of this job know, with which they sign what they write at a store.
+    """Return the secret of this job, with which its processes sign their messages at a store; None if there is none.
 
     Raises:
-        ValueError: it is so short that somebody may guess it.
+        ValueError: the secret is so short that it could be guessed.
     """
     found = os.environ.get(TOKEN) or None
     if found is not None and len(found) < _TOKEN_CHARS:
@@ -128,10 +128,10 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 
     Args:
         variables: names and values.
-        replace: also set those that are set already.
+        replace: whether to replace variables that are already set.
 
     Returns:
-        What the variables that were set held before: hand it to `restore` to undo it.
+        The previous values of the variables that were set. Pass them to `restore` to undo the call.
     """
     names = [name for name in variables if replace or name not in os.environ]
     before = {name: os.environ.get(name) for name in names}
@@ -140,7 +140,7 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 
 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
-    """What a process that is started from here gets: what this one has, but for Syncline's own, and `variables`."""
+    """Return the environment of a child process: this process's, without Syncline's variables, and with `variables`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE")}
     return inherited | dict(variables)
 
@@ -154,17 +154,17 @@ def restore(before: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# ---------------------------------------------------------------------- the pure part
+# ---------------------------------------------------------------------- parsing
 
 
 def parse(variables: Mapping[str, str]) -> Environment:
-    """Who a process with these environment variables is.
+    """Return the environment that these variables describe.
 
     Args:
         variables: names and values, such as `os.environ`.
 
     Raises:
-        ValueError: a variable is missing, not a number, or contradicts another; names the variable, its
+        ValueError: a variable is missing, not a number, or contradicts another one. The text names the variable, its
             value and the remedy.
 
     Example:
@@ -188,7 +188,7 @@ def _parse_torchrun(variables: Mapping[str, str]) -> Environment:
         raise _missing("WORLD_SIZE", because="RANK", variables=variables)
     size = _number(variables, "WORLD_SIZE", at_least=1)
     rank = _number(variables, "RANK", below=size, limit="WORLD_SIZE")
-    # Without the local pair, as when a person sets RANK and WORLD_SIZE by hand, all ranks are on one host.
+    # LOCAL_RANK and LOCAL_WORLD_SIZE are missing if a user sets RANK and WORLD_SIZE by hand. Assume one host then.
     local_size = _number(
         variables, "LOCAL_WORLD_SIZE", at_least=1, below=size + 1, default=size, limit="WORLD_SIZE + 1"
     )
@@ -217,8 +217,8 @@ def _parse_torchrun(variables: Mapping[str, str]) -> Environment:
 
 
 def _is_srun_task(variables: Mapping[str, str]) -> bool:
-    # A batch script and an interactive shell see SLURM_NTASKS too, a batch script even SLURM_PROCID=0: they
-    # are one process, not a rank. Only srun makes a step, and only a step has these.
+    # A batch script and an interactive shell have SLURM_NTASKS too, and a batch script even SLURM_PROCID=0, although
+    # they are not ranks. Only srun creates a job step, and only a step has the variables below.
     in_step = any(
         f"SLURM_{name}" in variables for name in ("STEP_ID", "STEPID", "STEP_NUM_TASKS", "STEP_NODELIST")
     )
@@ -265,7 +265,7 @@ def _slurm_nodes(variables: Mapping[str, str]) -> str:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    # Equal on all ranks, different between jobs and between the steps of one job, below the ephemeral ports.
+    # The port is equal on all ranks, differs between jobs and between steps of one job, and is below ephemeral ports.
     job = _number(variables, "SLURM_JOB_ID", default=0)
     step = _number(variables, "SLURM_STEP_ID", default=0)
     return 20000 + (job * 16 + step) % 12000
@@ -280,7 +280,7 @@ def _slurm_local_size(variables: Mapping[str, str], *, rank: int, size: int) -> 
         return _number(variables, "SLURM_NTASKS_PER_NODE", at_least=1, default=size)
     if "SLURM_NODEID" in variables:
         return per_node[_number(variables, "SLURM_NODEID", below=len(per_node), limit=f"nodes in {name}")]
-    for num_tasks in per_node:  # srun's default: ranks fill one node after the other
+    for num_tasks in per_node:  # by default, srun fills one node after the other
         if rank < num_tasks:
             return num_tasks
         rank -= num_tasks
@@ -288,7 +288,7 @@ def _slurm_local_size(variables: Mapping[str, str], *, rank: int, size: int) -> 
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """SLURM's "2(x3),1" as the number of tasks on each node.
+    """Return the number of tasks on each node, parsed from SLURM's form "2(x3),1".
 
     Example:
         >>> tasks_per_node("2(x3),1")
@@ -306,14 +306,14 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list.
+    """Return the first host of a SLURM node list.
 
     Example:
         >>> first_host("node[007-010,12],login1")
         'node007'
     """
     first, in_brackets = "", False
-    skipping = False  # the rest of a bracket, after its first number
+    skipping = False  # whether this is the rest of a bracket, after its first number
     for char in nodes:
         if char == "," and not in_brackets:
             break
@@ -338,7 +338,7 @@ def _number(
     default: int | None = None,
     limit: str = "",
 ) -> int:
-    """`variables[name]` as a whole number in [at_least, below); `limit` says where `below` comes from."""
+    """Return `variables[name]` as an integer in [at_least, below). `limit` names the source of `below` in the error."""
     text = variables.get(name, "")
     if not text and default is not None:
         return default

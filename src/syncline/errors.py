@@ -1,20 +1,20 @@
-"""The exception tree: one class per cause, and every text names the remedy.
+"""The exceptions of Syncline: one class per cause. Every text names the remedy.
 
     SynclineError
-    +-- ContractMismatch       ranks were given different modules, arguments or trees
+    +-- ContractMismatch       ranks have different modules, arguments or trees
     +-- UnreducedGradients     a parameter received no gradient in this backward
     +-- UnevenInputs           a rank ran fewer steps than its peers, skipped a batch, or left out a call
     +-- NonFiniteGradient      gradients hold NaN or infinity
-    +-- ReplicaDivergence      replicas that have to be equal are not
-    +-- CollectiveMismatch     ranks called different collectives, or shapes that do not fit
+    +-- ReplicaDivergence      replicas that must be equal differ
+    +-- CollectiveMismatch     ranks called different collectives, or used shapes that do not fit
     +-- CollectiveTimeout      a rank did not arrive before the deadline
-    +-- CheckpointCorrupt      a checkpoint is not what was written
-    +-- PeerLost               a rank's process or connection is gone
+    +-- CheckpointCorrupt      a checkpoint differs from what was written
+    +-- PeerLost               a rank's process has ended, or its connection is lost
     +-- PeerFailed             a rank ended by an exception of its own
 
-Each text says what was expected, what came, where (rank, step, parameter, phase) and what to do.
-Plain misuse on one rank (a wrong type, a negative count) is torch's and Python's own `ValueError` or
-`TypeError`, so that code written against torch's class catches what it always caught.
+Each text says what was expected, what was found, where (rank, step, parameter, phase) and what to do. Plain misuse on
+one rank (a wrong type, a negative count) raises Python's `ValueError` or `TypeError`, as torch does. Code written for
+torch's class therefore catches the same exceptions.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = [
 
 
 class SynclineError(RuntimeError):
-    """Base of every error that Syncline raises about synchronization."""
+    """Base class of all errors that Syncline raises about synchronization."""
 
 
 class ContractMismatch(SynclineError):
-    """The ranks do not agree on what is to be synchronized.
+    """Error of ranks that do not agree on what to synchronize.
 
-    Raised on every rank with the same text, before any tensor is sent.
+    It is raised on every rank with the same text, before any tensor is sent.
     """
 
 
 class UnreducedGradients(SynclineError):
-    """Some parameters received no gradient in a synchronized backward.
+    """Error of a synchronized backward in which some parameters received no gradient.
 
-    Raised at the end of that backward, on every rank on which a parameter did receive one.
+    It is raised at the end of the backward, on every rank on which some parameter did receive a gradient.
 
     Attributes:
-        missing: for each rank (of the module's group) that lacked gradients, the parameter names.
+        missing: parameter names by rank (of the module's group), for each rank that lacked gradients.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 
 class UnevenInputs(SynclineError):
-    """A rank skipped a batch, or has ended while others go on: with more steps, or a call that all ranks make."""
+    """Error of ranks with uneven inputs: one rank skipped a batch, or ended while others still run steps or calls."""
 
 
 class CheckpointCorrupt(SynclineError):
-    """A checkpoint is not what was written: damaged, torn, or of a version that is not known.
+    """Error of a checkpoint that is damaged, incomplete, or of an unknown version.
 
-    The text names the file and, where one is, the tensor.
+    The text names the file and, if there is one, the tensor.
     """
 
 
 class NonFiniteGradient(SynclineError):
-    """Gradients hold NaN or infinity, under `on_nonfinite="raise"`.
+    """Error of gradients that hold NaN or infinity, under `on_nonfinite="raise"`.
 
-    Raised at the end of that backward, on every rank with the same text, before anyone steps.
+    It is raised at the end of the backward, on every rank with the same text, before any optimizer step.
 
     Attributes:
-        step: the synchronized backward; the first is step 1.
-        found: for each rank (of the module's group) whose own gradients were not finite, the parameter names.
-        in_mean: names of parameters whose mean is not finite though each rank's own gradients were.
+        step: the number of the synchronized backward; the first is step 1.
+        found: parameter names by rank (of the module's group), for each rank whose own gradients were not finite.
+        in_mean: names of parameters whose mean is not finite although the gradients of each rank were finite.
     """
 
     def __init__(
@@ -119,17 +119,18 @@ class NonFiniteGradient(SynclineError):
 
 
 class ReplicaDivergence(SynclineError):
-    """Replicas that have to be equal are not.
+    """Error of replicas that must be equal but differ.
 
     Attributes:
-        tensor: the name of the first one that differs.
-        num_differing: how many differ.
-        minority_ranks: ranks (of the group) that have something that most ranks have not; empty where nobody can tell.
-        elements: the first and the last element of it that differ, along the flattened tensor; None where they were
-            not looked for.
-        agreed_at_step: the step at which all ranks agreed on it last (0: when it was wrapped); None where that is
-            not known.
-        found_at_step: the step at which it differed; None outside of training steps.
+        tensor: the name of the first tensor that differs.
+        num_differing: the number of tensors that differ.
+        minority_ranks: ranks (of the group) whose values differ from those of most ranks; empty if they cannot be
+            determined.
+        elements: indices of the first and the last differing element of the flattened tensor; None if they were not
+            searched for.
+        agreed_at_step: the last step at which all ranks agreed on the tensor (0 means when it was wrapped); None if
+            unknown.
+        found_at_step: the step at which the difference was found; None outside of training steps.
     """
 
     def __init__(
@@ -153,20 +154,20 @@ class ReplicaDivergence(SynclineError):
 
 
 class CollectiveMismatch(SynclineError):
-    """Ranks met in different collectives, or with sizes that do not fit together."""
+    """Error of ranks that called different collectives, or the same one with sizes that do not fit together."""
 
 
 class CollectiveTimeout(SynclineError):
-    """A rank did not take part in a collective before its deadline."""
+    """Error of a collective in which a rank did not take part before the deadline."""
 
 
 class PeerLost(SynclineError):
-    """The process or the connection of a peer is gone."""
+    """Error of a peer whose process has ended or whose connection is lost."""
 
 
 class PeerFailed(SynclineError):
-    """A peer ended by an exception; the text carries the peer's traceback."""
+    """Error of a peer that ended by an exception. The text contains the peer's traceback."""
 
 
 class SameDataWarning(RuntimeWarning):
-    """All ranks train on the same data. Filter this category where that is meant, as for training on full batches."""
+    """Warning that all ranks train on the same data. Filter it if that is intended, as in full-batch training."""

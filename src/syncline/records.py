@@ -1,4 +1,4 @@
-"""Typed records of what happened: what `last_step` returns and what `explain()` puts into words."""
+"""Typed records of what happened in a step. `last_step` returns them, and `explain()` describes them in words."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ __all__ = [
 
 
 _MAX_BUCKETS = 6
-"""Shown of one backward; the others are counted."""
+"""Number of buckets shown per backward; the text sums up the others."""
 
 _MAX_RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketRecord:
-    """One bucket of one synchronized backward."""
+    """A record of one bucket in one synchronized backward."""
 
     index: int
     payload_bytes: int
     """Bytes handed to the transport, control tail included."""
     parameters: tuple[str, ...]
-    """The parameters in the bucket, in the order in which their gradients became ready; those that were not
-    ready come last."""
+    """Parameters in the bucket, in the order in which their gradients became ready. Those without a ready gradient come
+    last."""
     trigger: str | None
-    """The parameter whose gradient was the last one missing; None where the bucket waited for the end of
-    backward."""
+    """The parameter whose gradient completed the bucket; None if the bucket was launched at the end of backward."""
     launched_seconds: float
-    """From the first gradient of this backward to the launch."""
+    """Time from the first gradient of this backward to the launch."""
     waited_seconds: float
     """Time blocked at the end of backward until this bucket was reduced."""
 
@@ -51,16 +50,17 @@ class BucketRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteRecord:
-    """Gradients of one backward that are not finite, and what became of them; the same on every rank."""
+    """The gradients of one backward that are not finite, and their treatment; the same on every rank."""
 
     found: Mapping[int, tuple[str, ...]]
-    """For each rank whose own gradients held NaN or infinity, the parameters. Empty where all were finite."""
+    """Parameter names by rank, for each rank whose own gradients held NaN or infinity. Empty if all were finite."""
     in_mean: tuple[str, ...]
-    """Parameters whose mean is not finite though each rank's own gradients were."""
+    """Parameters whose mean is not finite although the gradients of each rank were finite."""
     outcome: str
     """"finite", "raised", "discarded", "zeroed" or "left to the GradScaler"; "not reduced" under `no_sync`."""
     num_steps: int
-    """Steps so far, this one included, to which the policy was applied: discarded ones under `on_nonfinite="skip"`."""
+    """Number of steps so far, including this one, to which the policy was applied. Under `on_nonfinite="skip"` these
+    are the discarded steps."""
 
     def __str__(self) -> str:
         if self.found or self.in_mean:
@@ -72,8 +72,8 @@ def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) ->
     """Return a line that names the gradients that are not finite, and the outcome.
 
     Args:
-        record: with at least one such gradient.
-        num_shown: how many ranks are named; None names all.
+        record: a record with at least one such gradient.
+        num_shown: number of ranks to name; None names all.
     """
     where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
     if num_shown is not None and len(where) > num_shown + 1:
@@ -87,10 +87,10 @@ def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardRecord:
-    """One backward, as it was seen on one rank.
+    """A record of one backward on one rank.
 
-    `print(record)` is a summary of about 12 lines at most, however large the module; `pprint.pprint(record)` shows
-    every field, with all names.
+    `print(record)` shows a summary of about 12 lines at most, independent of the size of the module.
+    `pprint.pprint(record)` shows every field with all names.
 
     Example:
         >>> import torch, syncline as sl
@@ -101,28 +101,28 @@ class BackwardRecord:
     """
 
     step: int
-    """Synchronized backwards so far, this one included if it was one. The first is step 1."""
+    """Number of synchronized backwards so far, including this one if it was synchronized. The first is step 1."""
     synchronized: bool
-    """False under `no_sync`, and alone."""
+    """Whether the gradients were reduced in this backward. False under `no_sync`, and in a world of one rank."""
     num_gradients: int
-    """Parameters that received a gradient."""
+    """Number of parameters that received a gradient."""
     unused: tuple[str, ...]
-    """Parameters that received none on this rank."""
+    """Parameters that received no gradient on this rank."""
     divisor: int
-    """What the sum over ranks was divided by: the number of ranks, or of items under `normalize_by`."""
+    """Divisor of the sum over ranks: the number of ranks, or the number of items under `normalize_by`."""
     counted_items: bool
     """Whether the divisor is a number of items."""
     reduced_afterwards: bool
-    """Whether `.grad` was reduced after this backward, by `sl.sync_gradients_`; then the divisor is of that."""
+    """Whether `sl.sync_gradients_` reduced `.grad` after this backward. If so, `divisor` is that of this reduction."""
     num_reduced: int
-    """Gradient elements that were reduced; each of them once."""
+    """Number of gradient elements that were reduced, each counted once."""
     buckets: tuple[BucketRecord, ...]
     duration_seconds: float
-    """From the first gradient to the last reduced one."""
+    """Time from the first gradient to the last reduced gradient."""
     nonfinite: NonFiniteRecord | None = None
-    """What was found by `on_nonfinite`; None where nobody looks."""
+    """Result of the `on_nonfinite` check; None if gradients are not checked."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means over ranks of what `ddp.report` was given before this backward; of this rank alone if not synchronized."""
+    """Means over ranks of the values given to `ddp.report`; of this rank alone if the backward was not synchronized."""
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._what_became()}"]
@@ -153,23 +153,23 @@ class BackwardRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRecord:
-    """What the last forward did about buffers."""
+    """A record of the buffers in the last forward."""
 
     num_tensors: int
     payload_bytes: int
     sent: bool
     reason: str
-    """Why they were sent, or why not."""
+    """Why the buffers were sent, or why not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRecord:
-    """One meeting of parameters, as it was seen on one rank."""
+    """A record of one parameter sync on one rank."""
 
     step: int
-    """Optimizer steps that were done by then."""
+    """Number of optimizer steps before the sync."""
     what: tuple[str, ...]
-    """What was done, in words."""
+    """The actions of the sync, in words."""
     num_calls: int
     payload_bytes: int
     """Bytes of the tensors handed to the transport."""
@@ -179,18 +179,18 @@ class RoundRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvolutionRecord:
-    """One step of an evolution strategy; the same on every rank."""
+    """A record of one step of an evolution strategy; the same on every rank."""
 
     step: int
-    """The first is step 1."""
+    """Number of the step; the first is step 1."""
     losses: tuple[float, ...]
-    """Of each member, pair by pair, plus before minus, as they came; not all need be finite."""
+    """Unmodified losses of all members, pair by pair, plus before minus. Some may not be finite."""
     mean_loss: float
-    """The mean of those that are finite."""
+    """Mean of the finite losses."""
     best_loss: float
-    """The lowest of those that are finite."""
+    """Lowest finite loss."""
     num_nonfinite: int
-    """How many members' losses are not finite, and so counted as the worst."""
+    """Number of members whose loss is not finite. Such a loss counts as the worst."""
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Nested containers: their leaves in an order that is the same on every rank, and the same container back."""
+"""Functions on nested containers. They visit the leaves in an order that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["leaves", "map_leaves"]
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path.
+    """Yield every leaf with its path.
 
-    Containers are dicts (in the order of their keys' text, not of insertion), lists, tuples, named tuples and
-    dataclass instances (the fields that their constructor takes). Anything else is a leaf.
+    Containers are dicts (sorted by the text of their keys, not by insertion), lists, tuples, named tuples, and
+    dataclass instances (their constructor fields). Any other object is a leaf.
 
     Args:
         tree: a container or a leaf.
@@ -33,7 +33,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(tree: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same containers around `fn(path, leaf)`; leaves are visited in the order of `leaves`.
+    """Return a copy of the containers with each leaf replaced by `fn(path, leaf)`, called in the order of `leaves`.
 
     Example:
         >>> map_leaves({"b": (1, 2), "a": 3}, lambda path, leaf: leaf * 10)

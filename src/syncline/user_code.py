@@ -1,12 +1,11 @@
-"""Where in the user's code a thread is: the innermost frame that is neither torch's, ours, nor Python's own.
+"""Positions in the user's code, for errors and warnings.
 
-And what of theirs was called where an exception comes from.
+A position is the innermost frame of a thread that belongs neither to torch, nor to Syncline, nor to Python, nor to an
+installed package. This module also records which code of the user's raised an exception.
 
-What the main thread is doing, asked from another one.
-
-Its frames must not be walked in Python: it goes on between one look and the next, and what it has left may be freed
-(seen as a crash in Python 3.11, under torch's dynamo). So it is written down by one call of the interpreter's, during
-which no thread runs Python.
+Another thread can ask for the position of the main thread. It must not walk the main thread's frames in Python: the
+main thread continues to run meanwhile, and a frame that it leaves may be freed. (This crashed Python 3.11 under torch's
+dynamo.) The stack is therefore written by a single call of the interpreter, during which no thread runs Python.
 """
 
 from __future__ import annotations
@@ -46,7 +45,9 @@ _HEADER = "Thread 0x{thread:016x} (most recent call first):\n"
 
 
 def dump_of_main_thread() -> str:
-    """Its stack as `faulthandler` writes it, those of other threads perhaps as well; may be empty.
+    """Return the main thread's stack in the format of `faulthandler`.
+
+    The text may also hold the stacks of other threads, and it may be empty.
 
     Example:
         >>> "dump_of_main_thread" in dump_of_main_thread()
@@ -62,16 +63,17 @@ def dump_of_main_thread() -> str:
         return written + file.read().decode("ascii", "replace")
 
 
-# Python 3.11 lists a new thread before it is complete. Where a thread of C++ comes to Python for the first time while
-# all are written down, the process dies: seen with Gloo's, which free tensors; a thread made by ctypes over and over
-# shows it within seconds. There, the main thread is written down alone.
+# Python 3.11 lists a new thread before it is complete. If a C++ thread enters Python for the first time while all
+# stacks are written, the process crashes. This happened with Gloo's threads, which free tensors. A program that creates
+# threads through ctypes in a loop reproduces it within seconds. On Python 3.11, only the main thread's stack is
+# therefore written.
 
 _main_state: int | None = None
-"""The interpreter's record of the main thread: an address, good until the process ends."""
+"""Address of the interpreter's state of the main thread; valid until the process ends."""
 
 
 def _dump_alone(fd: int) -> str:
-    """Write the main thread's stack; what has to go before it."""
+    """Write the main thread's stack to `fd`. Return the header line that belongs before it."""
     dump = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
     if dump is None or _main_state is None:
         return ""
@@ -81,7 +83,10 @@ def _dump_alone(fd: int) -> str:
 
 
 def _note_main_thread() -> None:
-    """Where this is imported by another thread, and until it forks, nothing can be said about the main one."""
+    """Store the address of the main thread's state, on Python 3.11.
+
+    If another thread imports this module, the address stays unknown in this process. Dumps are then empty.
+    """
     global _main_state
     if sys.version_info < (3, 12) and threading.current_thread() is threading.main_thread():
         current = ctypes.pythonapi.PyThreadState_Get
@@ -92,7 +97,7 @@ def _note_main_thread() -> None:
 _note_main_thread()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_main_thread)  # it was perhaps another thread that forked
+    os.register_at_fork(after_in_child=_note_main_thread)  # the forking thread becomes the main thread
 
 _CALLED = "_syncline_called_in"
 
@@ -102,12 +107,12 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)'
 
 
 def warn_user(text: str, category: type[Warning] = RuntimeWarning) -> None:
-    """A warning at the line of the user's code that called us."""
+    """Issue a warning at the line of the user's code that called Syncline."""
     warning_here(category)(text)
 
 
 def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], None]:
-    """What warns, later and from any thread, at the line of the user's code that calls us now."""
+    """Return a function that warns at the line of the user's code that calls now. Any thread may call it later."""
     frame = _users_frame(sys._getframe())
     if frame is None:
         return lambda text: warnings.warn(text, category, stacklevel=3)
@@ -117,7 +122,7 @@ def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], No
 
 
 def user_code(frame: FrameType | None) -> str | None:
-    """Where in the user's code `frame` was called from.
+    """Return the position in the user's code from which `frame` was called; None if there is none.
 
     Example:
         >>> import sys
@@ -133,10 +138,10 @@ def user_code(frame: FrameType | None) -> str | None:
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Code that is not ours is called: an exception that it raises says so, and `called_in` knows.
+    """Mark exceptions raised inside the block as raised by the user's code, with a note and for `called_in`.
 
     Args:
-        what: whose code.
+        what: the called code, in words.
 
     Example:
         >>> try:
@@ -149,14 +154,14 @@ def calling(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not hasattr(error, _CALLED):  # the innermost says most
+        if not hasattr(error, _CALLED):  # keep the innermost mark, which is the most precise
             setattr(error, _CALLED, _called(what, error))
             error.add_note(f"in {what}")
         raise
 
 
 def called_in(error: BaseException) -> str | None:
-    """What was called that raised it, and the line of it where that can be told; None where the error is our own."""
+    """Return the user's code that raised `error`, with its line if that is known; None if Syncline raised it."""
     found: str | None = getattr(error, _CALLED, None)
     return found
 
@@ -178,12 +183,12 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_code_of_main_thread() -> str | None:
-    """Where the main thread is, asked from any thread."""
+    """Return the position of the main thread in the user's code. Any thread may call this."""
     return user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident or 0)
 
 
 def user_code_in_dump(text: str, thread: int) -> str | None:
-    """As `user_code`, of one thread in what `faulthandler` has written of all.
+    """Return the position of one thread in the user's code, read from a dump by `faulthandler`.
 
     Example:
         >>> dump = 'Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main'
@@ -197,7 +202,7 @@ def user_code_in_dump(text: str, thread: int) -> str | None:
 
 
 def innermost_in_dump(text: str, thread: int) -> tuple[str, str]:
-    """File and function of a thread's innermost frame in such a dump; two empty strings if it has none.
+    """Return file and function of a thread's innermost frame in a dump; two empty strings if it has no frame.
 
     Example:
         >>> innermost_in_dump('Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main', 42)
@@ -223,13 +228,13 @@ def _place(path: str, line: int | str, name: str) -> str:
 
 @cache
 def is_users(path: str) -> bool:
-    """Whether a file of code is neither torch's, nor ours, nor Python's own, nor of an installed package."""
+    """Return True if a source file belongs neither to torch, Syncline, Python, nor an installed package."""
     return not path.startswith(_libraries()) and not path.startswith("<frozen ")
 
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Folders of code that no user of ours has written."""
+    """Return the folders of Python, installed packages, torch and Syncline."""
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {str(Path(torch.__file__).parent), str(Path(__file__).parent)}
     return tuple(path + os.sep for path in sorted(found))

@@ -1,4 +1,4 @@
-"""Sizes, counts and lists of names, as they are printed everywhere."""
+"""Formatting of sizes, counts and lists of names in all printed text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["format_bytes", "format_count", "format_names"]
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Three digits and a decimal unit: `421 kB`.
+    """Format a size with three digits and a decimal unit, as in `421 kB`.
 
     Example:
         >>> format_bytes(0), format_bytes(1234), format_bytes(421_000), format_bytes(76_800_000)
@@ -25,12 +25,12 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """`1 tensor`, `8 tensors`, `1,234 tensors`."""
+    """Format a count with its noun, as in `1 tensor`, `8 tensors` or `1,234 tensors`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:
-    """All names of parameters, or the first ones and the last.
+    """Join the names. If there are more than `num_shown`, name the first ones and the last, and give the count.
 
     Example:
         >>> format_names(["a", "b"]), format_names(["a", "b", "c", "d", "e"])

@@ -1,4 +1,6 @@
-"""Who this process is among the ranks. `init` runs: arguments, rendezvous, transports, world.
+"""The session of a process: its rank, and how it joins and leaves the other ranks.
+
+`init` calls these modules in order: arguments, rendezvous, transports, world.
 
 Imports: errors, differences, checks, environment, _torch, liveness, transport.
 

@@ -1,4 +1,4 @@
-"""The arguments of `sl.init`: checked on this rank, and put into lines that the ranks compare."""
+"""The arguments of `sl.init`, checked on this rank and written as lines that the ranks compare."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Asked:
 
     @staticmethod
     def of(transport: str, timeout: timedelta | float, device: torch.device | str | int | None) -> Asked:
-        """The arguments, checked.
+        """Check the arguments and return them as one object.
 
         Raises:
-            TypeError, ValueError: one makes no sense.
+            TypeError, ValueError: an argument is invalid.
         """
         return Asked(
             transport=checked_choice("transport", transport, TRANSPORTS),
@@ -37,10 +37,10 @@ class Asked:
         )
 
     def lines(self, device: torch.device) -> list[str]:
-        """What has to be the same on all ranks.
+        """Return the lines that must be equal on all ranks.
 
         Args:
-            device: where this rank computes; only its type is compared.
+            device: the device on which this rank computes; only its type is compared.
         """
         return [
             f"transport: {self.transport!r}",
@@ -54,11 +54,11 @@ class Asked:
 
 
 def _checked_device(value: object) -> torch.device | None:
-    """A device of this machine on which a rank can compute.
+    """Return `value` as a device of this machine, or None if it is None.
 
     Raises:
-        TypeError: not a device, its name or its number.
-        ValueError: there is no such device here.
+        TypeError: `value` is not a device, a device's name or its number.
+        ValueError: this machine has no such device.
     """
     if value is None:
         return None
@@ -68,7 +68,7 @@ def _checked_device(value: object) -> torch.device | None:
     if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
         raise TypeError(text)
     try:
-        device = torch.device(value)  # a number is that of an accelerator
+        device = torch.device(value)  # torch takes a number as the index of an accelerator
     except RuntimeError as error:
         raise ValueError(text) from error
     if device.type not in kinds:

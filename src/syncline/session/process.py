@@ -1,11 +1,13 @@
-"""What a rank's process owes its launcher: its last words, and to end when the launcher ends.
+"""The error file that a rank writes for its launcher, and the end of a rank when its launcher ends.
 
-The words are a JSON file whose path the launcher gave (TORCHELASTIC_ERROR_FILE), in the form that torch's
-elastic agent reads, with two additions: the time in nanoseconds (torch keeps whole seconds, too coarse to
-tell which rank failed first) and the exit code that the exception leads to (a process may be ended by a
-signal of the launcher while it is still cleaning up after its own exception).
+The error file is a JSON file. The launcher sets its path in TORCHELASTIC_ERROR_FILE. The format is the one that
+torch's elastic agent reads, with two additions:
 
-This module needs nothing but the standard library, so that `tools/launch/worker.py` can load it before torch.
+- the time in nanoseconds. Torch stores whole seconds, which is too coarse to find the rank that failed first.
+- the exit code that the exception leads to. The real exit code may differ, because the launcher may end the process
+  by a signal while it is still cleaning up after the exception.
+
+This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def record_failure(error: BaseException, path: str, tb: TracebackType | None = None) -> None:
-    """Write an uncaught exception where the launcher looks for it; the first one stays.
+    """Write an uncaught exception to the launcher's error file, unless it already holds a record of ours.
 
-    Not a failure, and not written: exit code 0, the interrupt that the launcher itself passed on, and that all ranks
-    have stopped because they were asked to.
+    Three endings are not failures and are not written: exit code 0, a KeyboardInterrupt (the launcher has passed it
+    on itself), and an agreed stop of all ranks.
 
     Args:
         error: the exception that ends this process.
@@ -55,16 +57,16 @@ def record_failure(error: BaseException, path: str, tb: TracebackType | None = N
             },
         }
     }
-    # Whole or not at all: the launcher may read while this process is being ended.
+    # Replace the file atomically, because the launcher may read it while this process is being ended.
     draft = f"{path}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # the launcher may be gone, with its folder
+    with contextlib.suppress(OSError):  # the launcher may have ended and removed its folder
         with open(draft, "w", encoding="utf-8") as file:
             json.dump(record, file)
         os.replace(draft, path)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a Python process that `error` ends.
+    """Return the exit code of a Python process that `error` ends.
 
     Example:
         >>> exit_code_of(ValueError()), exit_code_of(SystemExit(3)), exit_code_of(SystemExit("no data"))
@@ -80,17 +82,21 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def is_agreed_stop(error: BaseException) -> bool:
-    """Whether all ranks end like this one, see `stopping.Stopped`. (Known by name: this module may be loaded twice.)"""
+    """Return True if `error` ends all ranks by agreement, see `stop_request.Stopped`.
+
+    The class is recognized by an attribute, because this module may be loaded twice.
+    """
     return bool(getattr(error, "is_agreed_stop", False))
 
 
 def end_with_parent(launcher_pid: int | None = None) -> None:
-    """Let the kernel kill this process when the parent ends, however it ends (Linux; elsewhere nothing).
+    """Make the kernel kill this process when its parent ends, however it ends (Linux only, else do nothing).
 
-    Without it, workers whose launcher was killed with -9 go on training, unseen.
+    Without this, workers whose launcher was killed with SIGKILL continue to train unnoticed.
 
     Args:
-        launcher_pid: if given, and no such process is left, the launcher died before this call: exit now.
+        launcher_pid: process number of the launcher. If it is given and no such process exists, the launcher ended
+            before this call, and this process exits at once.
     """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -98,7 +104,7 @@ def end_with_parent(launcher_pid: int | None = None) -> None:
         return
     prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if launcher_pid is not None and os.getppid() != launcher_pid:
-        # A command between launcher and worker (a profiler, a shell) is fine as long as the launcher lives.
+        # The parent may be a command between launcher and worker (a profiler, a shell). Check the launcher itself.
         try:
             os.kill(launcher_pid, 0)
         except ProcessLookupError:
@@ -108,7 +114,7 @@ def end_with_parent(launcher_pid: int | None = None) -> None:
 
 
 def _has_exact_time(path: str) -> bool:
-    """Whether `path` holds a record of ours; one by torch's @record is replaced, for its time is coarse."""
+    """Return True if `path` holds a record of ours. A record by torch's @record has a coarse time and is replaced."""
     try:
         with open(path, encoding="utf-8") as file:
             return "time_ns" in json.load(file)["message"]["extraInfo"]

@@ -1,10 +1,14 @@
-"""How the ranks of a job meet at the launcher's store and agree on a backend, before the first collective.
+"""The meeting of a job's ranks at a store, before the first collective.
 
-Every rank says at the store who it is and what it gave `sl.init`. So a rank that does not come is named when the time
-is up, two processes that claim one rank are both told, different arguments are one error on all ranks before any
-process group exists, and all ranks choose the same backend from the same facts.
+Every rank writes its identity and its arguments of `sl.init` to the store. This has four effects:
 
-Sockets that listen at one address: a store of torch listens on every interface of the host unless given one.
+- After a timeout, the error names the ranks that are missing.
+- If two processes claim one rank, the second one raises an error that names both.
+- Different arguments raise the same error on all ranks, before any process group exists.
+- All ranks select the same backend, because they select it from the same facts.
+
+The module also binds sockets to one address. Without such a socket, a store of torch listens on every interface of
+the host.
 """
 
 from __future__ import annotations
@@ -34,26 +38,26 @@ __all__ = ["REMEDY", "TITLE", "Presence", "backend_for", "connect", "meet"]
 TITLE = "sl.init"
 
 REMEDY = 'Give sl.init the same on every rank; where only some have a GPU, device="cpu" on all.'
-"""What to do where the ranks gave `sl.init` different arguments."""
+"""The remedy for ranks that called `sl.init` with different arguments."""
 
 _READ_SECONDS = 10.0
-"""How long the rank that opened the store waits, before it raises, for the others to have read why."""
+"""How long the rank that opened the store keeps it open after an error, so that the others can read the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """What a rank says of itself at the store."""
+    """The message that a rank writes to the store about itself."""
 
     rank: int
     size: int
     host: str
     pid: int
     gpu: str | None
-    """The unique id of the GPU it uses; None on the CPU."""
+    """Unique id of the rank's GPU; None on the CPU."""
     asked: list[str] = field(default_factory=list)
-    """What it gave `sl.init`, a line per argument; the same on all ranks."""
+    """Arguments of `sl.init`, one line per argument. They must be equal on all ranks."""
     fault: list[str] | None = None
-    """Why it cannot join, where its arguments make no sense: the class of its error, and the text."""
+    """Class name and text of the error, if the rank's arguments are invalid and it cannot join; else None."""
 
     @staticmethod
     def of_this_process(
@@ -74,11 +78,11 @@ class Presence:
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless the launcher has.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it unless the launcher has.
 
     Raises:
         SynclineError: the port is in use.
-        CollectiveTimeout: nobody listens there.
+        CollectiveTimeout: no process listens there.
     """
     assert env.master_addr is not None
     assert env.master_port is not None
@@ -86,7 +90,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
     is_master = env.rank == 0 and not env.launcher_has_store
     bound = None
     if is_master and is_loopback(env.master_addr):
-        with contextlib.suppress(OSError):  # torch says what is wrong, or shares a store of this process
+        with contextlib.suppress(OSError):  # TCPStore reports the error, or shares a store of this process
             bound = bound_socket(env.master_addr, env.master_port)
     try:
         return TCPStore(
@@ -95,7 +99,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
             env.size,
             is_master=is_master,
             timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,  # `meet` waits, and names those who do not come
+            wait_for_workers=False,  # `meet` waits, and its error names the missing ranks
             multi_tenant=True,
             master_listen_fd=None if bound is None else bound.detach(),
         )
@@ -112,18 +116,18 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
 
 
 def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
-    """Wait until all ranks are present; what they said, in rank order.
+    """Wait until all ranks are present, and return their messages in rank order.
 
     Args:
-        store: empty, and the same for all ranks.
-        mine: this rank.
-        timeout_seconds: how long to wait for the last.
+        store: an empty store, the same on all ranks.
+        mine: the message of this rank.
+        timeout_seconds: how long to wait for the last rank.
 
     Raises:
-        SynclineError: another process claims this rank, or the ranks count differently.
-        ContractMismatch: the ranks gave `sl.init` different arguments; the same text on every rank.
-        TypeError, ValueError: the arguments of some ranks make no sense; the same text on every rank.
-        CollectiveTimeout: not all ranks came; the text names those missing.
+        SynclineError: another process claims this rank, or the ranks have different world sizes.
+        ContractMismatch: the ranks called `sl.init` with different arguments. The text is the same on every rank.
+        TypeError, ValueError: the arguments of some ranks are invalid. The text is the same on every rank.
+        CollectiveTimeout: some ranks did not arrive in time. The text names them.
         PeerLost: the process that opened the store has ended.
     """
     try:
@@ -170,7 +174,7 @@ def _meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence
 
 
 def _difference(everyone: Sequence[Presence]) -> Exception | None:
-    """Why these ranks cannot form one group; None if they can."""
+    """Return the error that keeps these ranks from forming one group; None if they can."""
     faults = {p.rank: (p.fault[0], p.fault[1], None) for p in everyone if p.fault is not None}
     if faults:
         return refusal_of(TITLE, faults, "refused, no rank has joined")
@@ -179,7 +183,7 @@ def _difference(everyone: Sequence[Presence]) -> Exception | None:
 
 
 def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
-    """Keep the store until all ranks have read what was said: it ends with the process that opened it."""
+    """Wait on rank 0 until all ranks have read the messages, because the store ends with the process that opened it."""
     keys = [f"rank {rank} has read" for rank in range(mine.size)]
     with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):
         store.set(keys[mine.rank], "")
@@ -188,7 +192,7 @@ def _let_all_read(store: Store, mine: Presence, timeout_seconds: float) -> None:
 
 
 def _parsed(text: str, rank: int) -> Presence:
-    """What a process said of itself as this rank."""
+    """Return the message that a process wrote to the store as `rank`."""
     where = f"key 'rank {rank}' at the store"
     found = decode(Presence, text, where)
     if found.rank != rank:
@@ -199,11 +203,11 @@ def _parsed(text: str, rank: int) -> Presence:
 
 
 def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
-    """The torch.distributed backend that serves all ranks, the same answer on each.
+    """Return the torch.distributed backend that serves all ranks; the result is the same on every rank.
 
     Args:
-        everyone: all ranks; `meet` has seen to it that all use a GPU, or none does.
-        warn: say so if ranks share a GPU (on one rank of a host is enough).
+        everyone: the messages of all ranks. `meet` has checked that either all ranks use a GPU or none does.
+        warn: whether to warn if ranks share a GPU. One rank per host is enough for this.
     """
     if everyone[0].gpu is None:
         return "gloo"
@@ -221,7 +225,7 @@ def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 0, 1, 2, 3 and 12 more"."""
+    """Return "rank 3" or "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8]))

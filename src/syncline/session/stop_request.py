@@ -1,16 +1,17 @@
-"""Whether this process was asked to stop, by a signal or by the program itself.
+"""Requests to stop this process, made by a signal or by the program itself.
 
-What follows from it is not decided here: a handler of a signal runs between any two instructions of the main thread, so
-all it does is to note the request. `Checkpointer.stop_if_asked` reads it.
+A signal handler runs between any two instructions of the main thread. It therefore only records the request;
+`Checkpointer.stop_if_asked` reads it and acts on it.
 
 [Note: the second signal]
 
-Whoever sends SIGTERM once wants the process to end well, whoever sends it again wants it to end. But one wish may
-arrive twice: a scheduler signals all processes of a job, and the launcher among them passes the signal on. So what
-comes within two seconds is taken for the same wish, and what comes later does what the signal did before anybody
-listened. Signals that end nobody by convention (SIGUSR1) may come as often as they like.
+A first SIGTERM asks the process to save and end. A second SIGTERM asks it to end at once. One request may arrive twice,
+however: a scheduler signals all processes of a job, and the launcher, which is one of them, passes the signal on. A
+signal that arrives within two seconds of the first therefore belongs to the same request. A later one does what the
+signal did before a handler was installed. Signals that by convention do not end a process (SIGUSR1) may arrive any
+number of times.
 
-This module needs nothing but the standard library, and `given.py`, which needs no more.
+This module needs only the standard library and `checks.py`, which needs only the standard library.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ EXIT_STOPPED: int = 75
 STOP_SIGNALS: tuple[str, ...] = tuple(
     name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )  # Windows has no SIGUSR1
-"""By what schedulers announce the end: SIGTERM everywhere, SIGUSR1 by custom under SLURM."""
+"""Signals by which schedulers announce the end of a job: SIGTERM everywhere, SIGUSR1 by custom under SLURM."""
 
 _SAME_WISH_SECONDS = 2.0
 
 _ENDING = frozenset(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
-"""Signals of which the second does what it did before."""
+"""Signals whose second arrival does what the signal did before a handler was installed."""
 
 
 class Stopped(SystemExit):
-    """All ranks have stopped after the same step, and what they had is saved; the exit code is `EXIT_STOPPED`."""
+    """The exit of ranks that stopped after the same step and saved their state; the exit code is `EXIT_STOPPED`."""
 
-    is_agreed_stop = True  # known by name, see `process.is_agreed_stop`
+    is_agreed_stop = True  # read by name, see `process.is_agreed_stop`
 
     def __init__(self) -> None:
         super().__init__(EXIT_STOPPED)
 
 
 class StopRequest:
-    """Whether somebody wants this process to stop, and why. Safe in signal handlers and from any thread.
+    """A request to stop this process, and its reason. Safe in signal handlers and from any thread.
 
     Example:
         >>> request = StopRequest()
@@ -79,11 +80,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.is_asked = False
         self.why: str | None = None
-        """What was given first."""
+        """The first reason that was given."""
 
     def ask(self, why: str) -> None:
-        """Ask to stop; the first reason stays."""
-        # No lock: a handler that interrupts whoever holds it would wait forever.
+        """Ask to stop. The first reason is kept."""
+        # No lock: a signal handler that interrupts the code that holds the lock would wait forever.
         if self.why is None:
             self.why = why
         self.is_asked = True
@@ -93,21 +94,21 @@ class StopRequest:
 
 
 class _Handler:
-    """What a signal does while somebody listens."""
+    """The handler of one signal while stop requests are registered for it."""
 
     def __init__(self, number: signal.Signals, before: Any) -> None:
         self.number = number
         self.before = before
-        """What it did: a callable, or SIG_DFL."""
+        """The handler before this one: a callable or SIG_DFL."""
         self.requests: list[StopRequest] = []
         self.first_at: float | None = None
-        """When it came first, in `time.monotonic` seconds."""
+        """When the signal arrived first, in `time.monotonic` seconds."""
         self._pid = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A fork, such as a worker of a DataLoader. It ends when it is told to; a signal that was meant for the
-            # ranks, and sent to all processes of the job, is none of its business.
+            # This is a fork, such as a worker of a DataLoader. It obeys signals that end a process. Other signals,
+            # sent to all processes of the job, are meant for the ranks, and the fork ignores them.
             if self.number in _ENDING:
                 self._do_as_before(frame)
             return
@@ -135,11 +136,11 @@ _handlers: dict[signal.Signals, _Handler] = {}
 
 
 def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
-    """The signals of these names or numbers, in their order.
+    """Return the signals with these names or numbers, in the given order and without duplicates.
 
     Raises:
-        TypeError: it is one text, or something else is among them.
-        ValueError: there is no such signal here, or no process can listen to it.
+        TypeError: `names` is a single string, or holds something other than names and numbers.
+        ValueError: this system has no such signal, or no process can handle it.
 
     Example:
         >>> [one.name for one in checked_signals(["SIGTERM", "usr1"])]
@@ -179,18 +180,18 @@ def _near(name: str | int) -> str:
 
 
 def listen(request: StopRequest, signals: Sequence[signal.Signals]) -> bool:
-    """From now on these signals ask `request`, until `forget`.
+    """Register `request` for these signals: until `forget`, each of them calls `request.ask`.
 
-    A handler of the program's own is called as well. A signal that is ignored stays ignored.
+    The program's own handler is called as well. An ignored signal stays ignored.
 
     Returns:
-        Whether it could be done: only the main thread can.
+        Whether the request was registered. Only the main thread can do this.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
     for number in signals:
         handler = signal.getsignal(number)
-        if handler is None or handler == signal.SIG_IGN:  # None: whoever set it did so outside of Python
+        if handler is None or handler == signal.SIG_IGN:  # None: it was not set by Python
             continue
         if not isinstance(handler, _Handler):
             handler = _handlers[number] = _Handler(number, handler)
@@ -201,19 +202,19 @@ def listen(request: StopRequest, signals: Sequence[signal.Signals]) -> bool:
 
 
 def forget(request: StopRequest) -> None:
-    """The inverse of `listen`: signals that nobody listens to any more do what they did before."""
+    """Undo `listen` for `request`. A signal without any request does again what it did before."""
     for number, handler in list(_handlers.items()):
         if request not in handler.requests:
             continue
         handler.requests.remove(request)
         current: Any = signal.getsignal(number)
         if not handler.requests and current is handler:
-            with contextlib.suppress(ValueError):  # not in the main thread: the handler itself does as before
+            with contextlib.suppress(ValueError):  # not in the main thread: the handler calls the old one
                 signal.signal(number, handler.before)
                 del _handlers[number]
 
 
 def rearm() -> None:
-    """A signal that comes now counts as the first: what the last one asked for is done."""
+    """Treat the next signal as a first one, because the last request has been carried out."""
     for handler in list(_handlers.values()):
         handler.first_at = None

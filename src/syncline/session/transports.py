@@ -1,4 +1,4 @@
-"""The choice of an engine: shared memory, a hierarchy of it and Gloo, or torch.distributed alone."""
+"""Selection of a transport: shared memory, a hierarchy of shared memory and Gloo, or torch.distributed alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _has_warned = False
 
 
 def best_over(c10d: C10dTransport, asked: str) -> Transport:
-    """The transport that is asked for, or the best that all ranks can have; a collective call.
+    """Return the requested transport, or for "auto" the best one that all ranks can use; a collective call.
 
     Args:
-        c10d: between the ranks; the transport that is returned closes it.
+        c10d: a transport between the ranks. The returned transport closes it.
         asked: "auto", "c10d" or "shm", the same on all ranks.
 
     Raises:
-        SharedMemoryUnavailable: "shm" was asked for and cannot be had; the reason, on all ranks alike.
+        SharedMemoryUnavailable: "shm" was requested and is not available. The text gives the same reason on all ranks.
     """
     global _has_warned
     if asked == "c10d":

@@ -1,9 +1,9 @@
-"""Who this process is among the ranks: `init`, `shutdown`, `world`, and the transport of a group.
+"""The world of a process (its rank among the others): `init`, `shutdown`, `world`, and the transport of a group.
 
-`init` is optional. Alone, nothing is needed; where torch.distributed is initialised already (by Ray, by the
-user), the library works on what is there. `init` does what a program otherwise writes itself: it reads the
-launcher's variables, meets the other ranks, makes the process group, selects the device, and sees that an
-exception reaches the launcher and that the process ends when it should.
+`init` is optional. A single process does not need it. If torch.distributed is already initialised (by Ray or by the
+user), the library uses the existing group. `init` does what a program otherwise does itself: it reads the launcher's
+variables, waits for the other ranks, creates the process group, and selects the device. It also reports an uncaught
+exception to the launcher and the peers, and ends the process without hanging.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ __all__ = ["World", "before_shutdown", "init", "shutdown", "transport_of", "worl
 _DESTROY_SECONDS = 10.0
 
 _REFUSAL_SECONDS = 10.0
-"""How long a rank whose arguments make no sense waits for the others, to tell them, before it raises alone."""
+"""How long a rank with invalid arguments waits for the others, to report the error to them, before it raises alone."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among the ranks of its job."""
+    """The place of this process among the ranks of its job."""
 
     rank: int
-    """0 to `size - 1`, over all hosts."""
+    """Rank of this process, from 0 to `size - 1`, over all hosts."""
     size: int
     """Number of ranks."""
     local_rank: int
-    """0 to `local_size - 1`, on this host."""
+    """Rank on this host, from 0 to `local_size - 1`."""
     local_size: int
     """Number of ranks on this host."""
     host: str
     """This host's name."""
     generation: int
-    """How often the launcher has restarted the ranks."""
+    """Number of times that the launcher has restarted the ranks."""
     device: torch.device
-    """Where this rank should compute."""
+    """The device on which this rank should compute."""
 
 
 class _Destroyer:
-    """Destroys the default group on a thread made beforehand: Python 3.12 starts no thread while it exits."""
+    """A thread that destroys the default group, started in advance: Python 3.12 starts no thread while it exits."""
 
     def __init__(self) -> None:
         self._decided = threading.Event()
@@ -86,7 +86,7 @@ class _Destroyer:
             dist.destroy_process_group()
 
     def end(self, *, destroy: bool) -> None:
-        """End the thread, but do not wait forever for a collective that the other ranks never joined."""
+        """End the thread, but wait only a limited time for a collective that other ranks have not joined."""
         self._destroy = destroy
         self._decided.set()
         self._thread.join(_DESTROY_SECONDS)
@@ -100,32 +100,32 @@ class _Destroyer:
 
 @dataclass
 class _Session:
-    """What one `init` did, for `shutdown` to undo."""
+    """The effects of one `init`, which `shutdown` undoes."""
 
     asked: Asked
     world: World
     group: weakref.ref[dist.ProcessGroup] | None = None
-    """The default group that `init` made or found; None when alone."""
+    """The default group that `init` created or found; None in a world of one process without a group."""
     destroyer: _Destroyer | None = None
-    """Where `init` made the group."""
+    """Set only if `init` created the group."""
     variables_before: dict[str, str | None] = field(default_factory=dict)
     hook: _Hook | None = None
     hook_before: _Hook | None = None
 
     def is_current(self) -> bool:
-        """Whether the default group is still the one of this session: users and tests may destroy it."""
+        """Return True if the default group is still that of this session. Users and tests may destroy it."""
         return (self.group() if self.group is not None else None) is _default_group()
 
 
 @dataclass
 class _Group:
-    """A process group that this process is in, and its transport once there is one."""
+    """A process group of which this process is a member, and its transport once selected."""
 
     group: dist.ProcessGroup
     transport: Transport | None = None
     is_default: bool = True
     lock: Any = field(default_factory=threading.RLock)
-    """Held while the ranks meet: other groups may be met by other threads at the same time."""
+    """Held while the ranks select the transport. Per group, because other threads may do this for other groups."""
 
 
 _lock = threading.RLock()
@@ -134,7 +134,7 @@ _session: _Session | None = None
 
 _num_inits = 0
 
-# Stores outlive `shutdown`, so that a second `init` of the same ranks cannot meet a store that is closing.
+# Stores outlive `shutdown`, so that a second `init` of the same ranks never connects to a store that is closing.
 _stores: dict[tuple[str | None, int | None, int, int], Store] = {}
 
 _transports: dict[int, _Group] = {}
@@ -142,7 +142,7 @@ _transports: dict[int, _Group] = {}
 _alone: Transport | None = None
 
 _lost_default_group = False
-"""Whether the default group, of several ranks, was destroyed by another than `shutdown`: then None means no group."""
+"""Whether code other than `shutdown` destroyed a default group of several ranks. If so, `transport_of(None)` raises."""
 
 _tells_peers = False
 
@@ -156,31 +156,32 @@ def init(
     timeout: timedelta | float = 300.0,
     device: torch.device | str | int | None = None,
 ) -> World:
-    """Join the other ranks, as the launcher's variables say; alone, do nothing but say so.
+    """Join the other ranks, as described by the launcher's variables. Without a launcher, return a world of one rank.
 
-    Call it on all ranks. They compare the arguments before any process group exists, and choose the transport of the
-    default group together. Called again with the same arguments it returns the same `World`. An initialised
-    torch.distributed is used as it is, and left as it is by `shutdown`.
+    Call it on all ranks. They compare the arguments before any process group exists, and select the transport of the
+    default group together. A second call with the same arguments returns the same `World`. If torch.distributed is
+    already initialised, `init` uses its group, and `shutdown` does not destroy it.
 
     Args:
-        transport: how tensors travel. "c10d": by torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": tensors on
-            the CPU by shared memory, an error on all ranks where that cannot be had, so on several hosts. "auto": the
-            best that all ranks of a group can have: tensors on the CPU by shared memory where they are on one host,
-            by shared memory within each host and Gloo between them on several, else by torch.distributed.
+        transport: how tensors are sent. "c10d": torch.distributed (Gloo on CPUs, NCCL on GPUs). "shm": shared memory
+            for tensors on the CPU; all ranks raise an error if it is not available, for example on several hosts.
+            "auto": the best transport that all ranks of a group can use. For tensors on the CPU this is shared memory
+            on one host, and shared memory within each host with Gloo between hosts. Everything else uses
+            torch.distributed.
         timeout: how long to wait for another rank, here and in every collective (a timedelta, or seconds).
-        device: where this rank computes; None means the GPU of its local rank, or the CPU where there is
-            none. A GPU is made torch's current device.
+        device: the device on which this rank computes. None means the GPU of its local rank, or the CPU if there is no
+            GPU. A GPU becomes torch's current device.
 
     Returns:
-        Who this process is.
+        The world of this process.
 
     Raises:
-        TypeError, ValueError: an argument, or a variable of the launcher, makes no sense. An argument that makes none
-            on one rank is the same error on all.
-        ContractMismatch: the ranks gave different arguments; the same text on every rank.
-        SynclineError: init was called before with other arguments, or the ranks do not fit together, or "shm" was asked
-            for and cannot be had: the text says why, on every rank.
-        CollectiveTimeout: some ranks did not come; they are named.
+        TypeError, ValueError: an argument, or a variable of the launcher, is invalid. An argument that is invalid on
+            one rank raises the same error on all ranks.
+        ContractMismatch: the ranks passed different arguments. The text is the same on every rank.
+        SynclineError: init was called before with other arguments, or the ranks do not fit together, or "shm" was
+            requested and is not available. The text gives the reason on every rank.
+        CollectiveTimeout: some ranks did not arrive in time. The text names them.
 
     Example:
         >>> import syncline as sl
@@ -197,7 +198,7 @@ def init(
             asked = Asked.of(transport, timeout, device)
         except (TypeError, ValueError) as fault:
             refused = fault
-        if refused is not None:  # outside of `except`, so that what the ranks raise does not print it twice
+        if refused is not None:  # outside of `except`, because chaining would print the error twice
             if _session is None:
                 _refuse(refused)
             raise refused
@@ -215,23 +216,23 @@ _unfinished: list[weakref.WeakMethod[Callable[[], object]]] = []
 
 
 def before_shutdown(wait: Callable[[], object]) -> None:
-    """Have `shutdown` call `wait`, a method that waits for what is under way; its object is held weakly."""
+    """Register `wait`, a method that waits for pending work, to be called by `shutdown`. Its object is held weakly."""
     _unfinished[:] = [known for known in _unfinished if known() is not None]
     _unfinished.append(weakref.WeakMethod(wait))
 
 
 def shutdown() -> None:
-    """Undo `init`; without it, or a second time, do nothing.
+    """Undo `init`. Without an `init`, or when called again, do nothing.
 
-    Destroys the process group that `init` made, and closes the transports; call it on all ranks. Saves that are under
-    way are waited for, unless an exception is on its way out.
+    Call it on all ranks. It waits for pending saves, unless an exception is being handled. Then it closes the
+    transports and destroys the process group that `init` created.
     """
     global _session, _alone, _lost_default_group
     if sys.exc_info()[1] is None:
         for known in _unfinished:
             wait = known()
             if wait is not None:
-                with contextlib.suppress(Exception):  # it was said where it happened
+                with contextlib.suppress(Exception):  # the error was reported where it occurred
                     wait()
     with _lock:
         session, _session, _alone = _session, None, None
@@ -242,7 +243,7 @@ def shutdown() -> None:
         atexit.unregister(_at_exit)
         group_is_live = session.is_current()
         error = sys.exc_info()[1]
-        # In a `finally` or `with`, on the way out.
+        # `shutdown` may run in a `finally` or `with` while an exception is raised.
         if error is not None and process.exit_code_of(error) and not process.is_agreed_stop(error):
             _tell_peers(error, error.__traceback__)
         for transport in _made_transports():
@@ -256,10 +257,10 @@ def shutdown() -> None:
 
 
 def world() -> World:
-    """Who this process is: what `init` said; else what torch.distributed says; else it is alone.
+    """Return the world of this process: from `init`, else from torch.distributed, else a world of one rank.
 
     Raises:
-        SynclineError: a launcher started several ranks, and nobody has joined them yet.
+        SynclineError: a launcher started several ranks, and this process has not joined the others yet.
 
     Example:
         >>> world().rank
@@ -286,7 +287,7 @@ def _start(asked: Asked) -> _Session:
     if env.master_addr is None or env.master_port is None:
         return _Session(asked=asked, world=_world_alone(asked.device))
     if env.launcher in ("syncline run", "torchrun"):
-        process.end_with_parent()  # these do not outlive their ranks; a thread of Ray's may
+        process.end_with_parent()  # the parent stays alive as long as its ranks; a thread of Ray's may not
     before = environment.export(env.variables())
     hook_before = sys.excepthook
     try:
@@ -297,7 +298,7 @@ def _start(asked: Asked) -> _Session:
     except BaseException:
         environment.restore(before)
         raise
-    # Torch's own hook puts "[rank1]: " before each line; `syncline run` has named the rank already.
+    # Torch's own hook puts "[rank1]: " before each line. Output of `syncline run` names the rank already.
     hook_before = hook_before if env.launcher == "syncline run" else sys.excepthook
     session = _Session(
         asked=asked, world=found, group=weakref.ref(group), destroyer=_Destroyer(), variables_before=before
@@ -307,7 +308,7 @@ def _start(asked: Asked) -> _Session:
 
 
 def _make_default_group(env: Environment, device: torch.device, asked: Asked) -> dist.ProcessGroup:
-    """The ranks meet, compare what each gave `init`, make torch's default group, and choose its transport."""
+    """Meet the other ranks, compare the arguments of `init`, create torch's default group, and select its transport."""
     store = _store_of_this_init(env, asked.timeout_seconds)
     mine = Presence.of_this_process(env, device, asked.lines(device))
     everyone = meet(store, mine, asked.timeout_seconds)
@@ -331,7 +332,10 @@ def _make_default_group(env: Environment, device: torch.device, asked: Asked) ->
 
 
 def _store_of_this_init(env: Environment, timeout_seconds: float) -> Store:
-    """The launcher's store may remember an earlier attempt, or an earlier init: each gets names of its own."""
+    """Return the store for this `init`, with a prefix of its own.
+
+    Without the prefix, the launcher's store could return keys of an earlier attempt or an earlier `init`.
+    """
     global _num_inits
     place = (env.master_addr, env.master_port, env.rank, env.size)
     if place not in _stores:
@@ -341,7 +345,7 @@ def _store_of_this_init(env: Environment, timeout_seconds: float) -> Store:
 
 
 def _compare_over(group: dist.ProcessGroup, asked: Asked, device: torch.device) -> None:
-    """The same for a group that is there already: compare what the ranks gave `init`, and choose its transport."""
+    """Compare the arguments of `init` over an existing group, and select the group's transport."""
     known = _transports.get(id(group))
     if known is not None and known.transport is not None:
         exchange(known.transport, TITLE, asked.lines(device), remedy=REMEDY)
@@ -362,10 +366,10 @@ def _compare_over(group: dist.ProcessGroup, asked: Asked, device: torch.device) 
 
 
 def _refuse(fault: Exception) -> None:
-    """The arguments of `init` make no sense on this rank: tell the others, who may be waiting for it.
+    """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for it.
 
     Raises:
-        TypeError, ValueError: on every rank.
+        TypeError, ValueError: the arguments are invalid on some rank. Every rank raises it.
     """
     group = _default_group()
     if group is not None:
@@ -376,30 +380,30 @@ def _refuse(fault: Exception) -> None:
             c10d.close()
     env = environment.current()
     if env.master_addr is not None and env.master_port is not None:
-        # Ranks that do not come, or a store that is not there, are the lesser news.
+        # The invalid arguments matter more than missing ranks or a missing store, so these errors are dropped.
         with contextlib.suppress(CollectiveTimeout, PeerLost):
             store = _store_of_this_init(env, _REFUSAL_SECONDS)
             meet(store, Presence.of_this_process(env, torch.device("cpu"), fault=fault), _REFUSAL_SECONDS)
 
 
-# ---------------------------------------------------------------------- how the process ends
+# ---------------------------------------------------------------------- end of the process
 
 
 def _watch(session: _Session, *, hook_before: _Hook) -> None:
-    """See that an uncaught exception reaches launcher and peers, and that the exit is clean and never hangs."""
+    """Report uncaught exceptions to the launcher and the peers, and make the exit clean, without a hang."""
     atexit.register(_at_exit)
     session.hook, session.hook_before = _telling_hook(environment.error_file(), hook_before), hook_before
     sys.excepthook = session.hook
 
 
 def _telling_hook(path: str | None, hook_before: _Hook) -> _Hook:
-    """An excepthook that tells the launcher, by a file, and the peers, by their transports, then does as before."""
+    """Return an excepthook that also reports to the launcher (by a file) and to the peers (by their transports)."""
     own_pid = os.getpid()
 
     def excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if os.getpid() == own_pid and path is not None:  # not in a fork, which inherits the hook
             process.record_failure(error, path, tb)
-        # Printed first: once one rank has ended, the launcher gives the others little time for their words.
+        # Print before the peers are informed. Once one rank has ended, the launcher soon ends the others.
         hook_before(kind, error, tb)
         if os.getpid() == own_pid:
             _tell_peers(error, tb)
@@ -408,7 +412,7 @@ def _telling_hook(path: str | None, hook_before: _Hook) -> _Hook:
 
 
 def _tell_peers(error: BaseException, tb: TracebackType | None) -> None:
-    """Peers that wait for this rank, or come to, raise `PeerFailed` with this traceback, not a lost connection."""
+    """Report the exception to the peers. Ranks waiting for this one, now or later, raise `PeerFailed` with its text."""
     lines = traceback.format_exception(type(error), error, tb)
     reason = "it ended by an uncaught exception:\n" + "".join(lines).rstrip()
     for transport in _made_transports():
@@ -417,7 +421,7 @@ def _tell_peers(error: BaseException, tb: TracebackType | None) -> None:
 
 
 def _tell_peers_without_session() -> None:
-    """For those who use torch.distributed without `init`; once a process."""
+    """Install the reports to peers for programs that use torch.distributed without `init`; once per process."""
     global _tells_peers
     if not _tells_peers and _session is None:
         _tells_peers = True
@@ -426,14 +430,14 @@ def _tell_peers_without_session() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Peers that still wait for this rank, or come to, raise `UnevenInputs`, not a lost connection."""
+    """Leave all transports. Ranks waiting for this one, now or later, raise `UnevenInputs`, not a lost connection."""
     if _session is None and not _has_failed():
         for transport in _made_transports():
             transport.leave()
 
 
 def _has_failed() -> bool:
-    """Whether an exception ends this process. Python forgets a `sys.exit(1)`; the launcher's file knows of it."""
+    """Return True if an exception ends this process. Python does not record `sys.exit(1)`; the error file does."""
     path = environment.error_file()
     return getattr(sys, "last_type", None) is not None or (path is not None and os.path.exists(path))
 
@@ -442,9 +446,9 @@ def _at_exit() -> None:
     if not _has_failed():
         shutdown()
         return
-    # An exception ends this process, perhaps with collectives under way that its peers will never join. The
-    # destructor of their group would wait for them, for as long as the timeout, while the peers wait for this
-    # process. So the groups are left to the kernel, which closes the connections at once.
+    # An exception ends this process, perhaps while collectives are pending that its peers will never join. The
+    # destructor of a group would wait for these collectives until the timeout, while the peers wait for this process.
+    # The extra reference keeps the groups from being destroyed. The kernel then closes the connections at once.
     groups = living_groups()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
 
@@ -453,17 +457,19 @@ def _at_exit() -> None:
 
 
 def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transport:
-    """The transport of a group, always the same object while the group lives.
+    """Return the transport of a group, always the same object while the group exists.
 
-    `init` chooses that of the default group. For any other group, and without `init`, the first call is a collective
-    one: the ranks choose the transport.
+    `init` selects the transport of the default group. For any other group, or without `init`, the first call is
+    collective, because the ranks select the transport together.
 
     Args:
-        group: None means torch's default group, or this process alone; a transport means itself.
+        group: None means torch's default group, or a world of one rank if there is none. A transport is returned
+            unchanged.
 
     Raises:
         ValueError: this rank is not in `group`, or `group` was destroyed.
-        SynclineError: "shm" was asked for, and cannot be had.
+        SynclineError: "shm" was requested and is not available; or `group` is None and the default group of several
+            ranks was destroyed; or a launcher started several ranks and this process has not joined them.
 
     Example:
         >>> transport_of(None).size
@@ -475,7 +481,7 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
     default = _default_group()
     known = _transports.get(id(default if group is None else group))
     if known is not None and known.group is default and known.transport is not None:
-        # As in almost every call. The default group is alive as long as it is the default.
+        # The fast path of almost every call: a default group exists as long as it is the default.
         return known.transport
     with _lock:
         _forget_destroyed_groups()
@@ -512,12 +518,12 @@ def transport_of(group: dist.ProcessGroup | Transport | None = None) -> Transpor
 
 
 def _chosen(group: dist.ProcessGroup, asked: str, timeout_seconds: float | None) -> Transport:
-    """A new transport between the ranks of `group`; a collective call.
+    """Create a transport between the ranks of `group`; a collective call.
 
     Args:
         group: the process group.
         asked: "auto", "c10d" or "shm", the same on all ranks.
-        timeout_seconds: None is the group's own.
+        timeout_seconds: how long an operation may wait; None means the group's own timeout.
     """
     c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
     try:
@@ -556,11 +562,11 @@ def _default_group() -> dist.ProcessGroup | None:
 
 
 def _check_that_ranks_were_joined() -> None:
-    """Several ranks that each train alone, and nobody notices: not here."""
+    """Raise if a launcher started several ranks and this process has not joined them. Each would train alone."""
     try:
         env = environment.current()
     except ValueError:
-        return  # `init` will say so; without it, variables that make no sense say nothing
+        return  # `init` reports invalid variables; without `init` they are ignored
     if env.size > 1:
         raise SynclineError(
             f"this process is rank {env.rank} of {env.size} (launcher: {env.launcher}), but it has not joined the "
@@ -576,13 +582,13 @@ def _world_of_default_group(device: torch.device | None) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         env = environment.current()
-    except ValueError:  # whoever initialised torch.distributed did not go by them
+    except ValueError:  # torch.distributed was initialised without these variables
         env = Environment(launcher="alone")
     if (env.rank, env.size) != (rank, size):
-        # No launcher said which ranks share a host; asking them would be a collective. One host is assumed.
+        # The variables do not say which ranks share a host, and asking the ranks is a collective. Assume one host.
         env = Environment(launcher="environment", rank=rank, size=size, local_rank=rank, local_size=size)
     if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())  # whoever came first has chosen
+        device = torch.device("cuda", torch.cuda.current_device())  # the program has already selected it
     return _world(env, _device(device, env.local_rank))
 
 
@@ -602,6 +608,6 @@ def _device(asked: torch.device | None, local_rank: int) -> torch.device:
     if asked is None:
         asked = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if str(asked) == "cuda":
-        # A launcher may show each rank only its own GPU: then there is one, and it is number 0.
+        # A launcher may show each rank only its own GPU. Then the rank sees one GPU, with index 0.
         return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
     return asked

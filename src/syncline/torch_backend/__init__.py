@@ -1,15 +1,15 @@
-"""The torch.distributed backend "syncline": torch's own programs on Syncline's shared-memory engine.
+"""The torch.distributed backend "syncline", which runs torch's own programs on Syncline's shared-memory engine.
 
     import syncline as sl
-    sl.register_backend()                                  # torch 2.15 and later find it without
+    sl.register_backend()                                  # not needed with torch 2.15 and later
     dist.init_process_group("cpu:syncline,cuda:nccl")      # or "syncline", or "cpu:syncline"
 
 Imports: errors, _torch, transport.
 
-base.py         the state of a group, and how a call ends
+base.py         the state of a group, and the completion of a call
 collectives.py  torch's collectives, built from a transport's operations
-group.py        the process group that torch gets
-work.py         what a collective returns
+group.py        the process group that torch uses
+work.py         the work objects that collectives return
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["register_backend"]
 
 
 def register_backend() -> None:
-    """Make "syncline" known to torch.distributed; calling it again changes nothing.
+    """Register "syncline" as a backend of torch.distributed. Further calls have no effect.
 
-    torch 2.15 and later call this themselves when a group is made with that backend. Gloo stays the default for CPU
+    torch 2.15 and later call this function when a group is created with that backend. Gloo stays the default for CPU
     tensors.
 
     Example:
@@ -41,13 +41,13 @@ def register_backend() -> None:
 
 
 def _create(given: Any, options: Any) -> SynclineProcessGroup:
-    """Called by torch for each new group, by all its ranks."""
+    """Create a process group. Torch calls this for each new group, on all ranks of the group."""
     transport = _engine(given.store, given.group_rank, given.group_size, given.timeout.total_seconds())
     return SynclineProcessGroup(transport, given.store, given.group_id, list(given.global_ranks_in_group))
 
 
 def _engine(store: Any, rank: int, size: int, timeout_seconds: float) -> Transport:
-    """A transport among the ranks that share `store`."""
+    """Create a transport between the ranks that use `store`."""
     from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
     return SharedMemoryTransport.connect(store, rank=rank, size=size, timeout_seconds=timeout_seconds)

@@ -1,6 +1,6 @@
-"""What the collectives of the torch.distributed backend stand on: a group's state, and how a call ends.
+"""The basis of the backend's collectives: the state of a group, and the completion of a call.
 
-A call with `asyncOp` unset waits, and returns a work that has ended: one object less for each call.
+A call whose `asyncOp` is False waits and returns the shared object `ENDED`. This saves one object per call.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BACKEND = "syncline"
 
 
 class Group:
-    """The state of a process group that a transport serves.
+    """The state of a process group that uses a transport.
 
     Args:
-        transport: the engine; closed with the group.
-        name: of the group.
-        global_ranks: of its ranks in the default group; empty for the default group itself.
+        transport: the engine; it is closed with the group.
+        name: name of the group.
+        global_ranks: the group's ranks as ranks of the default group; empty for the default group itself.
     """
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        """The engine."""
+        """The engine of the group."""
         return self._transport
 
     @property
@@ -53,13 +53,13 @@ class Group:
         return self._options
 
     def elsewhere(self, device: torch.device) -> Any:
-        """The process group for tensors on `device`."""
+        """Return the process group for tensors on `device`."""
         raise ValueError(
             f"this process group moves CPU tensors only, got one on {device.type}: name a backend for both, "
             f'for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
         )
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifetime
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
@@ -80,7 +80,7 @@ class Group:
         return self._transport.statistics().total_calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: the ranks of a new group have all called nothing."""
+        """Do nothing, because all ranks of a new group have made no call yet."""
 
     def _wait_for_pending_works(self) -> None:
         for work in list(self._finisher.pending):
@@ -104,7 +104,7 @@ class Group:
         self._finisher.close()
         self._transport.close()
 
-    # ------------------------------------------------------------------ parts of the above
+    # ------------------------------------------------------------------ helpers
 
     def _under_way(
         self,
@@ -152,7 +152,7 @@ class Group:
     def _messages(
         self, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
     ) -> dist.Work:
-        """Send and receive what is not empty and not to or from this rank."""
+        """Send and receive all tensors except empty ones and those to or from this rank."""
         transport, works, copies = self._transport, [], []
         for tensor, peer in sends:
             if peer != transport.rank and tensor.numel():
@@ -174,7 +174,7 @@ class Group:
 
 
 class _Started(Work):
-    """A torch work of ours as a transport's."""
+    """A `BackendWork` with the interface of a transport's `Work`."""
 
     __slots__ = ("_work",)
 
@@ -192,14 +192,14 @@ class _Started(Work):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """`tensor` itself where a transport can take it, a copy otherwise."""
+    """Return `tensor` if a transport can use it directly, else a contiguous copy."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def to_fill(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """A tensor that a transport can write to, and how its result gets into `tensor`."""
+    """Return a tensor that a transport can write to, and a function that copies the result into `tensor` (or None)."""
     if tensor.is_contiguous():
         return tensor, None
     buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -225,7 +225,7 @@ def copies_back(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], object] | No
 
 
 def with_option(options: Any, given: Any, attribute: str) -> Any:
-    """Options, where torch's shorter forms give a reduction, or nothing."""
+    """Return options with `attribute` set. Torch's short call forms pass only the attribute's value, or nothing."""
     if given is not None and hasattr(given, attribute):
         return given
     made = options()
@@ -235,7 +235,7 @@ def with_option(options: Any, given: Any, attribute: str) -> Any:
 
 
 def waiting(opts: Any) -> Any:
-    """The same options, for a part of an operation that is waited for as a whole."""
+    """Return a copy of the options for one part of an operation. It is asynchronous, because the caller waits once."""
     made = type(opts)()
     for attribute in ("reduceOp", "rootRank", "rootTensor"):
         if hasattr(opts, attribute):

@@ -1,12 +1,10 @@
-"""torch.distributed's collectives, built from a transport's operations.
+"""The collectives of torch.distributed, built from a transport's operations.
 
-Those that move data as it is, and messages; reductions are in `backend_reductions`. Where tensors of unequal sizes
-meet, they travel as messages or broadcasts, one for each pair of ranks or each rank.
+`Reductions` holds the reductions. `Collectives` adds the operations that move data unchanged, and messages between two
+ranks. Tensors of unequal sizes are sent as broadcasts (one per rank) or messages (one per pair of ranks).
 
-torch.distributed's reductions, built from a transport's operations.
-
-A tensor that a transport cannot take as it is (strided, sparse, or several at once) is copied, and its result copied
-back when the work is waited for.
+If a transport cannot use a tensor directly (strided, sparse, or several at once), the tensor is copied, and the result
+is copied back when the work is waited for.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _BITWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reductions(Group):
-    """Reductions by the names that torch calls a process group by; tensors elsewhere are another group's."""
+    """A group with reductions, under torch's method names. `elsewhere` returns the group for tensors not on the CPU."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if type(tensors) is list and len(tensors) == 1 and opts is not None:  # the hot path
@@ -104,7 +102,7 @@ class Reductions(Group):
             return self.allreduce(tensors, opts)
         reduced = tensor.detach().clone(
             memory_format=torch.contiguous_format
-        )  # the others keep what they gave
+        )  # other ranks than the root keep their input
         if opts.reduceOp.op in _BITWISE:
             all_opts = with_option(dist.AllreduceOptions, opts.reduceOp, "reduceOp")
             all_opts.asyncOp = False
@@ -163,7 +161,7 @@ class Reductions(Group):
         return self._ended_or_under_way(opts, work, [tensor], finish)
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
-        """Every rank's rows are sent to all, and added up in rank order. Waits for the numbers of rows."""
+        """Broadcast the rows of every rank and add them in rank order. This call waits for the row counts."""
         if _reduction(opts.reduceOp) not in ("sum", "mean"):
             raise ValueError(f"sparse tensors are reduced by SUM or AVG, got {opts.reduceOp.op.name}")
         transport, mine = self._transport, tensor.detach().coalesce()
@@ -181,7 +179,7 @@ class Reductions(Group):
         def finish() -> None:
             rows = torch.cat(indices, 1), torch.cat(values)
             total = torch.sparse_coo_tensor(*rows, mine.shape, check_invariants=False).coalesce()
-            with torch.no_grad():  # `detach` of a sparse tensor is another tensor
+            with torch.no_grad():  # `detach` of a sparse tensor returns another tensor
                 tensor.copy_(total if opts.reduceOp == _SUM else total / transport.size)
 
         return self._ended_or_under_way(opts, Several(works), [tensor], finish)
@@ -197,7 +195,7 @@ def _reduction(op: Any) -> ReduceOp:
 
 
 class Collectives(Reductions):
-    """All collectives by the names that torch calls a process group by."""
+    """A group with all collectives, under torch's method names."""
 
     # ------------------------------------------------------------------ data
 
@@ -345,7 +343,7 @@ class Collectives(Reductions):
         return ENDED
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose time-out names the ranks that are missing, as every operation's does."""
+        """Wait for all ranks. As with every operation, the error of a timeout names the missing ranks."""
         self._transport.barrier().wait(timeout.total_seconds() if timeout else None)
 
     def _start_coalescing(self, device: Any = None) -> None:
@@ -355,7 +353,7 @@ class Collectives(Reductions):
         works, self._coalesced = self._coalesced or [], None
         return self._together(None, works, [])
 
-    # ------------------------------------------------------------------ other names of the same
+    # ------------------------------------------------------------------ aliases and helpers
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -370,7 +368,7 @@ class Collectives(Reductions):
         return self._ended_or_under_way(opts, Several(works), [*parts, mine], copies_back(copies))
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        """`tensor` cut along its first dimension, one part for each rank."""
+        """Split `tensor` along its first dimension into one part per rank."""
         size, numel = self._transport.size, tensor.shape[0] if tensor.dim() else 0
         if not sizes:
             if numel % size:

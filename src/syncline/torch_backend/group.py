@@ -1,12 +1,13 @@
-"""A process group whose CPU tensors are moved by a transport.
+"""A process group that uses a transport for CPU tensors.
 
-It is a Python subclass of torch's `ProcessGroup`: `torch.distributed` calls its methods directly, and C++ (the reducer,
-functional collectives) by way of torch's trampolines. The other way, which torch 2.15 has as well, is a subclass of
-`Backend`; but a call through it takes 5 us longer, and what it returns is wrapped in a work that never says that it is
-completed. torch 2.15 gets one, too, for what it asks of a group's backend: to split it, to record it.
+The group is a Python subclass of torch's `ProcessGroup`. `torch.distributed` calls its methods directly, and C++ code
+(the reducer, functional collectives) calls them through torch's trampolines. torch 2.15 also supports subclasses of
+`Backend`. A call through such a subclass takes 5 us longer, and its work is wrapped in an object that never reports
+completion. With torch 2.15 the group has such a backend as well, because torch calls a group's backend to split or
+record the group.
 
-torch takes such a group for the whole, whatever other devices it was asked for: what those need is made here, when
-their first tensor comes.
+Torch uses this group as the complete group, even if it was created for other devices too. The groups for other devices
+are created here, when their first tensor arrives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split") 
 
 
 class _Backend(Collectives, C10dBackend):
-    """What the group is registered with: the same collectives, for who calls past the group."""
+    """The backend that is registered in the group: the same collectives, for callers that bypass the group."""
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
         C10dBackend.__init__(self, transport.rank, transport.size)
@@ -47,14 +48,14 @@ class _Backend(Collectives, C10dBackend):
 
 
 class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
-    """A process group whose CPU tensors are moved by a transport.
+    """A process group that uses a transport for CPU tensors.
 
     Args:
-        transport: the engine; closed with the group.
-        store: of the group.
-        name: of the group.
-        global_ranks: of its ranks in the default group; empty for the default group itself.
-        config: backend by device ("cpu:syncline,cuda:nccl"); None: as torch has it on record.
+        transport: the engine; it is closed with the group.
+        store: store of the group.
+        name: name of the group.
+        global_ranks: the group's ranks as ranks of the default group; empty for the default group itself.
+        config: backend by device ("cpu:syncline,cuda:nccl"); None means the configuration that torch has on record.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return self._backend if device.type == "cpu" else backend_on(self.elsewhere(device), device)
 
     def elsewhere(self, device: torch.device) -> Any:
-        """The group for tensors on `device`, as torch would make it without us."""
+        """Return the group for tensors on `device`, with the backend that torch would use without Syncline."""
         other = self._others.get(device.type)
         if other is None:
             name = self._backends().get(device.type)
@@ -140,7 +141,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return has_record_of(self)
 
     def _plain_group(self, device: torch.device, backend: str) -> dist.ProcessGroup:
-        """Made by torch, among the same ranks; unknown to it, and so closed by us."""
+        """Create a group of torch's with the same ranks. Torch keeps no record of it, so this group closes it."""
         name = f"{self._name}/{device.type}"
         group = new_group_of(
             self._global_ranks,
@@ -154,7 +155,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         forget_group(group, name)
         return group
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifetime
 
     def split_group(
         self,
@@ -165,7 +166,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
-        """A group of `new_ranks` of this group; None on the others. Every rank of this group calls it."""
+        """Create a group of some ranks of this group. Every rank of this group calls it; other ranks get None."""
         transport = self._split(new_ranks, timeout)
         if transport is None:
             return None

@@ -1,8 +1,8 @@
-"""What a call of the torch.distributed backend returns: torch's `Work`, and its future.
+"""The work objects and futures that the collectives of the backend return.
 
-Errors come out of `Work.wait`. Who takes the future instead (torch's DistributedDataParallel) gets them there: the
-future's value is computed by a `then` callback, because an error that is set with `Future.set_exception` is a value
-to the reducer of that class, which then reads tensors from it.
+`Work.wait` raises the errors of an operation. A caller that uses the future instead (torch's DistributedDataParallel)
+gets them from the future. A `then` callback computes the future's value and raises, because the reducer of that class
+treats an error from `Future.set_exception` as a value and reads tensors from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.0005
 
 
 class Several(Work):
-    """Operations that are waited for together."""
+    """Several operations as one work."""
 
     __slots__ = ("_works",)
 
@@ -45,52 +45,52 @@ class Several(Work):
 
 
 class Finisher:
-    """A thread that completes futures in the order in which they were asked for; started when it is needed.
+    """A thread that completes futures in the order in which they were requested. It starts with the first request.
 
     Args:
-        name: of the group, for the thread's name.
+        name: name of the group, used in the thread's name.
     """
 
     def __init__(self, name: str) -> None:
         self.pending: set[BackendWork] = set()
-        """Works that nobody has waited for: they and their tensors must live until they are done."""
+        """Works that have not ended yet. This reference keeps them and their tensors alive until then."""
         self._name = name
         self._queue: SimpleQueue[tuple[BackendWork, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def complete(self, work: BackendWork, future: Future[Any]) -> None:
-        """Wait for `work`, then set `future`, whose callbacks read the result."""
+        """Let the thread wait for `work` and then set `future`, whose callbacks read the result."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"syncline {self._name}", daemon=True)
             self._thread.start()
         self._queue.put((work, future))
 
     def close(self) -> None:
-        """Let the thread end when all that it was given is done."""
+        """Let the thread end after all requested works."""
         if self._thread is not None:
             self._queue.put(None)
         self.pending.clear()
 
     def _run(self) -> None:
-        # Nothing of C++ is on the stack during the wait: a thread that is in the middle of it when Python shuts down
-        # would abort the process.
+        # No C++ frame may be on the stack during the wait. If Python shuts down while a thread is inside a C++ call,
+        # the process aborts.
         while (item := self._queue.get()) is not None:
             work, future = item
-            with suppress(BaseException):  # kept: the future's callback raises it
+            with suppress(BaseException):  # `work` keeps the error, and the future's callback raises it
                 work.end()
             future.set_result(None)
-            del item, work, future  # and with them what they hold, while the next one is awaited
+            del item, work, future  # release their tensors before the wait for the next item
 
 
 class BackendWork(dist.Work):
-    """An operation under way.
+    """A pending operation.
 
     Args:
-        work: the transport's.
-        result: the tensors that hold the result in the end.
-        finisher: of the group.
-        finish: what is left to do when the transport is done (copies into tensors that it could not fill itself).
-        source: the sender's rank in the group, of a message.
+        work: the transport's work.
+        result: the tensors that hold the result after the operation.
+        finisher: the finisher of the group.
+        finish: a function to call when the transport is done (copies into tensors that it could not fill itself).
+        source: the sender's rank in the group, for a received message; else -1.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class BackendWork(dist.Work):
         """Block until the result may be used.
 
         Args:
-            timeout: how long; none or zero means the group's own timeout, after which the group cannot be used any
-                more. After any other the operation is still under way.
+            timeout: how long to wait. None or zero means the group's own timeout; when it expires, the group becomes
+                unusable. When any other timeout expires, the operation is still pending.
 
         Raises:
             SynclineError: the operation failed.
@@ -168,7 +168,7 @@ class BackendWork(dist.Work):
         return self._source
 
     def get_future(self) -> Future[list[Tensor]]:
-        """The result's tensors, when they are filled; or the error."""
+        """Return a future of the result's tensors, or of the error."""
         if self._future is None:
             start: Future[Any] = Future()
             ended = self._work is None or self._work.is_completed()
@@ -184,7 +184,7 @@ class BackendWork(dist.Work):
         return self._result
 
     def end(self) -> None:
-        """Wait, on this thread, and put the result where it belongs."""
+        """Wait on this thread, and copy the result to its tensors."""
         if self._error is not None:
             raise self._error
         if self._work is None:
@@ -211,7 +211,7 @@ class BackendWork(dist.Work):
 
 
 class _EndedWork(dist.Work):
-    """Of a call that has already waited; one object for all of them."""
+    """The work of a call that has already waited. All such calls return the same object."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -1,9 +1,9 @@
-"""The command line: one module a command, found here by name.
+"""The command line, with one module per command. This module selects the command by name.
 
 __main__.py  `python -m syncline.tools.cli`
 bench.py     `syncline bench`
 doctor.py    `syncline doctor`
-options.py   command line options, and their help
+options.py   parsers of command line options, and the help of `syncline run`
 run.py       `syncline run`
 """
 

@@ -1,4 +1,4 @@
-"""`python -m syncline.tools.cli` is `syncline`."""
+"""The entry point of `python -m syncline.tools.cli`, which is the same as `syncline`."""
 
 from __future__ import annotations
 

@@ -61,15 +61,15 @@ _SIZES = "1K,16K,64K,256K,1M,4M,25M,100M"
 _QUICK_SIZES = "1K,64K,1M"
 
 _COPIES = 8
-"""Tensors of a size that a rank and its engines hold at most, roughly."""
+"""Approximate maximum number of tensors of one size that a rank and its engines hold."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `syncline bench` with these arguments.
 
     Returns:
-        0 when it was measured; 2 for wrong usage, before any process was started; else the exit code of the rank
-        that failed first, or 128 + the signal that ended it.
+        0 after a complete measurement; 2 for wrong usage, before any process is started; else the exit code of the
+        rank that failed first, or 128 + the number of the signal that ended it.
     """
     try:
         args = _parse(argv)
@@ -126,10 +126,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """What to measure.
+    """Return the plan of what to measure.
 
     Raises:
-        UsageError: it cannot be measured on this host.
+        UsageError: the sizes are invalid, or too large for this host.
     """
     texts = args.sizes or [_QUICK_SIZES if args.quick else _SIZES]
     try:

@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline doctor` with these arguments.
 
     Returns:
-        0 when nothing differs; 1 when something does, or the host is not fit; 2 for wrong usage, or where there was
-        nothing to examine; else the exit code of the script's rank that failed first.
+        0 if nothing differs; 1 if something differs or the host is not fit; 2 for wrong usage, or if there was nothing
+        to examine; else the exit code of the script's rank that failed first.
     """
     try:
         args = _parse(argv)

@@ -1,4 +1,4 @@
-"""What `syncline run` understands: torchrun's options, a short name, and a help that can be read.
+"""Parsers of command line options.
 
 Torchrun's options are written out here, so that help and a mistake are answered without importing torch, which takes
 seconds. `tests/launch/test_run.py` compares them with torch's own parser.
@@ -117,7 +117,7 @@ _ONLY_ON_THE_COMMAND_LINE = ("--logs-specs", "--numa-binding")
 
 
 class UsageError(Exception):
-    """The command line cannot be carried out; the text says why and what to do."""
+    """Error of a command line that cannot be carried out. The text says why and what to do."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,10 +160,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Torchrun's namespace for these arguments.
+    """Parse the arguments of `syncline run` into torchrun's namespace.
 
     `nproc_per_node` may still be a word. `master_port` is None unless it was given. A `--` between script and
-    arguments is dropped.
+    arguments is removed.
 
     Raises:
         UsageError: an option is unknown, incomplete or of the wrong type, or the script is missing.
@@ -201,7 +201,7 @@ def _is_set(dest: str) -> bool:
 
 
 def _unknown_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """For a line without a script, where every word that looks like an option should be one of ours."""
+    """Return the unknown options of a command line without a script, where all options must be ours."""
     known = [option for action in parser._actions for option in action.option_strings]
     words = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
     return [word for word in words if not any(option.startswith(word) for option in known)]
@@ -212,7 +212,7 @@ def _about_unknown(parser: argparse.ArgumentParser, option: str) -> str:
     name = option.partition("=")[0]
     meant = name.replace("_", "-")
     near = difflib.get_close_matches(meant, known, n=1)
-    if not near:  # "--nporc" is far from "--nproc-per-node", but near to how that begins
+    if not near:  # "--nporc" is not similar to "--nproc-per-node", but similar to its beginning
         beginnings = {word[: len(meant)]: word for word in reversed(known) if word.startswith("--")}
         near = [beginnings[word] for word in difflib.get_close_matches(meant, beginnings, n=1, cutoff=0.75)]
     remedy = f"did you mean {near[0]}?" if near else "see syncline run --help"
@@ -226,11 +226,11 @@ def _in_plain_words(message: str) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses the options of one command.
+    """A parser of the options of one command.
 
     Args:
-        command: its name, "syncline bench".
-        text: its help.
+        command: name of the command, such as "syncline bench".
+        text: help of the command.
     """
 
     def __init__(self, command: str, text: str) -> None:
@@ -244,15 +244,15 @@ class CommandParser(argparse.ArgumentParser):
         return self._text
 
     def parse_all(self, argv: Sequence[str], *, what: str = "argument", hint: str = "") -> argparse.Namespace:
-        """Parse arguments of which none may be left.
+        """Parse all arguments. Unknown arguments are an error.
 
         Args:
-            argv: what was given.
-            what: what one that is not known is called.
-            hint: what is said of it besides.
+            argv: the given arguments.
+            what: the word for an unknown argument in the error.
+            hint: text added to the error about an unknown argument.
 
         Raises:
-            UsageError: one is not known, or not what it should be.
+            UsageError: an argument is unknown or invalid.
         """
         args, unknown = self.parse_known_args(list(argv))
         if unknown:

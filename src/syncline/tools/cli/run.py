@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
     """Run `syncline run` with these arguments.
 
     Returns:
-        0 when all ranks ended well; 75 (`EXIT_STOPPED`) when all have stopped because they were asked to; 2 for wrong
-        usage, before any process was started; else the exit code of the rank that failed first, or 128 + the signal
-        that ended the launcher.
+        0 if all ranks succeeded; 75 (`EXIT_STOPPED`) if all ranks stopped as requested; 2 for wrong usage, before any
+        process is started; else the exit code of the rank that failed first, or 128 + the number of the signal that
+        ended the launcher.
     """
     try:
         args = options.parse(argv)
@@ -66,7 +66,7 @@ def _start(args: argparse.Namespace, num_processes: int) -> int:
 
     variables = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))}
     if args.max_restarts > 0:
-        # Restarted workers would find the addresses of the ended ones in the launcher's store, and hang.
+        # Otherwise, restarted workers would find addresses of ended workers in the launcher's store, and hang.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     before = environment.export(variables)
     try:
@@ -85,10 +85,10 @@ def _start(args: argparse.Namespace, num_processes: int) -> int:
 
 
 def check_program(program: str, *, is_module: bool, is_python: bool) -> None:
-    """See that there is such a script, module or command.
+    """Check that the script, module or command exists.
 
     Raises:
-        UsageError: there is none; says what may be meant.
+        UsageError: it does not exist. The text suggests what may be meant.
     """
     if is_module and not is_python:
         raise UsageError("-m and --no-python exclude each other: a module needs python")
@@ -129,7 +129,7 @@ def _check_module(name: str) -> None:
         raise UsageError(f"no module {name!r}: looked in {Path.cwd()} and in {sys.prefix}")
 
 
-# ---------------------------------------------------------------------- how many, and where they meet
+# ---------------------------------------------------------------------- number of processes, meeting point
 
 
 def _num_processes(text: str) -> int:
@@ -179,11 +179,11 @@ def _choose_meeting_point(args: argparse.Namespace) -> None:
     one_host = most == 1
     nowhere_named = not args.rdzv_endpoint and (args.rdzv_backend == "c10d" or args.master_port is None)
     if args.standalone or (one_host and nowhere_named and args.rdzv_backend in ("static", "c10d")):
-        # A port of the kernel's choice and a name of our own: two jobs on one host never meet.
+        # The kernel selects the port and the name is unique, so that two jobs on one host never meet.
         args.rdzv_backend, args.rdzv_id = "static", uuid.uuid4().hex
         args.rdzv_endpoint = f"{_address_for_ranks(args)}:0"
     if one_host and args.rdzv_backend == "c10d" and _is_this_host(_endpoint(args)[1]):
-        args.rdzv_backend = "static"  # torch's, for hosts that come and go, would listen on every interface
+        args.rdzv_backend = "static"  # torch's c10d rendezvous would listen on every interface
     if args.rdzv_backend == "static" and one_host:
         args.host = args.host or _endpoint(args)[1]
     elif args.host is not None and args.rdzv_backend != "static":
@@ -196,16 +196,16 @@ def _choose_meeting_point(args: argparse.Namespace) -> None:
             args, remedy="leave it out, or choose another" if one_host else "choose another, on all hosts"
         )
     if args.master_port is None:
-        args.master_port = 29500  # what torchrun means when several hosts name none
+        args.master_port = 29500  # torchrun's default for several hosts
 
 
 def _address_for_ranks(args: argparse.Namespace) -> str:
-    """Return where ranks on this host connect to: an address that stands for all of them cannot be connected to."""
+    """Return the address to which ranks on this host connect. They cannot connect to a wildcard address."""
     return LOOPBACK if args.host in (None, "0.0.0.0", "::") else args.host
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
-    """Return where the hosts meet: the option that says so, a host, and a port (0 for any)."""
+    """Return the endpoint at which the hosts meet: the option that sets it, the host, and the port (0 for any)."""
     if not args.rdzv_endpoint:
         return "--master-port", args.master_addr, args.master_port or 29500
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -218,7 +218,7 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, str, int]:
 
 
 def _check_port(args: argparse.Namespace, *, remedy: str) -> None:
-    """Where this host is the one that must listen, see that it can."""
+    """Raise a UsageError if this host must listen at the endpoint and cannot."""
     option, host, port = _endpoint(args)
     if args.rdzv_backend not in ("static", "c10d") or port == 0 or not _is_this_host(host):
         return
@@ -238,7 +238,7 @@ def _is_this_host(host: str) -> bool:
 
 
 def _why_not_listen(address: str | None, port: int) -> str | None:
-    """Why no store could listen at an address of this host, or on every interface; None if it can."""
+    """Return why a store cannot listen at an address of this host (None means every interface); None if it can."""
     dual = socket.has_dualstack_ipv6()
     try:
         if address is not None:
@@ -276,7 +276,7 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     keep_in = Path(args.log_dir) if args.log_dir else None
     if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
         raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")
-    # Else torch makes a folder of its own, which nobody removes.
+    # Without a folder, torch creates one of its own that is never removed.
     args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
     for action in get_args_parser()._actions:  # a newer torch may expect an option that we do not know
         if not hasattr(args, action.dest):

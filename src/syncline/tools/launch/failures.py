@@ -1,4 +1,4 @@
-"""Which rank failed first, and what a person has to know about it. Pure, but for reading error files."""
+"""Search for the rank that failed first, and the text about it. The functions are pure, except for reading files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_OTHERS = 4
 
 _WORKER_FRAME = str(Path(__file__).with_name("worker.py"))
 
-# How an error reads that a rank gets because another one is gone.
+# Words in errors that a rank raises because another rank has ended.
 _OF_A_LOST_PEER = re.compile(
     r"PeerLost|PeerFailed|CollectiveTimeout|connection|broken pipe|\bpeer\b|remote process|timed? ?out|"
     r"failed to recv|DistNetworkError|DistStoreError",
@@ -28,50 +28,50 @@ _OF_A_LOST_PEER = re.compile(
 )
 
 _START = re.compile(r"Traceback \(most|Fatal Python error")
-"""How that begins which says why a process has ended."""
+"""Start of an error text that says why a process has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastWords:
-    """What a rank wrote into its error file."""
+    """The content of a rank's error file."""
 
     summary: str
     """Type and text of the exception."""
     traceback: str
-    """Its traceback as Python prints it; empty for `sys.exit`."""
+    """Traceback as Python prints it; empty for `sys.exit`."""
     time_ns: int
-    """When it was written."""
+    """When the file was written, in nanoseconds since 1970."""
     exit_code: int | None = None
-    """What the exception leads to; None where torch's own @record wrote the file."""
+    """Exit code to which the exception leads; None if torch's own @record wrote the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that did not end with exit code 0."""
+    """The end of a rank with an exit code other than 0."""
 
     rank: int
     pid: int
     return_code: int
-    """As Python's subprocess gives it: below 0 for a signal."""
+    """Return code as in Python's subprocess module; a negative number means a signal."""
     words: LastWords | None
     stderr_tail: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:
-        """1 to 255, in a shell's terms: 128 + number for a signal."""
+        """Exit code as in a shell, from 1 to 255; 128 + number for a signal."""
         if self.words is not None and self.words.exit_code:
-            return self.words.exit_code  # whatever ended the process while it was cleaning up
+            return self.words.exit_code  # a signal may have ended the process during its cleanup
         code = 128 - self.return_code if self.return_code < 0 else self.return_code
         return code & 0xFF or 1
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it ended because the ranks had agreed to stop."""
+        """Whether the rank ended because all ranks had agreed to stop."""
         return self.exit_code == EXIT_STOPPED
 
     @property
     def ending(self) -> str:
-        """How it ended, after the rank's name."""
+        """The end of the rank in words, to follow the rank's name."""
         if self.words is None and self.return_code < 0:
             return f"was killed by {_signal_name(-self.return_code)}, exit code {self.exit_code}"
         if self.words is not None and not self.words.traceback:
@@ -80,7 +80,7 @@ class Failure:
 
 
 def read_last_words(path: str) -> LastWords | None:
-    """What is in an error file, written by us or by torch's @record; None if there is nothing."""
+    """Return the content of an error file, written by Syncline or by torch's @record; None if there is none."""
     try:
         message = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         if isinstance(message, str):
@@ -97,16 +97,18 @@ def read_last_words(path: str) -> LastWords | None:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from, as far as can be known.
+    """Return the failure that caused the others, as far as this can be determined.
 
-    An exception tells its time. A rank that was killed does not, and its peers may well record their lost
-    connections before the launcher sees the death; so a silent death comes before such an error, but after
-    an exception that has a reason of its own. A rank that closes its connections while its exception is still on
-    the way out (`finally: destroy_process_group()`) speaks after its peers. SIGTERM is how the launcher ends the
-    ranks that are left. A rank that has stopped because it was asked to has not failed, whenever that was.
+    - The time of an exception is known from the error file. The time of a killed rank is not, and its peers may record
+      lost connections before the launcher detects the death. A death without an exception therefore ranks before an
+      error about a lost connection, but after an exception with a cause of its own.
+    - A rank may close its connections before its exception is recorded (`finally: destroy_process_group()`). Its
+      record is then later than those of its peers.
+    - The launcher ends the remaining ranks by SIGTERM.
+    - A rank that stopped as requested has not failed, whenever it stopped.
 
     Args:
-        failures: at least one, those first that the launcher saw first.
+        failures: at least one failure, in the order in which the launcher detected them.
     """
     failures = [failure for failure in _by_themselves(failures) if not failure.has_stopped] or failures
     spoke = sorted((f for f in failures if f.words is not None), key=_time_ns)
@@ -118,7 +120,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def _by_themselves(failures: Sequence[Failure]) -> list[Failure]:
-    """Without those that the launcher has ended; what it saw first was not its own doing."""
+    """Return the failures without those that the launcher caused. It did not cause the first one that it detected."""
     return [
         failure
         for index, failure in enumerate(failures)
@@ -134,18 +136,18 @@ def _blames_a_peer(failure: Failure) -> bool:
     words = failure.words
     if words is None:
         return False
-    # An error that follows from such an error blames a peer as well; source lines may say "timeout=60".
+    # Search the whole chain of exceptions, but not the source lines, which may contain words such as "timeout=60".
     chain = re.findall(r"^[\w.]+: .*$", words.traceback, re.MULTILINE)
     return any(_OF_A_LOST_PEER.search(text) for text in (words.summary, *chain))
 
 
 def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False) -> str:
-    """The last thing that a user sees: one line, then the traceback of the rank that failed first.
+    """Return the final message to the user: a summary line, then the traceback of the rank that failed first.
 
     Args:
-        failures: at least one, those first that the launcher saw first.
+        failures: at least one failure, in the order in which the launcher detected them.
         host: this host's name.
-        more_hosts: ranks run on other hosts, too, about which nothing is known here.
+        more_hosts: whether ranks also run on other hosts, whose failures are not known here.
     """
     first = first_failure(failures)
     line = f"rank {first.rank} (pid {first.pid} on {host}) {first.ending}"
@@ -159,13 +161,13 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     if more_hosts:
         line += "; it is the first on this host, look at the others' output as well"
     details = _details(first)
-    if first.words is None and first.return_code < 0:  # its peers know where it was
+    if first.words is None and first.return_code < 0:  # its peers' errors say which operation it was in
         details += _seen_by_another(others)
     return "\n".join([f"{line}:", *details]) if details else line
 
 
 def _seen_by_another(others: Sequence[Failure]) -> list[str]:
-    """The first error that a rank got because this one is gone: it tells where both were."""
+    """Return the first error that another rank raised because this one has ended. It says where both ranks were."""
     for other in others:
         if other.words is not None and _blames_a_peer(other):
             return [f"as rank {other.rank} saw it:", *other.words.summary.rstrip().split("\n")]
@@ -185,13 +187,13 @@ def _briefly(failure: Failure) -> str:
 
 
 def _details(failure: Failure) -> list[str]:
-    """What tells why: the traceback, else the end of what the rank wrote to stderr."""
+    """Return the lines that explain the failure: the traceback, else the end of the rank's stderr."""
     if failure.words is not None and failure.words.traceback:
         return failure.words.traceback.rstrip().split("\n")
     lines = _end_of(failure.stderr_tail)
     is_killed = failure.words is None and failure.return_code == -signal.SIGKILL
     if is_killed and not any(_START.search(line) for line in lines):
-        lines = []  # what it wrote before has nothing to do with it
+        lines = []  # earlier output does not explain a SIGKILL
     if failure.words is not None and not any(line and line in failure.words.summary for line in lines):
         lines.insert(0, failure.words.summary)
     if not lines and is_killed:
@@ -200,7 +202,7 @@ def _details(failure: Failure) -> list[str]:
 
 
 def _end_of(tail: Sequence[str]) -> list[str]:
-    """The last traceback in `tail` and what follows; without one, the last lines."""
+    """Return the last traceback in `tail` and the lines after it; without a traceback, the last lines."""
     lines = [line for line in tail if _WORKER_FRAME not in line]
     starts = [i for i, line in enumerate(lines) if _START.search(line)]
     if not starts:

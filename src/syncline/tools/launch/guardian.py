@@ -1,17 +1,17 @@
-"""A process that cleans up after a launcher that was killed: what its ranks have started, and its folder.
+"""A process that cleans up after a killed launcher. It kills the ranks' child processes and removes the folder.
 
 [Note: why another process]
 
-SIGKILL gives the launcher no time to do anything. The kernel then kills the ranks (see `process.end_with_parent`), but
-not what they have started: workers of a DataLoader, programs. Nor does it remove the launcher's folder. So a small
-process of its own session waits at a pipe that only the launcher holds open. If the pipe closes without a word, the
-launcher is gone, and the guardian kills the sessions of its ranks. A process that has left its rank's session (setsid)
-was detached on purpose, and stays.
+SIGKILL ends the launcher before it can clean up. The kernel then kills the ranks (see `process.end_with_parent`), but
+not their child processes, such as workers of a DataLoader. It does not remove the launcher's folder either. Therefore a
+small process in a session of its own, the guardian, waits at a pipe that only the launcher holds open. If the pipe
+closes without a final message, the launcher was killed, and the guardian kills the sessions of its ranks. A process
+that has left its rank's session (setsid) was detached on purpose, and the guardian leaves it running.
 
-A rank's number may be another process's once the rank has ended. So of ranks that ended before the launcher did, only
-processes with the job's mark in their environment are killed.
+After a rank has ended, the system may give its process number to another process. For ranks that ended before the
+launcher, the guardian therefore kills only processes with the job's mark in their environment.
 
-This file needs nothing but the standard library, for the guardian runs it by path.
+This file needs only the standard library, because the guardian runs it by path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Guardian", "main"]
 _READ_BYTES = 1 << 16
 
 _SAME_END_SECONDS = 1.0
-"""Ranks that ended so shortly before their launcher ended with it."""
+"""Ranks that ended at most this long before the launcher count as ended together with it."""
 
 _KILLING_SECONDS = 5.0
 
@@ -44,10 +44,12 @@ _DONE = b"done"
 
 
 class Guardian:
-    """While entered: a private folder, removed afterwards, and a guardian, if this process is killed meanwhile.
+    """A context manager with a private folder and a guardian process. On exit it removes the folder.
+
+    If this process is killed before the exit, the guardian process cleans up.
 
     Args:
-        variables: the guardian's environment, without the mark of any job.
+        variables: the environment of the guardian process, without the mark of any job.
     """
 
     def __init__(self, variables: dict[str, str]) -> None:
@@ -60,14 +62,14 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env=variables,
-            start_new_session=True,  # neither Ctrl-C nor a signal to the launcher's group is meant for it
+            start_new_session=True,  # Ctrl-C and signals to the launcher's process group must not reach it
         )
 
     def __enter__(self) -> Guardian:
         return self
 
     def watch(self, mark: str, sessions: Sequence[int]) -> None:
-        """From now on these are the job's ranks, each the leader of a session, with `mark` in their environment."""
+        """Set the job's ranks, given as session leaders. Their environment contains `mark`."""
         self._write(" ".join([mark, *map(str, sessions)]).encode())
 
     def __exit__(
@@ -82,7 +84,7 @@ class Guardian:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # somebody has killed the guardian: then there is none
+        with contextlib.suppress(OSError, ValueError):  # the guardian process was killed; continue without it
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
@@ -91,7 +93,7 @@ class Guardian:
 
 
 def main(folder: str) -> None:
-    """Wait at stdin for what `Guardian` writes; clean up if it ends without a last word."""
+    """Read the messages of `Guardian` from stdin. Clean up if the input ends without the final message."""
     mark, running, ended = "", dict[int, int](), dict[int, float]()
     rest = b""
     while True:
@@ -113,11 +115,11 @@ def main(folder: str) -> None:
             if line == _DONE:
                 return
             mark, *sessions = line.decode().split()
-            ended.update(dict.fromkeys(running.values(), -math.inf))  # those of an earlier attempt
+            ended.update(dict.fromkeys(running.values(), -math.inf))  # ranks of an earlier attempt
             for descriptor in running:
                 os.close(descriptor)
             running = _followed([int(session) for session in sessions])
-            ended.update(dict.fromkeys(map(int, sessions), -math.inf))  # as far as it cannot be followed
+            ended.update(dict.fromkeys(map(int, sessions), -math.inf))  # if they cannot be followed
             for session in running.values():
                 del ended[session]
     now = time.monotonic()
@@ -127,7 +129,7 @@ def main(folder: str) -> None:
 
 
 def _followed(sessions: Sequence[int]) -> dict[int, int]:
-    """Sessions by descriptors of their leaders; without those whose leaders have ended or cannot be followed."""
+    """Return sessions by the pidfds of their leaders, without leaders that have ended or cannot be followed."""
     found = {}
     for session in sessions:
         with contextlib.suppress(OSError):
@@ -136,7 +138,7 @@ def _followed(sessions: Sequence[int]) -> dict[int, int]:
 
 
 def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
-    """Kill all processes of some sessions, and of others those with `mark`, until none is left."""
+    """Kill all processes in `sessions`, and those with `mark` in `doubtful` sessions, until none is left."""
     deadline = time.monotonic() + _KILLING_SECONDS
     while time.monotonic() < deadline:
         members = [
@@ -153,12 +155,12 @@ def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """(pid, session) of each process that runs."""
+    """Yield (pid, session) of each running process."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):
                 with open(f"/proc/{name}/stat", errors="replace") as file:
-                    # "pid (name) state ppid pgrp session ...", and the name may hold spaces and brackets.
+                    # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.
                     state, _, _, session = file.read().rpartition(")")[2].split()[:4]
                 if state not in "ZX":
                     yield int(name), int(session)

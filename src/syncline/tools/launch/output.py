@@ -1,8 +1,8 @@
-"""What the ranks print, line by line, each line named by its rank.
+"""The output of the ranks, copied line by line, with the rank before each line.
 
-Torch's elastic launcher can do this by way of log files, which grow for as long as the job runs, are polled
-ten times a second, and are cut wherever the last read ended, inside a line too. Here every stream of every
-rank is a named pipe, read by one thread: lines are whole, come at once, and leave nothing on the disk.
+Torch's elastic launcher can do this with log files. They grow as long as the job runs, they are polled ten times a
+second, and a read may end inside a line. Here every stream of every rank is a named pipe, and one thread reads them
+all. Lines are complete, appear at once, and use no disk space.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DEFAULT_PREFIX", "Forwarder", "Lines", "RankLogs", "TorchLogs"]
 
 DEFAULT_PREFIX = "[rank ${rank}] "
 
-_PROGRESS_SECONDS = 5.0  # a progress bar that redraws itself becomes a line this often
+_PROGRESS_SECONDS = 5.0  # the shortest time between two lines of one progress bar
 
 _READ_BYTES = 1 << 16
 
@@ -43,9 +43,9 @@ _TAIL_LINES = 200
 
 
 class Lines:
-    r"""Cuts a stream of bytes into lines, as a log shows them.
+    r"""A splitter of a byte stream into lines, as a log shows them.
 
-    What a progress bar draws with carriage returns becomes a line every few seconds and when it is done.
+    The text that a progress bar draws with carriage returns becomes a line every few seconds and at its end.
 
     Example:
         >>> lines = Lines()
@@ -58,7 +58,7 @@ class Lines:
         self._drawn_at = 0.0
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """The lines that `data` completes, without their ends; `now` in seconds."""
+        """Add `data` and return the lines that it completes, without line ends. `now` is a time in seconds."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [_as_drawn(line) for line in whole]
         if b"\r" in self._rest:
@@ -73,13 +73,13 @@ class Lines:
         return lines
 
     def finish(self) -> list[bytes]:
-        """What is left when the stream ends without a newline."""
+        """Return the rest of a stream that ended without a newline."""
         rest, self._rest = _as_drawn(self._rest), b""
         return [rest] if rest.strip() else []
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """What stays on a terminal of a line with carriage returns: roughly, what was drawn last."""
+    """Return roughly the text that a terminal shows of a line with carriage returns: the last part drawn."""
     return next((part for part in reversed(line.split(b"\r")) if part), b"")
 
 
@@ -94,7 +94,7 @@ class _Stream:
 
 
 class Forwarder:
-    """One thread that copies from the ranks' pipes to this process's stdout and stderr."""
+    """A thread that copies the ranks' pipes to this process's stdout and stderr."""
 
     def __init__(self) -> None:
         self._streams: list[_Stream] = []
@@ -105,19 +105,19 @@ class Forwarder:
         self._thread = threading.Thread(target=self._run, name="syncline-output", daemon=True)
 
     def add(self, pipe: Path, *, to_fd: int, prefix: str, copy: Path | None = None) -> deque[bytes]:
-        """Make the named pipe `pipe` and copy its lines to `to_fd`; call it before `start`.
+        """Create the named pipe `pipe` and copy its lines to `to_fd`. Call it before `start`.
 
         Args:
-            pipe: where to make it.
-            to_fd: 1 or 2.
-            prefix: put before each line.
-            copy: a file that gets the same bytes without prefix.
+            pipe: path of the new pipe.
+            to_fd: the target, 1 (stdout) or 2 (stderr).
+            prefix: text put before each line.
+            copy: a file that gets the same bytes without the prefix.
 
         Returns:
             The last lines, kept up to date.
         """
         os.mkfifo(pipe, 0o600)
-        # Opened for writing as well, the pipe never reports an end while ranks come and go.
+        # The pipe is also opened for writing, so that it reports no end of file when a rank closes it.
         pipe_fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         copy_fd = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) if copy else None
         stream = _Stream(pipe_fd, to_fd, os.fsencode(prefix), copy_fd)
@@ -129,7 +129,7 @@ class Forwarder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy what is still in the pipes, then close them. Call it when the ranks are gone."""
+        """Copy the rest from the pipes, then close them. Call it after the ranks have ended."""
         os.write(self._stop_write_fd, b"x")
         self._thread.join()
         self._selector.close()
@@ -149,7 +149,7 @@ class Forwarder:
                 else:
                     self._copy(key.data)
         for stream in self._streams:
-            # A process that a rank left behind may write forever: take what fits into a pipe, not more.
+            # A process that a rank left behind may write forever, so read no more than fits into a pipe.
             for _ in range(32):
                 if not self._copy(stream):
                     break
@@ -170,7 +170,7 @@ class Forwarder:
         self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write all of `data`; where nobody reads any more (`| head`), the job goes on without."""
+        """Write all of `data`. If the reader has closed the stream (`| head`), drop it and let the job continue."""
         left = memoryview(data)
         while left and fd not in self._closed_fds:
             try:
@@ -182,15 +182,16 @@ class Forwarder:
 
 
 class RankLogs(LogsSpecs):
-    """Tells torch's launcher where the ranks' output goes: through pipes to a `Forwarder`.
+    """A description of the ranks' output for torch's launcher. The output goes through pipes to a `Forwarder`.
 
-    On a terminal, rank 0 keeps it, so that progress bars and colours work as without a launcher.
+    If stdout or stderr is a terminal and no logs are kept, rank 0 writes to it directly. Progress bars and colours then
+    work as without a launcher.
 
     Args:
-        scratch: a private folder for pipes and error files, removed by its owner.
+        scratch: a private folder for pipes and error files; its owner removes it.
         keep_in: a folder in which to keep logs, or None.
         prefix: template of the line prefix, with torch's macros (rank, local_rank, role_name, hostname).
-        say: is told when the workers are restarted, and why.
+        say: called with a message when the workers are restarted.
     """
 
     def __init__(
@@ -215,15 +216,15 @@ class RankLogs(LogsSpecs):
 
     @property
     def kept(self) -> Path | None:
-        """The folder with this job's logs, if they are kept and any worker was started."""
+        """The folder with this job's logs; None if no logs are kept or no worker was started."""
         return self._kept
 
     def stderr_tail(self, local_rank: int) -> list[str]:
-        """The last lines that a rank of the latest attempt wrote to stderr, as far as they passed here."""
+        """Return the last lines that a rank of the latest attempt wrote to stderr through its pipe."""
         return [line.decode(errors="replace") for line in self._stderr_tails.get(local_rank, ())]
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the pipes of one attempt; torch calls it just before it starts the workers."""
+        """Create the pipes of one attempt. Torch calls this just before it starts the workers."""
         self.stop()
         self._say_restart(envs)
         self._ended = {}
@@ -249,7 +250,7 @@ class RankLogs(LogsSpecs):
             )
             for name, fd, places in (("stdout", 1, dest.stdouts), ("stderr", 2, dest.stderrs)):
                 if env["RANK"] == "0" and os.isatty(fd) and not rank_kept:
-                    places[local_rank] = ""  # torch's word for: inherit
+                    places[local_rank] = ""  # for torch, "" means inherit
                     continue
                 pipe, copy = rank_folder / name, rank_kept / f"{name}.log" if rank_kept else None
                 tail = forwarder.add(pipe, to_fd=fd, prefix=prefix, copy=copy)
@@ -258,17 +259,17 @@ class RankLogs(LogsSpecs):
                     self._stderr_tails[local_rank] = tail
         self._error_files = dest.error_files
         with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()  # from here on, the forwarder writes to the descriptor itself
+            sys.stdout.flush()  # from now on, the forwarder writes to the descriptor directly
         forwarder.start()
         self._forwarder = forwarder
         return dest
 
     def note_ended(self, ended: Ended) -> None:
-        """Remember which workers have ended by themselves; of one attempt the first call counts."""
+        """Record the workers that ended before the launcher ended any. Only the first call of an attempt counts."""
         self._ended = self._ended or ended
 
     def stop(self) -> None:
-        """Bring out what is still in the pipes. Call it when the workers are gone."""
+        """Copy the rest from the pipes. Call it after the workers have ended."""
         if self._forwarder is not None:
             self._forwarder.stop()
             self._forwarder = None
@@ -288,7 +289,7 @@ class RankLogs(LogsSpecs):
         self._say(f"starting all workers again ({why}); restart {count} of at most {most}")
 
     def _failures(self) -> list[Failure]:
-        """The workers that ended by themselves, and not well, those first that were seen first."""
+        """Return the failures of workers that the launcher did not end, in the order in which they were detected."""
         found = []
         for local_rank in dict.fromkeys([*self._ended, *self._error_files]):
             words = read_last_words(self._error_files[local_rank])
@@ -308,14 +309,14 @@ class RankLogs(LogsSpecs):
 
 
 class TorchLogs(LogsSpecs):
-    """Torch's own way with the ranks' output, asked for by --tee and the like; remembers where it goes."""
+    """Torch's own handling of the ranks' output, as requested by --tee and similar options. It records the paths."""
 
     def __init__(self, inner: LogsSpecs) -> None:
         super().__init__()
         self._inner = inner
         self._stderrs: dict[int, str] = {}
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # else a pipe gets the lines in blocks, late
+            sys.stdout.reconfigure(line_buffering=True)  # else a pipe would get the lines late, in blocks
 
     @property
     def root_log_dir(self) -> str:
@@ -338,7 +339,7 @@ class TorchLogs(LogsSpecs):
         return dest
 
     def note_ended(self, ended: Ended) -> None:
-        """Nothing to do: torch's launcher says itself why it restarts."""
+        """Do nothing, because torch's launcher reports the reason of a restart."""
 
     def stop(self) -> None:
-        """Nothing to do: torch's launcher has stopped its own tails."""
+        """Do nothing, because torch's launcher has already stopped its reading threads."""

@@ -1,10 +1,11 @@
-"""The meeting point of a job's launchers and ranks: a store that listens at one address.
+"""The store at which a job's launchers and ranks meet. It listens at one address.
 
 [Note: why not torch's rendezvous]
 
-Torch's own rendezvous opens two stores that listen on every interface of the host, and a store asks nobody for a
-password: who can connect can read and write. A job on one host needs one store, on the loopback. Several hosts may
-name the address (`--host`). A restart on one host gets a new store, so that ranks never find addresses of ended ones.
+Torch's own rendezvous opens two stores that listen on every interface of the host. A store has no password: every
+process that can connect can read and write. A job on one host needs one store, on the loopback interface. With several
+hosts, the user may set the address (`--host`). A restart on one host creates a new store, so that ranks never find
+addresses of ranks that have ended.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _TIMEOUT_SECONDS = 600.0
 
 
 def listen_at(config: LaunchConfig, address: str) -> None:
-    """Have the store of the first host listen at `address` only.
+    """Make the store of the first host listen at `address` only.
 
     Args:
-        config: of a static rendezvous: its endpoint is where the others connect to, port 0 means any free one.
-        address: of this host.
+        config: configuration of a static rendezvous. Other hosts connect to its endpoint; port 0 means any free port.
+        address: an address of this host.
     """
     config.rdzv_backend = _BACKEND
     config.rdzv_configs[_ADDRESS] = address
@@ -49,7 +50,7 @@ def listen_at(config: LaunchConfig, address: str) -> None:
 
 
 def config_for_this_host(num_processes: int, **others: Any) -> LaunchConfig:
-    """Torch's description of a job on this host, reachable from nowhere else."""
+    """Return torch's configuration of a job on this host that other hosts cannot reach."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -64,14 +65,14 @@ def config_for_this_host(num_processes: int, **others: Any) -> LaunchConfig:
 
 
 def socket_variables(config: LaunchConfig) -> dict[str, str]:
-    """The variables that make Gloo and NCCL listen where the store does."""
+    """Return the variables that make Gloo and NCCL use the same network interface as the store."""
     address = config.rdzv_configs.get(_ADDRESS)
     interface = interface_of(address) if address else None
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 class _Meeting(RendezvousHandler):
-    """The hosts of a job, counted from 0 by their launchers' command lines; the first one opens the store."""
+    """A rendezvous of hosts whose numbers, from 0, are set on the command line. The first host opens the store."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id

@@ -1,24 +1,26 @@
-"""Signals to the launcher, and the workers they are meant for.
+"""Signals to the launcher, and the end of its workers.
 
-The first signal goes to the workers, which get a few seconds to end; then, or at the second signal, they are
-killed. Torch's launcher has handlers of its own, but a second Ctrl-C starts its waiting anew, and it takes
-SIGHUP even under nohup. SIGTERM and SIGUSR1 ask the ranks to stop where they can go on later (`stops.py`): the first
-gives them time to save; the second sets no limit at all, for it is what a scheduler sends long before the end.
+`Interruption` handles signals to the launcher. The first signal is passed to the workers, which then have a few seconds
+to end. After that time, or at the second signal, they are killed. Torch's handlers are replaced, because with them a
+second Ctrl-C restarts the wait, and SIGHUP ends the job even under nohup. SIGTERM and SIGUSR1 ask the ranks to stop at
+a point from which they can resume. SIGTERM gives them time to save. SIGUSR1 sets no time limit, because schedulers send
+it long before the end.
 
-Ranks that stop because they were asked to: told by a signal, waited for, and not taken for failures.
+`Stops` passes these two signals to the ranks, waits for ranks that stop as requested, and does not count them as
+failures.
 
 [Note: signals for ranks]
 
-Torch's launcher sends a signal to the whole process group of each rank and ends what is left half a minute later, takes
-exit code 75 (`EXIT_STOPPED`) of a rank for a failure, ends the others at once, and starts all of them again where
-restarts are allowed. Workers of a DataLoader are in that group: they end at once, and then their rank with an error.
-So SIGTERM and SIGUSR1 are handed to the ranks themselves, and nothing else is done until these have ended.
+Torch's launcher sends a signal to the whole process group of each rank, and half a minute later it ends the remaining
+processes. It treats exit code 75 (`EXIT_STOPPED`) of a rank as a failure, ends the other ranks at once, and restarts
+all of them if restarts are allowed. Workers of a DataLoader are in the process group. They end at the signal, and their
+rank then ends with an error. SIGTERM and SIGUSR1 are therefore sent to the ranks only, and the launcher then waits for
+them.
 
-When a worker is killed, its peers get a moment to say where that met them, before they are ended.
-
-The launcher beneath ends all other workers in the same breath in which it sees a death. Those find out by themselves
-within milliseconds, and raise an error that names rank, step and collective, which is all that is known of a death
-without words. Whether they are faster than the launcher would be a matter of luck.
+`time_for_last_words` delays the end of the other workers after one was killed. Torch's launcher ends them as soon as it
+detects the death. The workers detect it themselves within milliseconds. They raise an error that names rank, step and
+collective, which is all that is known about a death without an exception. Without the delay, they might be ended before
+they have recorded that error.
 """
 
 from __future__ import annotations
@@ -52,20 +54,20 @@ __all__ = [
 
 
 Ended = dict[int, tuple[int, int]]
-"""Process number and exit code by local rank, in the order in which the ends were seen."""
+"""Process number and exit code by local rank, in the order in which the ends were detected."""
 
 _POLL_SECONDS = 0.01
 
 _ORDERLY = (-signal.SIGINT, -signal.SIGTERM)
-"""Exit codes of workers that somebody has asked to end: of these nobody needs to be told."""
+"""Exit codes of workers that were asked to end. Their peers need no time to report such an end."""
 
 
 @contextlib.contextmanager
 def time_for_last_words(seconds: float, note: Callable[[Ended], None]) -> Iterator[None]:
-    """While this is open, workers whose peer was killed have `seconds` to end by themselves.
+    """Give workers `seconds` to end on their own after one of them was killed, while the context is active.
 
     Args:
-        seconds: how long.
+        seconds: how long to wait for the workers.
         note: called with the workers that have ended, before the launcher ends the others.
     """
     if not elastic.CLOSE.is_there:
@@ -84,7 +86,7 @@ def time_for_last_words(seconds: float, note: Callable[[Ended], None]) -> Iterat
 
 
 def _wait_for_ends(ranks: SubprocessContext, seconds: float) -> Ended:
-    """Return the workers that have ended; if one was killed, wait until all have, or the time is up."""
+    """Return the workers that have ended. If one was killed, first wait until all have ended or the time is up."""
     workers = {local_rank: handler.proc for local_rank, handler in ranks.subprocess_handlers.items()}
     ended: Ended = {}
 
@@ -104,24 +106,25 @@ def _wait_for_ends(ranks: SubprocessContext, seconds: float) -> Ended:
 
 
 class PassOn(Protocol):
-    """See `Stops.pass_on`."""
+    """The type of `Stops.pass_on`."""
 
     def __call__(self, number: signal.Signals, *, ends: bool) -> bool: ...
 
 
 class Interruption:
-    """While entered, turns the first of `signals` into torch's SignalException, the next into `kill`.
+    """A context manager that raises torch's SignalException at the first of `signals`, and calls `kill` at the second.
 
-    SIGTERM is passed on first, where there is somebody to take it; so is SIGUSR1, always, and nothing else comes of it.
+    If ranks are running, a first SIGTERM is passed on to them instead of raising. SIGUSR1 is always passed on and has
+    no other effect.
 
-    Must be entered in the main thread. A signal that is ignored when it is entered stays ignored (nohup).
+    Enter it in the main thread. A signal that is ignored at this time stays ignored (nohup).
 
     Args:
         signals: names such as "SIGINT".
-        grace_seconds: how long after the first signal `kill` is called anyway.
+        grace_seconds: time from the first signal until `kill` is called.
         saving_seconds: the same after SIGTERM.
-        note: called at the first signal, before the workers get it.
-        pass_on: hands a signal to the ranks, see `Stops.pass_on`.
+        note: called at the first signal, before the workers receive it.
+        pass_on: sends a signal to the ranks, see `Stops.pass_on`.
         kill: ends the workers at once.
     """
 
@@ -145,7 +148,7 @@ class Interruption:
         self._is_over = False
         self._num_received = 0
         self.received: signal.Signals | None = None
-        """The first signal that came."""
+        """The first signal that was received; None before that."""
 
     def __enter__(self) -> Interruption:
         for number, handle in [
@@ -163,7 +166,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def end(self) -> None:
-        """The workers are gone, only the report is left to write: a signal or two change nothing from now on."""
+        """Ignore further signals, because the workers have ended. A third signal in all still ends this process."""
         self._is_over = True
 
     def _hand_over(self, number: int, frame: FrameType | None) -> None:
@@ -176,7 +179,7 @@ class Interruption:
                 self._kill()
             os._exit(
                 128 + (self.received or number)
-            )  # whatever holds us up: nobody may be reading our output
+            )  # end even if this process is blocked, for example on output that is not read
         if self._is_over:
             return
         if self.received is None:
@@ -184,7 +187,7 @@ class Interruption:
             self._note()
             is_stop = self.received == signal.SIGTERM
             seconds = self._saving_seconds if is_stop else self._grace_seconds
-            # A timer of the kernel, not a thread: this runs between any two instructions of the main thread.
+            # Use a kernel timer, not a thread, because this runs between any two instructions of the main thread.
             signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
             if is_stop and self._pass_on(self.received, ends=True):
                 return
@@ -193,19 +196,19 @@ class Interruption:
 
 
 def worker_groups(mark: str) -> set[int]:
-    """The process groups of this process's workers, known by `mark` in their environment."""
+    """Return the process groups of this process's workers, which have `mark` in their environment."""
     return {group for pid, parent, group in _marked(mark) if parent == os.getpid() and group == pid}
 
 
 def kill_workers(mark: str) -> None:
-    """Kill the process groups of this process's workers, known by `mark` in their environment."""
+    """Kill the process groups of this process's workers, which have `mark` in their environment."""
     for group in worker_groups(mark):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
 
 
 def kill_left_behind(mark: str, groups: set[int]) -> None:
-    """Kill what ended workers, known by their process groups, have left running."""
+    """Kill the processes that ended workers left running, found by their process groups and `mark`."""
     for pid, _, group in _marked(mark):
         if group in groups:
             with contextlib.suppress(ProcessLookupError):
@@ -213,29 +216,30 @@ def kill_left_behind(mark: str, groups: set[int]) -> None:
 
 
 def _marked(mark: str) -> Iterator[tuple[int, int, int]]:
-    """(pid, parent, process group) of each process with `mark` in its environment (Linux; else none)."""
+    """Yield (pid, parent, process group) of each process with `mark` in its environment (none except on Linux)."""
     wanted = os.fsencode(mark)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if wanted not in (folder / "environ").read_bytes():
                 continue
-            # "pid (name) state ppid pgrp ...", and the name may hold spaces and brackets.
+            # The format is "pid (name) state ppid pgrp ...". The name may contain spaces and brackets.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         yield int(folder.name), int(fields[1]), int(fields[2])
 
 
 _PATIENCE_SECONDS = 60.0
-"""How long after the first rank that has stopped the others may end: all have saved by then."""
+"""How long after the first stopped rank the others may still end. All have saved by the time the first one ends."""
 
 
 class Stops:
-    """While entered, looks after ranks that stop.
+    """A context manager that passes stop signals to the ranks and waits for ranks that stop as requested.
 
     Args:
-        whole_groups: hand signals to all processes of a rank: it is a command, and who in it listens is not known.
-        on_start: called with the pids of all ranks when they have been started, each the leader of a session.
+        whole_groups: whether to send signals to all processes of a rank. This is needed if a rank is a command, because
+            it is unknown which of its processes handles signals.
+        on_start: called with the process numbers of all ranks after their start. Each rank is the leader of a session.
     """
 
     def __init__(self, *, whole_groups: bool, on_start: Callable[[list[int]], None]) -> None:
@@ -275,14 +279,14 @@ class Stops:
         return poll
 
     def pass_on(self, number: signal.Signals, *, ends: bool) -> bool:
-        """Hand a signal to the ranks that run.
+        """Send a signal to the running ranks.
 
         Args:
-            number: which.
-            ends: it asks them to end, one way or another; then they are not started again.
+            number: the signal.
+            ends: whether the signal asks the ranks to end. If so, they are not restarted.
 
         Returns:
-            Whether there are any.
+            True if any rank is running.
         """
         running = [rank for rank in _processes(self._ranks) if rank.poll() is None]
         if running and ends:
@@ -310,7 +314,7 @@ class Stops:
         return self._torchs_poll(ranks)
 
     def _as_success(self, ranks: SubprocessContext) -> RunProcsResult | None:
-        """What torch makes of it, but for the verdict."""
+        """Return torch's result, changed from failure to success."""
         result = self._torchs_poll(ranks)
         if result is not None:
             result.failures.clear()

@@ -1,4 +1,4 @@
-"""One job from start to exit code, on torch's elastic launcher."""
+"""The run of one job from start to exit code, on torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ __all__ = ["Job", "say", "supervise", "worker_command"]
 WORKER = Path(__file__).with_name("worker.py")
 
 _LAST_WORDS_SECONDS = 1.0
-"""How long peers of a worker that was killed have to say where that met them."""
+"""How long the peers of a killed worker have to report their own errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run and how."""
+    """The description of one job."""
 
     config: LaunchConfig
-    """Torch's description of the job; its `logs_specs` and `signals_to_handle` are replaced."""
+    """Torch's configuration of the job. Its `logs_specs` and `signals_to_handle` are replaced."""
     command: str | Callable[..., object]
-    """What torch starts in each rank."""
+    """Command or function that torch starts in each rank."""
     arguments: Sequence[str]
-    """Its arguments."""
+    """Arguments of the command."""
     scratch: Path
-    """An empty folder inside of the guardian's."""
+    """An empty folder, the guardian's folder or one inside it."""
     guardian: Guardian
-    """Cleans up if this process is killed."""
+    """The guardian, which cleans up if this process is killed."""
     torch_logs: LogsSpecs | None = None
-    """Torch's way with the ranks' output (files that are tailed), where the user asked for it."""
+    """Torch's own handling of the ranks' output (by log files), if the user requested it."""
     keep_logs_in: Path | None = None
-    """A folder that keeps what the ranks print."""
+    """A folder in which to keep the ranks' output; None keeps no logs."""
     is_python: bool = True
     """Whether each worker is a Python program, not a command that may start one."""
     grace_seconds: float = 5.0
-    """How long workers may go on after a signal."""
+    """How long workers may run after a signal."""
     saving_seconds: float = 30.0
-    """The same after SIGTERM, at which they may save."""
+    """How long workers may run after SIGTERM, at which they may save."""
     verbose: bool = False
     """Whether torch's own log lines are shown."""
 
 
 def say(text: str) -> None:
-    """One message to the person at the terminal."""
+    """Print one message for the user on stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"syncline run: {text}", file=sys.stderr, flush=True)
 
@@ -84,13 +84,13 @@ def worker_command(
     is_python: bool = True,
     before: tuple[str, str] | None = None,
 ) -> list[str]:
-    """The arguments with which Python runs `program` as a worker of this process.
+    """Return the arguments with which Python runs `program` as a worker of this process.
 
     Args:
         program: a script, a module or a command, and its arguments.
-        is_module: it is a module, as in python -m.
-        is_python: it is not a command.
-        before: a module whose `main` is called first, in the same process, and its argument.
+        is_module: whether the program is a module, as in python -m.
+        is_python: whether the program is a script or module, not a command.
+        before: name of a module whose `main` is called first in the same process, and the argument of the call.
     """
     kind = ["-m"] if is_module else [] if is_python else ["--exec"]
     first = ["--before", *before] if before is not None else []
@@ -98,11 +98,11 @@ def worker_command(
 
 
 def supervise(job: Job) -> int:
-    """Run `job` to its end; its failures are reported on stderr, never raised.
+    """Run `job` to its end. Failures are reported on stderr and not raised.
 
     Returns:
-        The exit code: 0, `EXIT_STOPPED` where all ranks have stopped so, that of the rank that failed first, or 128 +
-        the signal that ended the launcher.
+        The exit code: 0, or `EXIT_STOPPED` if all ranks stopped as requested, or the exit code of the rank that failed
+        first, or 128 + the number of the signal that ended the launcher.
     """
     mark = f"{os.getpid()}-{uuid.uuid4().hex}"
     config = job.config
@@ -110,7 +110,7 @@ def supervise(job: Job) -> int:
     before |= environment.export(socket_variables(config))
     if (
         config.max_nodes == 1
-    ):  # several hosts have no safe way to hand one out: the user sets it, or there is none
+    ):  # with several hosts there is no safe way to distribute a token, so the user sets it or there is none
         before |= environment.export({environment.TOKEN: secrets.token_hex(32)})
     logs: RankLogs | TorchLogs
     config.log_line_prefix_template = prefix = config.log_line_prefix_template or DEFAULT_PREFIX
@@ -120,7 +120,7 @@ def supervise(job: Job) -> int:
         logs = TorchLogs(job.torch_logs)
     config.logs_specs = logs
     names = [name.strip() for name in config.signals_to_handle.split(",")]
-    # An empty list: torch's launcher leaves the handlers alone. What ours raises is torch's own exception.
+    # With an empty list, torch's launcher installs no handlers. Our handlers raise torch's own exception.
     config.signals_to_handle = ""
     groups: set[int] = set()
     stops = Stops(
@@ -158,7 +158,7 @@ def supervise(job: Job) -> int:
 
 
 def _launch(job: Job) -> Exception | None:
-    """Run the job; what ended it other than success."""
+    """Run the job. Return the exception that ended it, or None after success."""
     try:
         elastic_launch(job.config, job.command)(*job.arguments)
     except Exception as error:
@@ -172,7 +172,7 @@ def _finish(
     received: signal.Signals | None,
     failure: Exception | None,
 ) -> int:
-    """Say how the job ended."""
+    """Report how the job ended, and return the exit code."""
     _say_where_logs_are(job, logs)
     if received is not None:
         say(f"stopped by {received.name}, all workers on this host have ended")
@@ -217,7 +217,7 @@ def _could_not_run(failure: Exception) -> str:
 
 @contextlib.contextmanager
 def _without_torch_logs(verbose: bool) -> Iterator[None]:
-    """Keep the elastic launcher's own log lines from the user, who gets ours."""
+    """Hide the log lines of torch's elastic launcher unless `verbose`, because `say` reports the same events."""
     if verbose:
         yield
         return

@@ -1,22 +1,23 @@
-"""The first thing that runs in a worker of `syncline run`; then the user's program, as if alone.
+"""A wrapper that runs in each worker of `syncline run` and then runs the user's program.
 
 [Note: why a wrapper around the user's program]
 
-A worker must end when its launcher is killed, and must leave its exception with an exact time, whatever the
-program is: with or without `sl.init`, with or without torch. The alternatives were worse. Code in `sl.init`
-alone misses programs that never call it, and every failure before the call. A launcher that watches from the
-outside cannot tell which of two ranks failed first when they are 20 ms apart. A `sitecustomize` on PYTHONPATH
-hides the user's own.
+A worker must end when its launcher is killed, and it must record its exception with an exact time. This must work for
+every program, with or without `sl.init`, with or without torch. The alternatives were worse:
 
-So the launcher starts `python .../worker.py LAUNCHER_PID [-m] PROGRAM ARGUMENTS`. It is run by path, not with
--m: importing the package would import torch before the program could set a variable that torch reads at
-import. The program runs in a fresh `__main__` module that stays in place until the interpreter is gone, with
-`sys.argv` and `sys.path[0]` as `python PROGRAM` sets them, so pickling, `multiprocessing` and `-m` behave as
-without us, and tracebacks do not show this file. A command that is not Python is replaced for this process
-by exec (`--exec`): the parent-death signal survives that.
+- Code in `sl.init` does not cover programs that never call it, or failures before the call.
+- A launcher that watches from outside cannot determine which of two ranks failed first if they fail 20 ms apart.
+- A `sitecustomize` on PYTHONPATH hides the user's own.
 
-`--before MODULE ARGUMENT` lets `MODULE.main(ARGUMENT)` do something first, in the same process: `syncline doctor`
-watches a program that way.
+The launcher therefore starts `python .../worker.py LAUNCHER_PID [-m] PROGRAM ARGUMENTS`. The file is run by path, not
+with -m, because importing the package would import torch before the program could set a variable that torch reads at
+import. The program runs in a new `__main__` module that exists until the interpreter ends. `sys.argv` and `sys.path[0]`
+are set as by `python PROGRAM`. Pickling, `multiprocessing` and `-m` thus behave as without the wrapper, and tracebacks
+do not show this file. A command that is not Python replaces this process by exec (`--exec`), and the parent-death
+signal stays set.
+
+With `--before MODULE ARGUMENT`, the wrapper first calls `MODULE.main(ARGUMENT)` in the same process. `syncline doctor`
+uses this to watch a program.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 
 def _sibling(name: str) -> Any:
-    """A module of the package, loaded without importing the package (which would import torch)."""
+    """Load a module of the package without importing the package, which would import torch."""
     spec = importlib.util.spec_from_file_location(
         f"_syncline_{os.path.basename(name)}", os.path.join(_PACKAGE, f"{name}.py")
     )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -64,10 +65,10 @@ def main(argv: list[str]) -> None:
     if kind == "--exec":
         os.execvp(program[0], program)
     for stream in (sys.stdout, sys.stderr):
-        # Lines reach the launcher when they are complete. Not `python -u`: that writes "text" and "\n" apart.
+        # Line buffering sends complete lines to the launcher. `python -u` would write "text" and "\n" separately.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with contextlib.suppress(OSError, ValueError):
-        faulthandler.enable()  # a crash in native code shows where Python was
+        faulthandler.enable()  # a crash in native code then prints the Python stack
 
     own_pid = os.getpid()
     error_file = _sibling("environment").error_file()
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> None:
         exec(code, module.__dict__)
     except BaseException as error:
         shown = _without_this_file(error.__traceback__)
-        if error_file and os.getpid() == own_pid:  # not a fork of the program's
+        if error_file and os.getpid() == own_pid:  # a fork of the program must not write the file
             process.record_failure(error, error_file, shown)
         _show_from_the_program(shown)
         raise
@@ -129,11 +130,11 @@ def _without_this_file(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _show_from_the_program(shown: TracebackType | None) -> None:
-    """Let the interpreter end as it always does, but show only the program's part of the traceback."""
+    """Install an excepthook that shows only the program's part of the traceback."""
     hook = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):  # the launcher says it, once for all ranks
+        if not issubclass(kind, KeyboardInterrupt):  # the launcher reports it once for all ranks
             hook(kind, error.with_traceback(shown), shown)
 
     sys.excepthook = excepthook
