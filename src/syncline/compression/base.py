@@ -122,7 +122,7 @@ class Layout:
         return sum(self.numels)
 
     def flat(self, numel: int) -> Layout:
-        """Return the same layout with a single vector."""
+        """Return this layout with one vector of `numel` elements in place of the tensors."""
         return replace(self, shapes=((numel,),))
 
 

@@ -55,7 +55,7 @@ hook.__annotations__.clear()
 class HookState:
     """The state of `hook`: a compression, the ranks to average over, and what the compression keeps per parameter.
 
-    When buckets are laid out anew (torch and Syncline do this after the first backward), that state stays with its
+    When buckets are laid out again (torch and Syncline do this after the first backward), that state stays with its
     parameters.
 
     Args:

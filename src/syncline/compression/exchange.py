@@ -35,9 +35,9 @@ class MeanExchange:
     """Averages one flat tensor over all ranks repeatedly.
 
     One averaging is a call of `start`, any number of calls of `advance` (between other work), and a call of `wait`.
-    Each call starts the collectives of one phase at a time, so ranks that call them in the same order start the same
-    collectives in the same order. The constructor is not a collective call. A group of one rank sends nothing and
-    returns the values unchanged.
+    `start` and `advance` start the collectives of at most one phase, and `wait` those of all remaining phases. So ranks
+    that call them in the same order start the same collectives in the same order. The constructor is not a collective
+    call. A group of one rank sends nothing and returns the values unchanged.
 
     Args:
         compression: how the values are encoded; None for one plain all_reduce.

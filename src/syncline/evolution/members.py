@@ -96,7 +96,7 @@ def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
     Args:
         out: flat, float32, on the CPU (every machine has one; generators of other devices give other numbers).
         seed: seed of the run.
-        step: the step, from 1.
+        step: number of the step.
         pair: index of the pair.
 
     Returns:

@@ -121,7 +121,7 @@ class AttachedShards(ShardedState):
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer has state, which would be lost by cutting the shards anew."""
+        """Whether the optimizer has state, which would be lost by cutting the shards again."""
         return bool(self.optimizer.state)
 
     def cut(self) -> None:

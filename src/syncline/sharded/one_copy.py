@@ -126,7 +126,7 @@ class OneCopy:
         self._depth += 1
 
     def close(self) -> None:
-        """Wait until all ranks may read; with several copies, send rank 0's values to all."""
+        """Wait until all ranks may read; unless there is only one copy, broadcast rank 0's values first."""
         self._depth -= 1
         if self._depth:
             return

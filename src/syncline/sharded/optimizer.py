@@ -277,7 +277,10 @@ class Sharding:
         return total
 
     def _total_norm(self, gradients: Sequence[Tensor], order: float, counting: Sequence[Share]) -> Tensor:
-        """Return the norm over all ranks: each rank combines one team's norms in rank order, so all get equal bits."""
+        """Return the norm of the gradients of all ranks.
+
+        All ranks combine the gathered norms of one team in rank order, so that they get the same bits.
+        """
         lane = self._lane
         lane.board.phase = "clip_grad_norm_"
         device = lane.sending_device(self._shares[0].values.device)

@@ -5,8 +5,8 @@ to carry out. A strategy has no tensors, no transport and no clock: `strategies/
 and after every step, and carries out its actions. Therefore the same strategy runs on every transport, its state is a
 small record that can be saved as JSON, and it can be tested without ranks.
 
-A strategy also states which data the executor has to keep for its actions (`Mechanism`). Its text form (`in_words`) is
-what ranks compare to find out whether they were given the same strategy.
+A strategy also states which data the executor has to keep for its actions (`Mechanism`). Ranks compare the text forms
+of their strategies (`in_words`) to check that all were given the same one.
 """
 
 from __future__ import annotations

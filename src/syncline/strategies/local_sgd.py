@@ -50,6 +50,7 @@ class LocalSGD(Strategy[_State]):
 
     Raises:
         TypeError, ValueError: a number is not an integer, or too small.
+
     Example:
         >>> strategy = LocalSGD(every=2)
         >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 0, 0), sizes_numel=(10,))

@@ -23,6 +23,7 @@ class Manual(Strategy[_State]):
 
     Replicas start equal. After that, `sl.sync_gradients_`, `sl.average_`, `sl.broadcast_` and `sl.keep_best_` sync
     them on request; `ddp.sync_parameters_()` averages parameters and buffers. No optimizer has to be attached.
+
     Example:
         >>> Manual().at_backward(_State(), Progress(step=0))
         ()

@@ -46,6 +46,7 @@ class ParameterServer(Strategy[_State]):
 
     Raises:
         TypeError, ValueError: not an integer, or negative.
+
     Example:
         >>> strategy = ParameterServer(staleness=1)
         >>> state = strategy.init(Spec(rank=0, num_ranks=2, hosts=(0, 0), sizes_numel=(10,)))

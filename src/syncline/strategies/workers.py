@@ -51,6 +51,7 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
 
     Raises:
         ValueError: the ranks cannot be divided into such groups.
+
     Example:
         >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=())
         >>> workers_of("host", spec), workers_of(2, spec), workers_of(None, spec)

@@ -13,11 +13,12 @@ __all__ = ["FlatGroup", "flat_groups"]
 
 
 class FlatGroup:
-    """A flat view of tensors of one dtype and device, for sums in at least 32 bits.
+    """Tensors of one dtype and device, read and written as one flat tensor with at least 32 bits per value.
 
     Args:
         tensors: tensors of one dtype and device; complex ones count as pairs of real numbers.
         indices: the tensors' indices among all tensors.
+
     Example:
         >>> x, y = torch.tensor([[1.0, 2.0]]), torch.tensor(3.0)
         >>> group = FlatGroup([x, y], (0, 1))
