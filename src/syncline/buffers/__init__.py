@@ -1,4 +1,4 @@
-"""Keep buffers equal: before a forward, or when replicas meet.
+"""Synchronization of buffers, before a forward or together with the parameters.
 
 Imports: records, transport, tensors, gradients.
 

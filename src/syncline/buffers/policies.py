@@ -1,6 +1,6 @@
-"""Buffers (BatchNorm's running statistics, say) are made equal on all ranks before a forward, by a policy.
+"""Synchronization of buffers (such as BatchNorm's running statistics) before a forward, by a policy or a user's hook.
 
-A user's hook that synchronizes buffers in place of their policy, as torch's `_register_buffer_comm_hook` has it.
+The hook has the interface of torch's `_register_buffer_comm_hook`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["BufferHook", "BufferPolicy", "BufferSync"]
 
 
 class BufferHook:
-    """One hook.
+    """A user's hook that synchronizes buffers in place of the policy.
 
     Args:
-        state: handed to the hook in each call.
+        state: passed to the hook in each call.
         hook: called with the state and the buffers by name; it may return futures, or None.
         after_forward: whether it runs after a forward; otherwise before.
     """
@@ -35,17 +35,17 @@ class BufferHook:
     ) -> None:
         self.after_forward = after_forward
         self.is_due = False
-        """Whether the forward under way synchronizes."""
+        """Whether the current forward synchronizes."""
         self._state = state
         self._hook = hook
 
     @property
     def name(self) -> str:
-        """What all ranks must have registered alike."""
+        """The hook's qualified name, which must be the same on all ranks."""
         return qualified_name(self._hook)
 
     def run(self, named_buffers: dict[str, Tensor]) -> Iterable[torch.futures.Future[Any]]:
-        """Call the hook; returns what has to be waited for."""
+        """Call the hook, and return the futures to wait for."""
         with torch.no_grad():
             return self._hook(self._state, named_buffers) or ()
 
@@ -56,21 +56,21 @@ BufferPolicy = Literal["broadcast", "average", "none"]
 class BufferSync:
     """Makes a module's buffers equal on all ranks before a forward.
 
-    As in torch, a forward whose predecessor ran under `no_sync` or `torch.no_grad()` sends nothing, and without
-    buffers nothing is ever sent. Autograd's version counters stay as they are, so that two forwards before one
-    backward (a GAN's discriminator with BatchNorm) keep working.
+    As in torch, a forward sends nothing if the previous one ran under `no_sync` or `torch.no_grad()`. A module without
+    buffers never sends anything. Autograd's version counters do not change, so that two forwards before one backward
+    (a GAN's discriminator with BatchNorm) keep working.
 
     Args:
-        module: whose buffers; a buffer may be replaced by assignment at any time.
-        transport: what they travel by.
-        agreeing: what ranks agree by where a buffer's shape or type has changed; `transport` itself if None.
-        policy: "broadcast": rank 0's. "average": floating buffers become the mean over ranks, each rank with the
-            same weight; a `running_mean` and `running_var` of one submodule are pooled (see [Note: pooling] in
-            `pooling.py`); integers, such as `num_batches_tracked`, become the maximum; a bool is true where it is
+        module: has the buffers; a buffer may be replaced by assignment at any time.
+        transport: carries the buffers.
+        agreeing: the transport by which ranks agree after a buffer's shape or type has changed; None for `transport`.
+        policy: "broadcast": rank 0's buffers. "average": floating buffers become the mean over ranks, with equal
+            weights; a `running_mean` and `running_var` of one submodule are pooled (see [Note: pooling] in
+            `pooling.py`); integers, such as `num_batches_tracked`, become the maximum; a bool becomes true if it is
             true on any rank. "none": every rank keeps its own.
-        enabled: False means that forwards do not synchronize, as with the policy "none"; it may be switched later
-            ("none" switched on is "broadcast").
-        ignored: names of buffers that are left alone.
+        enabled: False means that forwards do not synchronize, as with the policy "none". It may be changed later
+            ("none" then acts as "broadcast").
+        ignored: names of buffers that are never synchronized.
 
     Raises:
         ValueError: an unknown policy.
@@ -95,8 +95,8 @@ class BufferSync:
         """Whether forwards synchronize."""
         self.why_disabled = "broadcasting buffers is switched off"
         self.due = True
-        """Whether the next forward synchronizes: the previous one was neither under no_sync nor under no_grad,
-        and `equalize` has not been called since."""
+        """Whether the next forward synchronizes. It does unless the previous forward ran under no_sync or no_grad, or
+        `equalize` was called since."""
         self._transport = transport
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
@@ -116,12 +116,12 @@ class BufferSync:
         self._last: tuple[bool, str] | None = None
 
     def size(self) -> tuple[int, int]:
-        """Tensors and bytes, a buffer that occurs twice counted once."""
+        """Return the number of tensors and of bytes; a buffer that occurs twice counts once."""
         tensors = self.present()
         return len(tensors), sum(t.numel() * t.element_size() for t in tensors)
 
     def leave_to_hook(self, *, next_is_due: bool) -> bool:
-        """A user's hook synchronizes in place of this forward's policy; whether that is due."""
+        """Leave this forward to a user's hook; return whether the hook has to synchronize."""
         due, self.due = self.due, next_is_due
         self._was_equalized = False
         self._last = (False, "a buffer hook is registered")
@@ -133,10 +133,10 @@ class BufferSync:
         """Synchronize if it is due.
 
         Args:
-            next_is_due: whether this forward counts as one after which buffers are to be synchronized.
-            src: the rank whose buffers the policy "broadcast" takes; the same on all ranks.
-            counts: whether this rank's take part in the policy "average".
-            num_counting: on how many ranks they do; None stands for all.
+            next_is_due: whether the forward after this one synchronizes.
+            src: the rank whose buffers the policy "broadcast" sends; the same on all ranks.
+            counts: whether this rank's buffers count in the policy "average".
+            num_counting: number of ranks whose buffers count; None for all.
         """
         due, self.due = self.due, next_is_due
         was_equalized, self._was_equalized = self._was_equalized, False
@@ -155,13 +155,13 @@ class BufferSync:
             self._last = (True, "")
 
     def equalize(self) -> int:
-        """Make the buffers equal now, by the policy ("none": rank 0's): before a checkpoint or an evaluation.
+        """Make the buffers equal now, by the policy ("none": rank 0's), before a checkpoint or an evaluation.
 
-        A collective call. After the last step the buffers are those of each rank's own last batch; after this
-        they are equal, and the next forward has nothing to send, so that one rank may evaluate alone.
+        A collective call. After the last step each rank has the buffers of its own last batch. After this call they
+        are equal, and the next forward sends nothing, so that one rank may evaluate alone.
 
         Returns:
-            The number of collectives made; 0 without buffers and on one rank.
+            The number of collectives; 0 without buffers or with one rank.
         """
         if not self._slots or self._transport.size == 1:
             return 0
@@ -192,7 +192,7 @@ class BufferSync:
         return self._broadcaster.num_collectives
 
     def _agree_on_changes(self) -> None:
-        """A replaced buffer may have another shape or type; then it must have so on all ranks. A collective call."""
+        """Check that a replaced buffer has the same shape and type on all ranks. Collective if one has changed."""
         kinds = _kinds(self._tensors)
         if kinds == self._agreed_kinds:
             return
@@ -207,7 +207,7 @@ class BufferSync:
         )
 
     def continues(self, former: BufferSync) -> None:
-        """Take the place of another, of the same module before it was changed."""
+        """Take over the settings of the synchronizer for the same module before the module was changed."""
         self.enabled, self.due, self.why_disabled = former.enabled, former.due, former.why_disabled
 
     def _named_current(self) -> list[tuple[str, Tensor]]:
@@ -215,7 +215,7 @@ class BufferSync:
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
     def present(self) -> list[Tensor]:
-        """The buffers as they are now, one that occurs twice once."""
+        """Return the present buffers; one that occurs twice is listed once."""
         return list({id(buffer): buffer for buffer in self._current()}.values())
 
     def _current(self) -> list[Tensor]:
@@ -223,20 +223,20 @@ class BufferSync:
 
     @property
     def were_sent(self) -> bool:
-        """Whether the most recent forward synchronized them."""
+        """Whether the most recent forward synchronized the buffers."""
         return self._last is not None and self._last[0]
 
     @property
     def are_equal(self) -> bool:
-        """Whether they were made equal and no forward has run since."""
+        """Whether the buffers were made equal and no forward has run since."""
         return self._was_equalized
 
     def places(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
-        """Of each buffer its name in the module, and where it is: a module's dictionary, and the key in it."""
+        """Return, for each buffer, its name in the module, the dictionary that contains it, and its key there."""
         return [(path, owner, name) for path, (owner, name) in zip(self._paths, self._slots, strict=True)]
 
     def named_present(self) -> list[tuple[str, Tensor]]:
-        """As `present`, with their names in the module."""
+        """Return the present buffers with their names in the module; one that occurs twice is listed once."""
         found: dict[int, tuple[str, Tensor]] = {}
         for path, owner, name in self.places():
             buffer = owner.get(name)
@@ -245,7 +245,7 @@ class BufferSync:
         return list(found.values())
 
     def last_forward(self) -> BufferRecord | None:
-        """What the most recent forward did about buffers; None before the first."""
+        """Return what the most recent forward did with the buffers; None before the first."""
         if self._last is None:
             return None
         sent, reason = self._last

@@ -1,4 +1,4 @@
-"""The mean of buffers over ranks, and the pooling of running statistics.
+"""The mean of buffers over ranks, with pooled running statistics.
 
 [Note: pooling] A running variance describes how samples spread around *its rank's* mean. Where the means differ, the
 mean of the variances leaves that difference out. With equal weights for all ranks (each has seen as many batches as
@@ -8,14 +8,14 @@ the others, as in the mean of gradients) the pooled statistics are
     var  = mean over ranks of (var_i + mean_i**2) - mean**2
          = mean of the variances + variance of the means
 
-which is one sum over ranks (with weights, as in `sl.average_`, each term times the rank's share). It is taken in
-float64, so that
+This is one sum over ranks. With weights, as in `sl.average_`, each term is multiplied by the rank's weight. The sum is
+computed in float64, which has two consequences:
 
-- buffers that are equal on all ranks stay as they are, bit for bit, whatever the number of ranks: a sum of N equal
-  numbers of 24 bits is exact there (float64 and complex128 buffers travel as two halves of 26 bits for this reason);
-  the exception are variances whose mean is so large that mean**2 / var exceeds 2**27 (2**0 for float64 buffers,
-  where the last bits may change once);
-- the difference does not cancel for float32 statistics: its error is about 1e-16 * mean**2 / var, relative.
+- Buffers that are equal on all ranks stay the same, bit for bit, for any number of ranks, because a sum of N equal
+  numbers of 24 bits is exact in float64. (For the same reason float64 and complex128 buffers travel as two halves of 26
+  bits.) The exception are variances whose mean is so large that mean**2 / var exceeds 2**27 (2**0 for float64 buffers,
+  whose last bits may change once).
+- The difference does not cancel for float32 statistics: its relative error is about 1e-16 * mean**2 / var.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
-    """Turn variances into means of squares, in place; these can be averaged.
+    """Turn variances into means of squares, in place, because these can be averaged.
 
     Args:
         means, variances: float64, of the same shape.
@@ -57,7 +57,7 @@ def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
 
 
 def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
-    """Turn means of squares into variances, in place; what rounding has made negative becomes 0.
+    """Turn means of squares into variances, in place; negative results of rounding become 0.
 
     Example:
         >>> means, variances = torch.tensor([[-1.0], [3.0]]), torch.tensor([[0.0], [2.0]])  # (num_ranks, 1)
@@ -71,13 +71,13 @@ def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
 
 
 def split_halves(x: Tensor) -> Tensor:
-    """Float64 numbers (n,) as (2n,): 26 leading bits, then the rest; the sum of both is exactly x."""
+    """Return float64 numbers (n,) as (2n,): 26 leading bits, then the rest; the sum of both is exactly x."""
     high = (x.view(torch.int64) & ~_LOW_BITS).view(torch.float64)
     return torch.cat([high, torch.where(x.isfinite(), x - high, 0.0)])
 
 
 def join_halves(halves: Tensor) -> Tensor:
-    """The inverse of `split_halves`, also of a mean of halves.
+    """Invert `split_halves`, also for a mean of halves.
 
     Example:
         >>> x = torch.tensor([1 / 3, -1e300, float("-inf")], dtype=torch.float64)
@@ -99,11 +99,11 @@ def average_buffers(
     counts: bool = True,
     num_counting: int | None = None,
 ) -> int:
-    """Make buffers their average over ranks, in place, and wait for it; see `BufferAverage`.
+    """Replace buffers by their average over ranks, in place, and wait; see `BufferAverage`.
 
     Args:
-        tensors, pairs, transport, counts: see there.
-        num_counting: how many ranks' values count, each as much as the others'; None stands for all.
+        tensors, pairs, transport, counts: see `BufferAverage`.
+        num_counting: number of ranks whose values count, with equal weights; None for all.
 
     Returns:
         The number of collectives.
@@ -116,19 +116,19 @@ def average_buffers(
 
 
 class BufferAverage(Work):
-    """Makes buffers their average over ranks, in place, once it is waited for.
+    """An average of buffers over ranks in flight; waiting for it writes the results in place.
 
-    A running variance is pooled with its mean, other floating buffers become their mean, integers their maximum; a bool
-    becomes whether any was true. At most two collectives for each device, all under way at once. Autograd's version
-    counters stay as they are.
+    A running variance is pooled with its mean. Other floating buffers become their mean, and integers their maximum; a
+    bool becomes true if any is true. There are at most two collectives per device, all in flight at once. Autograd's
+    version counters do not change.
 
     Args:
         tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
-        pairs: running mean and running variance, to be pooled; both are among `tensors`.
-        transport: between the ranks.
-        counts: whether the values of this rank do; it gets the results in any case.
-        share: what floating values of this rank are multiplied by; those of all ranks add up to `divisor`.
-        divisor: what their sum is divided by.
+        pairs: running means with their running variances, which are pooled; all are among `tensors`.
+        transport: connects the ranks.
+        counts: whether this rank's values count; it receives the results in any case.
+        share: weight of this rank's floating values; the weights of all ranks add up to `divisor`.
+        divisor: divides the weighted sum.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class BufferAverage(Work):
         while self._under_way:
             work, operation = self._under_way[0]
             work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+            with torch.inference_mode():  # it allows writing to any tensor, including inference tensors
                 operation.land()
             self._under_way.pop(0)
 
@@ -177,11 +177,11 @@ class BufferAverage(Work):
 
 
 def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Container[int]) -> list[_Pair]:
-    """Running means with their variances, wherever a submodule has both, each pair once.
+    """Return the running means with their variances, of each submodule that has both; each pair once.
 
     Args:
         owners: the buffers of each submodule, by name.
-        among: identities of the tensors that count.
+        among: the `id`s of the tensors to consider.
     """
     found: dict[tuple[int, int], _Pair] = {}
     for owner in owners:
@@ -195,7 +195,7 @@ def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Con
 
 
 class _Averages:
-    """Floating buffers of one device, as one float64 vector: means, their variances, everything else."""
+    """Floating buffers of one device as one float64 vector: means, their variances, all others."""
 
     def __init__(
         self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
@@ -221,7 +221,7 @@ class _Averages:
 
 
 class _Maxima:
-    """Integer and bool buffers of one device, as one int64 vector."""
+    """Integer and bool buffers of one device as one int64 vector."""
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
         self._targets = [tensor.data for tensor in tensors]
@@ -239,7 +239,7 @@ def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The same memory outside of autograd, as real numbers."""
+    """Return the tensor's memory outside of autograd, as real numbers."""
     data = tensor.data
     if not data.is_complex():
         return data

@@ -1,16 +1,16 @@
-"""Encodings of what is averaged over ranks, so that fewer bytes travel (docs/compression.md).
+"""Compression of values that are averaged over ranks, so that fewer bytes travel (docs/compression.md).
 
 Imports: errors, checks, _torch, transport, session.
 
-averager.py   a compression at work on one flat tensor, with error feedback
-base.py       what an encoding is: a description, an encoder, requests
-cast.py       a narrower floating type
-chain.py      one encoding after another; encodings that begin after some steps
+averager.py   a compression applied to one flat tensor, with error feedback
+base.py       the interface: a description, an encoder, requests
+cast.py       Cast: a narrower floating-point type
+chain.py      Chain: one encoding after another; After: an encoding that starts after some steps
 comm_hook.py  a compression as a communication hook
-exchange.py   answer what an encoder asks for, over a transport
-power_sgd.py  low-rank approximation
-quantize.py   8, 4 or 2 bits for each value
-topk.py       only the largest values
+exchange.py   answers an encoder's requests over a transport
+power_sgd.py  PowerSGD: low-rank approximation
+quantize.py   Quantize: 8, 4 or 2 bits per value
+topk.py       TopK: only the largest values
 """
 
 from __future__ import annotations

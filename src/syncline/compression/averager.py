@@ -1,4 +1,4 @@
-"""A compression at work on one flat tensor with error feedback, and all that it keeps."""
+"""A compression applied to one flat tensor with error feedback, and its state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Averager", "joined_state", "parted_state", "with_mean_residuals"]
 
 
 class Averager:
-    """Averages one flat tensor again and again; what was lost is added the next time, if the compression says so.
+    """Averages one flat tensor repeatedly. With error feedback, the loss of one averaging is added to the next.
 
-    So nothing is lost for ever: the means that came out, and the mean over ranks of what is kept, add up to the means
-    of what went in. What is not finite is not kept.
+    With error feedback nothing is lost for good: the means that came out, plus the mean over ranks of the residuals,
+    equal the means of the values that went in. Residuals that are not finite are dropped.
 
     Args:
-        compression: how.
-        layout: of the flat tensor.
+        compression: how values are encoded.
+        layout: the layout of the flat tensor.
     """
 
     def __init__(self, compression: Compression, layout: Layout) -> None:
@@ -33,7 +33,7 @@ class Averager:
             self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
 
     def mean(self, values: Tensor) -> Averaging:
-        """One averaging of `values`, of shape (numel,) in the layout's type, which are given away."""
+        """Average `values`, of shape (numel,) in the layout's type, which are consumed."""
         residual = self._residual
         if residual is None:
             return self._encoder.mean(values, wants_lost=False)
@@ -44,12 +44,12 @@ class Averager:
         lost = averaged.lost
         if lost is None:
             lost = torch.zeros_like(averaged.mean)
-        # One gradient that overflowed would otherwise be in all that follow.
+        # Otherwise one gradient that overflowed would be added to all later ones.
         self._residual = lost.nan_to_num_(0.0, 0.0, 0.0)
         return Averaged(averaged.mean)
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """What is kept of each tensor of the layout, by name; to be read, not to be changed. Empty where nothing is."""
+        """Return the state of each tensor of the layout, by name; read-only. The dicts are empty if there is none."""
         kept = [dict(tensors) for tensors in self._encoder.memory()]
         if self._residual is not None:
             for tensors, piece in zip(kept, self._residual.split(self.layout.numels), strict=True):
@@ -57,24 +57,24 @@ class Averager:
         return kept
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what was kept of one tensor, by `memory`.
+        """Restore the state of one tensor, as returned by `memory`.
 
         Raises:
-            ValueError: it is of another compression, or of a tensor of another shape.
+            ValueError: the state is of another compression, or of a tensor of another shape.
         """
         own = self._checked(index, tensors)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all that is kept, as `<index of the tensor>.<name>`."""
+        """Return a copy of the state, with keys `<index of the tensor>.<name>`."""
         return joined_state({str(index): tensors for index, tensors in enumerate(self.memory())})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `state_dict` gave.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: it is of another compression, or of other tensors; then nothing has changed.
+            ValueError: the state is of another compression, or of other tensors. Nothing has changed then.
         """
         given = parted_state(state)
         num_tensors = len(self.layout.shapes)
@@ -102,7 +102,7 @@ class Averager:
 
 
 def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies, as `<name of the tensor>.<what it is>`.
+    """Return copies of the tensors, with keys `<name of the tensor>.<name of the state>`.
 
     Example:
         >>> joined_state({"fc.weight": {"residual": torch.zeros(1)}})
@@ -114,7 +114,7 @@ def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """What `joined_state` has joined.
+    """Return the nested dicts from which `joined_state` made `state`.
 
     Example:
         >>> parted_state({"fc.weight.residual": torch.zeros(1)})
@@ -128,15 +128,15 @@ def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
-    """One rank's state for another number of ranks: each residual is the mean of those that all ranks had.
+    """Return one rank's state for another number of ranks, with each residual replaced by the mean over all ranks.
 
-    What is still to come through is the mean over ranks of their residuals. With the same one on each rank it is what
-    it was, however many there are.
+    The values that are still to be fed back are the mean of the residuals over ranks. If each rank has that mean, it
+    stays the same for any number of ranks.
 
     Args:
-        own: what a rank remembers: nested dicts, lists and tuples, in which residuals have names that `joined_state`
-            gives; not changed.
-        of_all: the same of each rank, in rank order.
+        own: a rank's state: nested dicts, lists and tuples, in which residuals have names as from `joined_state`; not
+            changed.
+        of_all: the state of each rank, in rank order.
 
     Example:
         >>> states = [{"0.residual": torch.tensor([4.0])}, {"0.residual": torch.tensor([2.0])}]
@@ -147,7 +147,7 @@ def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
 
 
 def _with_means(own: Any, of_others: Sequence[Any], num_ranks: int) -> Any:
-    """`of_others`: of those that have it; who has none owes nothing."""
+    """Replace residuals by means. `of_others` has the ranks with this entry; a missing residual counts as zero."""
     if isinstance(own, dict):
         joined = {}
         for key, one in own.items():
@@ -164,7 +164,7 @@ def _with_means(own: Any, of_others: Sequence[Any], num_ranks: int) -> Any:
 
 
 def _mean(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """In rank order, so the same bits wherever it is computed."""
+    """Return the sum of the tensors over `num_ranks`, added in rank order so that all ranks get the same bits."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor

@@ -1,7 +1,7 @@
-"""What an encoding is: a description, an encoder that it makes, and the requests by which an encoder talks to peers.
+"""The interface of compressions: a description, the encoder that it makes, and the encoder's requests to its peers.
 
-Averaging one flat tensor is a generator: it yields requests and is sent replies, so encodings know neither transport
-nor rank processes, and are tested by plain calls. In a chain, later stages answer what earlier ones yield.
+Averaging one flat tensor is a generator: it yields requests and receives replies. Therefore encodings need neither a
+transport nor processes, and can be tested by plain calls. In a chain, later stages answer the requests of earlier ones.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ __all__ = [
 ]
 
 
-# ---------------------------------------------------------------------- what an encoder asks of its peers
+# ---------------------------------------------------------------------- requests of an encoder to its peers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """The mean of `values` over all ranks; the reply is an `Averaged`. A later stage may encode it."""
+    """A request for the mean of `values` over all ranks. The reply is an `Averaged`. A later stage may encode it."""
 
     values: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sum:
-    """The sum of `codes` over all ranks, as they are; the reply is the tensor."""
+    """A request for the sum of `codes` over all ranks, without further encoding. The reply is the tensor."""
 
     codes: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """Every rank's `values`, which a later stage may encode, and what travels beside them; the reply is `Gathered`."""
+    """A request for every rank's `values`, which a later stage may encode, and `beside`. The reply is a `Gathered`."""
 
     values: Tensor
     beside: Tensor | None = None
@@ -61,7 +61,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllToAll:
-    """Row r of `rows` goes to rank r; the reply has the row from rank s in row s. One's own row is not sent."""
+    """A request to send row r of `rows` to rank r. Row s of the reply is from rank s. The own row is not sent."""
 
     rows: Tensor
 
@@ -70,67 +70,67 @@ Request = Mean | Sum | Gather | AllToAll
 
 
 class Averaged(NamedTuple):
-    """The mean of something over all ranks, as far as it came through."""
+    """An approximate mean over all ranks."""
 
     mean: Tensor
-    """The same bits on all ranks."""
+    """The mean, the same bits on all ranks."""
     lost: Tensor | None = None
-    """This rank's part of what did not come through: mean over ranks of (values - lost) is `mean`. None: nothing."""
+    """This rank's part of the error: the mean over ranks of (values - lost) is `mean`. None: no error."""
 
 
 class Gathered(NamedTuple):
-    """What all ranks gave, in rank order, the same bits on all ranks."""
+    """The values of all ranks, in rank order, the same bits on all ranks."""
 
     values: Tensor
-    """(num_ranks, numel)"""
+    """The values, of shape (num_ranks, numel)."""
     beside: Tensor | None
-    """(num_ranks, numel of it)"""
+    """The tensors that travelled beside the values, of shape (num_ranks, numel of `beside`)."""
 
 
 Averaging = Generator[Request, Any, Averaged]
-"""One averaging under way: it yields requests and is sent their replies. Tensors that are yielded are given away."""
+"""One averaging in progress: it yields requests and receives replies. Yielded tensors must not be used again."""
 
 
 def plain_mean(values: Tensor) -> Averaging:
-    """The mean of values that travel as they are."""
+    """Average values without encoding."""
     averaged: Averaged = yield Mean(values)
     return averaged
 
 
-# ---------------------------------------------------------------------- what an encoder is made for
+# ---------------------------------------------------------------------- the layout of an encoder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One flat tensor that is averaged again and again: tensors of some shapes, one behind the other."""
+    """The layout of one flat tensor that is averaged repeatedly: tensors of some shapes, one after the other."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    """What is computed in: float32 or float64."""
+    """The type for computation: float32 or float64."""
     device: torch.device
     rank: int
     num_ranks: int
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each tensor."""
+        """Number of elements of each tensor."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def numel(self) -> int:
-        """Elements of the flat tensor."""
+        """Number of elements of the flat tensor."""
         return sum(self.numels)
 
     def flat(self, numel: int) -> Layout:
-        """One vector in the place of the tensors."""
+        """Return this layout with one vector of `numel` elements in place of the tensors."""
         return replace(self, shapes=((numel,),))
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what tensors of a dtype are encoded and averaged: float32 at least.
+    """Return the type in which tensors of `dtype` are encoded and averaged: float32 or wider.
 
     Raises:
-        ValueError: there is no mean of it, or none that could be encoded.
+        ValueError: `dtype` is not a real floating-point type.
     """
     if not dtype.is_floating_point:
         raise ValueError(
@@ -144,10 +144,10 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Encoder(ABC):
-    """One compression at work on one flat tensor, on one rank, with what it keeps from one averaging to the next.
+    """The encoder of one compression for one flat tensor on one rank, with its state between averagings.
 
     Args:
-        layout: what it is made for.
+        layout: the layout of the flat tensor.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -155,41 +155,41 @@ class Encoder(ABC):
 
     @abstractmethod
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
-        """Average `values`, of shape (numel,), which are given away; `wants_lost`: say also what was lost."""
+        """Average `values`, of shape (numel,), which are consumed; with `wants_lost` also return what was lost."""
 
     def means(self) -> tuple[Layout, ...]:
-        """What its `Mean` requests ask for in one averaging, in order: for these a later stage is made."""
+        """Return the layouts of the `Mean` requests of one averaging, in order; a later stage encodes these."""
         return ()
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """What it keeps of each tensor of the layout, by name; to be read and to be copied into."""
+        """Return the state of each tensor of the layout, by name. Callers may read these tensors and copy into them."""
         return [{} for _ in self.layout.shapes]
 
 
 class Compression(ABC):
-    """How a flat tensor is encoded to be averaged over ranks: a frozen dataclass, equal to others of its values."""
+    """An encoding of flat tensors that are averaged over ranks: a frozen dataclass that compares by its values."""
 
     is_lossy: ClassVar[bool] = True
     """Whether the mean may differ from that of the values by more than rounding."""
     is_linear: ClassVar[bool]
-    """Whether encoded forms can be added up, so that an all_reduce carries them and bytes do not grow with ranks."""
+    """Whether encoded forms can be added up, so that an all_reduce can carry them and bytes do not grow with ranks."""
     is_order_dependent: ClassVar[bool] = False
-    """Whether it matters where a value stands: it needs whole weight matrices, so nothing may come before it."""
+    """Whether the position of a value matters. Such a compression needs whole weight matrices, so it comes first."""
     gives: ClassVar[str]
-    """What it makes of values: "means" (fewer values, of which it needs the mean), "rows" (fewer values, of which it
-    needs every rank's) or "codes" (no values: nothing can follow)."""
+    """The form of its output: "means" (fewer values, whose mean it needs), "rows" (fewer values, which it needs from
+    every rank) or "codes" (not values, so that no other compression can follow)."""
 
     @abstractmethod
     def encoder(self, layout: Layout) -> Encoder:
-        """What encodes tensors of this layout."""
+        """Return an encoder for tensors of this layout."""
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what was lost is added to what is averaged next."""
+        """Whether losses are added to the next values (error feedback)."""
         return bool(getattr(self, "error_feedback", False))
 
     def __str__(self) -> str:
-        """The first of its values, and those that are not the default."""
+        """Return the type with its first value, and with the others that differ from their default."""
         first, *others = fields(self)  # type: ignore[arg-type]
         shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
         values = [(f.name, getattr(self, f.name)) for f in shown]
@@ -197,7 +197,7 @@ class Compression(ABC):
         return f"{type(self).__name__}({inside})"
 
     def in_words(self) -> str:
-        """For the contract, by which ranks compare what they were given.
+        """Return the text form, by which ranks compare their compressions.
 
         Example:
             >>> from syncline.compression import PowerSGD
@@ -208,12 +208,12 @@ class Compression(ABC):
 
 
 class Composed(Compression):
-    """A compression that is made of others, and what follows from theirs."""
+    """A compression made of others, with the properties that follow from theirs."""
 
     @property
     @abstractmethod
     def stages(self) -> tuple[Compression, ...]:
-        """What it is made of."""
+        """The compressions that it is made of."""
 
     @property
     def is_lossy(self) -> bool:  # type: ignore[override]
@@ -229,14 +229,14 @@ class Composed(Compression):
 
 
 class Codec(Compression):
-    """A compression that can also encode values without averaging them, so that it can follow one that gives rows."""
+    """A compression that can also encode values without averaging them, so that it can follow one with "rows"."""
 
     gives = "codes"
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """Values of shape (numel,) as a flat tensor of codes, of a length that depends on numel alone."""
+        """Return values of shape (numel,) as a flat tensor of codes, whose length depends on numel only."""
 
     @abstractmethod
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Codes of shape (rows, n) as values of shape (rows, numel)."""
+        """Return codes of shape (rows, n) as values of shape (rows, numel)."""

@@ -1,4 +1,4 @@
-"""Cast: values travel in a narrower floating type."""
+"""Cast: values travel in a narrower floating-point type."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ __all__ = ["Cast"]
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Half the bytes: values are divided by the number of ranks, rounded to `dtype`, and added up in it.
+    """A narrower type: values are divided by the number of ranks, rounded to `dtype`, and added up in that type.
+
+    It halves the bytes of float32.
 
     Args:
         dtype: torch.bfloat16 (the range of float32, 8 bits of precision) or torch.float16 (11 bits, up to 65,504 and
-            down to 6e-8: for gradients that a scaler keeps in range).
+            down to 6e-8, for gradients that a scaler keeps in range).
 
     Raises:
         TypeError, ValueError: another type.
@@ -54,9 +56,9 @@ class _CastEncoder(Encoder):
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         num_ranks = self.layout.num_ranks
-        # Divided before it is rounded: the sum of halves could be too large for a half.
+        # Divide before rounding, because the sum may exceed the range of the narrow type.
         narrow = (values / num_ranks).to(self._dtype)
-        # What the sum loses by rounding is not known to anybody; what this rank loses is.
+        # Only this rank's own rounding is known. The rounding of the sum is not known to any rank.
         lost = values.sub_(narrow.to(values.dtype), alpha=num_ranks) if wants_lost else None
         total = yield Sum(narrow)
         return Averaged(total.to(values.dtype), lost)

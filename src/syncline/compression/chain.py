@@ -1,6 +1,7 @@
-"""Chain: what one compression would send is encoded by the next.
+"""Compressions made of others.
 
-After: one compression to begin with, another for the rest of the training.
+`Chain` encodes the output of one compression by the next. `After` uses one compression at first and another for the
+rest of the training.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _GIVES = {
 
 
 class Chain(Composed):
-    """Compressions one behind the other: `Chain(PowerSGD(2), Cast())`, `Chain(TopK(0.01), Quantize(8))`.
+    """A sequence of compressions: `Chain(PowerSGD(2), Cast())`, `Chain(TopK(0.01), Quantize(8))`.
 
-    What all stages together lose is fed back before the first, if any of them asks for it: one copy of the values is
-    kept, however many stages there are.
+    If any stage uses error feedback, the loss of all stages together is fed back before the first. This takes one copy
+    of the values, however many stages there are.
 
     Args:
-        stages: two or more compressions. After PowerSGD any other may follow; after TopK one that encodes values
-            without averaging them (Cast, Quantize); after these nothing.
+        stages: two or more compressions. PowerSGD may be followed by any other. TopK may be followed by one that
+            encodes values without averaging them (Cast, Quantize). These may not be followed by any.
 
     Raises:
-        TypeError: a stage is no compression.
+        TypeError: a stage is not a compression.
         ValueError: the stages cannot follow one another.
 
     Example:
@@ -75,7 +76,7 @@ class Chain(Composed):
 
     @property
     def stages(self) -> tuple[Compression, ...]:
-        """At least two, none of them a chain."""
+        """The stages, at least two, none of them a chain."""
         return self._stages
 
     @property
@@ -116,7 +117,7 @@ def _check_that_it_follows(stage: Compression, before: Compression) -> None:
 
 
 class _ChainEncoder(Encoder):
-    """The first stage's generator runs; where it asks for a mean or for values, the rest of the chain answers."""
+    """Runs the first stage's generator, and answers its requests for means or values with the rest of the chain."""
 
     def __init__(self, stages: tuple[Compression, ...], layout: Layout) -> None:
         super().__init__(layout)
@@ -150,22 +151,22 @@ class _ChainEncoder(Encoder):
 
 @dataclass(frozen=True)
 class After(Composed):
-    """A compression that begins after some averagings: `After(400, PowerSGD(4), before=Quantize(4))`.
+    """A compression that starts after some averagings: `After(400, PowerSGD(4), before=Quantize(4))`.
 
-    Early gradients are large, change fast, and decide more than those to come: what is approximated coarsely then
-    costs more than it saves. So `PowerSGD` is usually switched on late ("deferring", as torch's
-    `start_powerSGD_iter` does by keeping the first steps exact). With error feedback, what was lost before the
-    switch is fed back after it.
+    Early gradients are large, change fast, and matter more than later ones, so a coarse approximation of them costs
+    more than it saves. Therefore `PowerSGD` is usually switched on late ("deferring"; torch's `start_powerSGD_iter`
+    does this by keeping the first steps exact). With error feedback, what was lost before the switch is fed back after
+    it.
 
     Args:
-        num_averagings: how often the mean is formed by `before`; steps of the optimizer, where gradients are averaged
-            once a step.
-        then: the compression from there on.
-        before: the one up to there; None: values travel as they are.
+        num_averagings: number of averagings by `before`. This is a number of optimizer steps if gradients are averaged
+            once per step.
+        then: the compression after that.
+        before: the compression up to there; None for no compression.
 
     Raises:
-        ValueError: `num_averagings` below 1.
-        TypeError: `num_averagings` is no integer; one of the two is no compression, or is an `After`.
+        ValueError: `num_averagings` is below 1.
+        TypeError: `num_averagings` is not an integer; or `then` or `before` is not a compression, or is an `After`.
 
     Example:
         >>> from syncline.compression import PowerSGD, Quantize
@@ -177,7 +178,8 @@ class After(Composed):
     then: Compression
     before: Compression | None = field(default=None, kw_only=True)
 
-    # What it gives changes in the middle, and where values stand may matter for one of the two: so it stands alone.
+    # In a chain the form of its output would change during training, and one of the two may need whole matrices.
+    # These settings keep it out of chains.
     is_order_dependent = True
     gives = "codes"
 
@@ -202,14 +204,14 @@ class After(Composed):
 
 
 class _AfterEncoder(Encoder):
-    """Counts, and asks one encoder or the other."""
+    """Counts averagings, and delegates to one encoder or the other."""
 
     def __init__(self, after: After, layout: Layout) -> None:
         super().__init__(layout)
         self._num_averagings = after.num_averagings
         self._then = after.then.encoder(layout)
         self._before = None if after.before is None else after.before.encoder(layout)
-        # A tensor, because it is saved and loaded beside the others; never on the device, for it is read each time.
+        # A tensor, so that it is saved and loaded with the others. On the CPU, because it is read in each averaging.
         self._count = torch.zeros((), dtype=torch.int64)
 
     def memory(self) -> list[dict[str, Tensor]]:

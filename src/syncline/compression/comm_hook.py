@@ -1,4 +1,4 @@
-"""A compression as a communication hook, of torch's class or ours: `register_comm_hook(HookState(...), hook)`."""
+"""A compression as a communication hook for torch's class or ours: `register_comm_hook(HookState(...), hook)`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AnyGradBucket", "HookState", "hook"]
 
 
 class AnyGradBucket(Protocol):
-    """What a communication hook is given: torch's `dist.GradBucket`, or ours."""
+    """The argument of a communication hook: torch's `dist.GradBucket`, or ours."""
 
     def index(self) -> int: ...
     def buffer(self) -> Tensor: ...
@@ -30,39 +30,39 @@ class AnyGradBucket(Protocol):
 
 
 def hook(state: HookState, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients, compressed.
+    """Average a bucket of gradients with compression.
 
-    The first phase of a bucket starts here, further ones when later buckets come, all in the order of the calls; with
-    the last bucket everything is waited for.
+    The first phase of a bucket starts here. Later phases start when later buckets arrive, always in the order of the
+    calls. The last bucket waits for all of them.
 
     Args:
-        state: with the compression, and what it keeps.
+        state: contains the compression and its state.
         bucket: a `dist.GradBucket`, or one of ours.
 
     Returns:
-        A future of the bucket's buffer, which holds the mean over all ranks.
+        A future of the bucket's buffer, which then holds the mean over all ranks.
 
     Raises:
-        ValueError: gradients are sparse, or not real floating numbers.
+        ValueError: gradients are sparse, or not real floating-point numbers.
     """
     return state.average(bucket)
 
 
-# torch compares annotations with classes, and takes text for a wrong one.
+# torch compares the annotations with classes, and rejects annotations that are strings.
 hook.__annotations__.clear()
 
 
 class HookState:
-    """What `hook` is registered with: a compression, between which ranks, and what it keeps for each parameter.
+    """The state of `hook`: a compression, the ranks to average over, and what the compression keeps per parameter.
 
-    When buckets are laid out anew (torch and Syncline do it after the first backward), what was kept goes on with its
+    When buckets are laid out again (torch and Syncline do this after the first backward), that state stays with its
     parameters.
 
     Args:
         compression: how gradients are encoded.
-        group: whose gradients are averaged: a `torch.distributed` process group, a Syncline transport, or None for the
-            default group. A collective call where that group has not been used yet.
-        module: by whose parameter names `state_dict` calls what is kept; only for that.
+        group: the ranks whose gradients are averaged: a `torch.distributed` process group, a Syncline transport, or
+            None for the default group. The constructor is a collective call if the group has not been used yet.
+        module: gives the parameter names for `state_dict`.
 
     Example:
         >>> import torch, syncline as sl
@@ -87,7 +87,7 @@ class HookState:
             checked_kind("module", module, nn.Module, "a torch.nn.Module")
         self.compression = compression
         self._kept: dict[str, Mapping[str, Tensor]] = {}
-        """By name, what was loaded and not used yet."""
+        """Loaded state that is not in use yet, by parameter name."""
         self._forget_buckets()
         self._names: dict[int, str] | None = None
         self._transport: Transport | None = None
@@ -97,10 +97,10 @@ class HookState:
         self._buckets: dict[int, _Bucket] = {}
         self._under_way: list[tuple[_Bucket, Tensor, _Future]] = []
         self._carried: dict[int, _Carried] = {}
-        """By the id of a parameter, what its former bucket has kept."""
+        """The state from a parameter's former bucket, by the parameter's id."""
 
     def use(self, transport: Transport, module: nn.Module | None) -> None:
-        """Between these ranks from now on, and of this module; what is kept goes on."""
+        """Average over these ranks from now on, for this module; the compression's state is kept."""
         if module is not None:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         if transport is not self._transport:
@@ -111,7 +111,7 @@ class HookState:
 
     @torch.no_grad()
     def average(self, bucket: AnyGradBucket) -> torch.futures.Future[Tensor]:
-        """See `hook`."""
+        """Average a bucket; see `hook`."""
         for earlier, *_ in self._under_way:
             earlier.exchange.advance()
         buffer = bucket.buffer()
@@ -125,7 +125,7 @@ class HookState:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete all that is under way: a phase of each bucket in turn, in the order in which they were started."""
+        """Complete all averages in flight: one phase per bucket in turn, in the order in which they were started."""
         waiting = [known.exchange for known, *_ in self._under_way]
         while waiting:
             for exchange in waiting:
@@ -137,7 +137,7 @@ class HookState:
             future.set_result(buffer)
 
     def _bucket(self, bucket: AnyGradBucket, buffer: Tensor) -> _Bucket:
-        """What averages it; made anew where it is not of the same parameters as last time."""
+        """Return the bucket's averager; make a new one if the bucket's parameters have changed."""
         index = bucket.index()
         if buffer.is_sparse:
             raise ValueError(
@@ -165,29 +165,31 @@ class HookState:
         return known
 
     def _carry(self) -> None:
-        """Buckets change: remember what they keep by parameter. Those under way are new already."""
+        """Save the buckets' state by parameter, because buckets change. Buckets in flight are already the new ones."""
         for index, known in list(self._buckets.items()):
             if not known.exchange.is_under_way:
                 kept = zip(known.parameters, known.exchange.memory(), strict=False)
                 self._carried.update((id(p), _Carried(p, tensors)) for p, tensors in kept)
                 del self._buckets[index]
 
-    # ------------------------------------------------------------------ saved and loaded
+    # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of what this rank keeps, as `<parameter>.<name>`. Residuals differ: every rank has to save its own.
+        """Return a copy of this rank's state, with keys `<parameter>.<name>`.
+
+        Residuals differ between ranks, so every rank has to save its own state.
 
         Raises:
             ValueError: the module is not known, so parameters have no names.
-            SynclineError: a backward is under way.
+            SynclineError: a backward is in progress.
         """
         return joined_state(self._by_name())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `state_dict` gave, on the same rank of as many.
+        """Load a state that `state_dict` returned on the same rank, with the same number of ranks.
 
         Raises:
-            ValueError: the module is not known; or the state is of parameters that it does not have.
+            ValueError: the module is not known, or it does not have these parameters.
         """
         names = self._checked_names()
         given = parted_state(state)
@@ -196,7 +198,7 @@ class HookState:
             raise ValueError(
                 f"expected the state of parameters of this module, got one of {', '.join(unknown)}"
             )
-        # From now on as if nothing had been kept before; buckets take up what is theirs when they come.
+        # The former state is dropped. Buckets take their part of the new state when they are created.
         self._forget_buckets()
         self._kept = {
             name: {kind: t.clone() for kind, t in tensors.items()} for name, tensors in given.items()
@@ -219,27 +221,27 @@ class HookState:
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without connections; what is kept only where parameters have names."""
+        """Return the state without connections, and per-parameter state only if parameters have names."""
         kept = {} if self._names is None else parted_state(self.state_dict())
         return {"compression": self.compression, "_kept": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over the default group."""
+        """Restore the state; the default group is used."""
         self._forget_buckets()
         self._names = self._transport = None
         vars(self).update(state)
 
 
 class _Carried(NamedTuple):
-    """What was kept of a parameter."""
+    """State that was kept of a parameter."""
 
     parameter: Tensor
-    """It is held, so that no other gets its id."""
+    """A reference to the parameter, so that no other object gets its id."""
     tensors: Mapping[str, Tensor]
 
 
 class _Bucket:
-    """One bucket, as it was when its parameters came together for the first time."""
+    """One bucket, with the parameters that it had when it was created."""
 
     def __init__(
         self,
@@ -257,11 +259,11 @@ class _Bucket:
         )
 
     def fits(self, members: tuple[int, ...], buffer: Tensor) -> bool:
-        """Whether it is still the same."""
+        """Return whether the bucket is unchanged."""
         return self.members == members and self._kind == (buffer.numel(), buffer.dtype, buffer.device)
 
     def accepts(self, position: int, kept: Mapping[str, Tensor]) -> bool:
-        """Whether what was kept of a parameter is still of its shape."""
+        """Return whether the saved state of a parameter has the shapes needed here."""
         own = self.exchange.memory()[position]
         return {name: tensor.shape for name, tensor in own.items()} == {
             name: tensor.shape for name, tensor in kept.items()
@@ -269,7 +271,10 @@ class _Bucket:
 
 
 class _Future(torch.futures.Future[Tensor]):
-    """Whoever waits for it before the last bucket has come (there may be none) completes what is under way."""
+    """A future that completes the averages in flight if it is waited for before the last bucket has arrived.
+
+    There may be no last bucket.
+    """
 
     def __init__(self, state: HookState, device: torch.device) -> None:
         super().__init__(devices=None if device.type == "cpu" else [device])
@@ -282,7 +287,7 @@ class _Future(torch.futures.Future[Tensor]):
 
 
 def _shape_in_memory(gradient: Tensor) -> tuple[int, ...]:
-    """The sizes in the order in which elements lie in a flat tensor: of channels_last weights, channels come last."""
+    """Return the sizes in memory order of the dimensions; channels come last for channels_last weights."""
     strides: tuple[int, ...] = gradient.stride()
     order = sorted(range(gradient.dim()), key=lambda dim: -strides[dim])
     return tuple(gradient.shape[dim] for dim in order)

@@ -1,4 +1,4 @@
-"""Averages a flat tensor over a transport: answers what an encoder asks for, one phase after the other."""
+"""Averaging of a flat tensor over a transport: answers an encoder's requests, one phase after the other."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ __all__ = ["MeanExchange"]
 
 
 class MeanExchange:
-    """Averages one flat tensor over all ranks again and again.
+    """Averages one flat tensor over all ranks repeatedly.
 
-    One averaging is `start`, as many `advance` as there is something to do in between, and `wait`. Each starts the
-    collectives of at most one phase, so ranks that call them in the same order start the same collectives in the same
-    order. Making one is no collective call. A group of one rank sends nothing: values come back as they are.
+    One averaging is a call of `start`, any number of calls of `advance` (between other work), and a call of `wait`.
+    `start` and `advance` start the collectives of at most one phase, and `wait` those of all remaining phases. So ranks
+    that call them in the same order start the same collectives in the same order. The constructor is not a collective
+    call. A group of one rank sends nothing and returns the values unchanged.
 
     Args:
-        compression: how the values are encoded; None for one all_reduce of them.
-        shapes: of the tensors that lie one behind the other in the flat tensor; the same on all ranks.
-        dtype: of the flat tensor. fp16 and bf16 are encoded from float32.
-        device: of the flat tensor.
-        transport: between the ranks.
+        compression: how the values are encoded; None for one plain all_reduce.
+        shapes: shapes of the tensors that make up the flat tensor, in order; the same on all ranks.
+        dtype: type of the flat tensor. fp16 and bf16 are encoded from float32.
+        device: device of the flat tensor.
+        transport: connects the ranks.
 
     Raises:
-        ValueError: a compression of a type that is not real and floating.
+        ValueError: there is a compression, and the type is not real and floating.
 
     Example:
         >>> from syncline.compression import Quantize
@@ -93,23 +94,23 @@ class MeanExchange:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is something to wait for: `start` has been called, and `wait` has not."""
+        """Whether an averaging was started and not waited for."""
         return self._averaging is not None or self._result is not None
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `wait` has nothing more to send or to wait for."""
+        """Whether the mean has arrived, so that `wait` neither sends nor blocks."""
         return self._result is not None
 
     def start(self, flat: Tensor) -> None:
-        """Begin an averaging; its first messages are under way when this returns.
+        """Start an averaging. Its first messages are in flight when this returns.
 
         Args:
-            flat: (numel,); given away: it is undefined from now on, and may come back as the result.
+            flat: of shape (numel,). It is consumed: its values are undefined afterwards, and it may be the result.
 
         Raises:
-            SynclineError: the last one was not waited for.
-            ValueError: another number of elements, another type, or on another device.
+            SynclineError: the previous averaging was not waited for.
+            ValueError: another number of elements, another type, or another device.
         """
         if self.is_under_way:
             raise SynclineError(
@@ -134,19 +135,19 @@ class MeanExchange:
         self._step(None)
 
     def advance(self) -> None:
-        """Wait for the phase that is under way and start the next one, if there is one."""
+        """Wait for the current phase, and start the next one if there is one."""
         if self._averaging is not None:
             assert self._reply is not None
-            self._step(self._reply())  # what raises here raises again when it is waited for again
+            self._step(self._reply())  # if this raises, the next wait raises again
 
     def wait(self) -> Tensor:
-        """Block until the mean is there.
+        """Wait for the mean.
 
         Returns:
             The mean over all ranks, of shape (numel,) and in the flat tensor's type, the same bits on every rank.
 
         Raises:
-            SynclineError: nothing was started; or a rank is gone, as from `Work.wait`.
+            SynclineError: nothing was started, or a rank is gone (as in `Work.wait`).
         """
         if not self.is_under_way:
             raise SynclineError(f"rank {self._transport.rank}: nothing is under way: call start first")
@@ -156,32 +157,32 @@ class MeanExchange:
         assert result is not None
         return result
 
-    # ------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------ state
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """What is kept of each tensor, by name; to be read only."""
+        """Return the state of each tensor, by name; read-only."""
         self._check_at_rest()
         return [{} for _ in self.layout.shapes] if self._averager is None else self._averager.memory()
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what was kept of one tensor; a ValueError if it does not fit."""
+        """Restore the state of one tensor; a ValueError if it does not fit."""
         self._check_at_rest()
         if self._averager is not None:
             self._averager.remember(index, tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of what this rank keeps from one averaging to the next, as `<index of the tensor>.<name>`.
+        """Return a copy of this rank's state between averagings, with keys `<index of the tensor>.<name>`.
 
-        Residuals differ from rank to rank, so every rank has to save its own.
+        Residuals differ between ranks, so every rank has to save its own state.
         """
         self._check_at_rest()
         return {} if self._averager is None else self._averager.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `state_dict` gave.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: it is of another compression, or of other tensors; then nothing has changed.
+            ValueError: the state is of another compression, or of other tensors. Nothing has changed then.
         """
         self._check_at_rest()
         if self._averager is not None:
@@ -198,10 +199,10 @@ class MeanExchange:
     # ------------------------------------------------------------------ phases
 
     def _step(self, reply: Any) -> None:
-        """Hand over a reply and start what is asked for next."""
+        """Pass a reply to the generator, and start what it requests next."""
         assert self._averaging is not None
         try:
-            # Not by what happens to be switched on around it: autocast would multiply in halves.
+            # Independent of the caller's context, because autocast would multiply in half precision.
             with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
                 request = self._averaging.send(reply)
         except StopIteration as ended:
@@ -212,7 +213,7 @@ class MeanExchange:
         self._reply = self._started(request)
 
     def _started(self, request: Request) -> Callable[[], Any]:
-        """Start what a request needs; the result waits for it and gives the reply."""
+        """Start what a request needs; return a function that waits for it and returns the reply."""
         if isinstance(request, Mean):
             return _then(Averaged, self._reduced(request.values, "mean"))
         if isinstance(request, Sum):
@@ -227,7 +228,7 @@ class MeanExchange:
         return lambda: self._arrived(wire, [work])
 
     def _gathered(self, request: Gather) -> Callable[[], Gathered]:
-        """One message a rank, whatever it is of."""
+        """Gather both tensors of a request in one message per rank."""
         values, beside = request.values, request.beside
         message = _as_bytes(values)
         if beside is not None:
@@ -241,7 +242,7 @@ class MeanExchange:
             rows = self._arrived(everyone, [work], sent=wire).view(self._transport.size, -1)
             if beside is None:
                 return Gathered(rows.view(values.dtype), None)
-            # Copies, so that elements are where their size allows them to be.
+            # Copies, because a view in another type needs aligned memory.
             return Gathered(
                 rows[:, num_beside_bytes:].clone(memory_format=torch.contiguous_format).view(values.dtype),
                 rows[:, :num_beside_bytes].clone(memory_format=torch.contiguous_format).view(beside.dtype),
@@ -256,8 +257,8 @@ class MeanExchange:
         received[rank] = wire[rank]
         works: list[Work] = []
         for step in range(1, self._transport.size):
-            # Of two ranks the lower one sends first: engines that run the messages of a pair one after the other need
-            # that both begin with the same one.
+            # Of two ranks the lower one sends first. Transports that run the messages of a pair in order need both
+            # ranks to start with the same message.
             peer = (rank + step) % self._transport.size
             directions = [(self._transport.send, wire), (self._transport.recv, received)]
             for move, rows in directions if rank < peer else reversed(directions):
@@ -265,11 +266,11 @@ class MeanExchange:
         return lambda: self._arrived(received, works, sent=wire)
 
     def _sendable(self, tensor: Tensor) -> Tensor:
-        """On a device that the engine can send from, in one piece of memory."""
+        """Return a contiguous copy on a device from which the transport can send."""
         return tensor.to(self._transport.sending_device(tensor.device)).contiguous()
 
     def _arrived(self, wire: Tensor, works: Sequence[Work], *, sent: Tensor | None = None) -> Tensor:
-        """What has come, on the device where it is wanted. `sent` is named so that it lives until then."""
+        """Return what was received, on the layout's device. `sent` is an argument so that it lives until then."""
         for work in works:
             work.wait()
         return wire.to(self.layout.device)
@@ -284,10 +285,10 @@ def _then(make: Callable[[Tensor], Any], reply: Callable[[], Tensor]) -> Callabl
 
 
 def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of tensors that lie one behind the other.
+    """Return the shapes as tuples of integers.
 
     Raises:
-        TypeError, ValueError: a shape is not one.
+        TypeError, ValueError: a shape is invalid.
     """
     try:
         found = tuple(tuple(int(operator.index(size)) for size in shape) for shape in shapes)

@@ -1,9 +1,8 @@
 """PowerSGD: the gradient of a weight matrix travels as two thin factors.
 
-Orthonormal rows, the same bits wherever they are computed.
-
-A rank that multiplies matrices with another number of threads, or on another processor, may get other last bits. Here
-all is done element by element, and sums are taken by halves in an order that the size alone determines.
+All ranks must compute the same bits from the same factors. Matrix products may differ in the last bits between
+processors or numbers of threads. Therefore `orthonormal_rows` and `sum_of_outer_products` compute element by element,
+and add in a tree whose order depends on the size only.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ __all__ = ["PowerSGD", "orthonormal_rows", "sum_of_outer_products"]
 
 
 _ZERO = 1e-24
-"""Squared length, for rows of largest element 1: what is left of a row that depends on those before it."""
+"""Squared length below which a row depends on earlier rows, for rows whose largest element is 1."""
 
 
 def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of length 1, orthogonal to each other, that span what the given rows span.
+    """Return orthonormal rows that span what the given rows span.
 
-    By Gram and Schmidt, twice, in float64. A row of zeros, or one that depends on those before it, becomes zeros; what
-    is not finite stays so. Matrices of similar width are computed together.
+    The method is Gram-Schmidt, applied twice, in float64. A row of zeros, or one that depends on earlier rows, becomes
+    zeros. Values that are not finite stay so. Matrices of similar width are computed together.
 
     Args:
-        matrices: each of shape (few, many).
+        matrices: matrices of shape (few, many).
 
     Returns:
-        As many, of the same shapes and types.
+        Equally many matrices, of the same shapes and types.
 
     Example:
         >>> orthonormal_rows([torch.tensor([[3.0, 4.0], [6.0, 8.0]])])
@@ -59,7 +58,7 @@ def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sum_of_outer_products(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """`out = left.T @ right`, the same bits everywhere.
+    """Compute `out = left.T @ right`, with the same bits on all ranks.
 
     Args:
         left: (few, n)
@@ -72,9 +71,9 @@ def sum_of_outer_products(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _orthonormalize(batch: Tensor) -> None:
-    """In place; of shape (num_matrices, num_rows, a power of two)."""
+    """Orthonormalize the rows in place; the shape is (num_matrices, num_rows, a power of two)."""
     largest = batch.abs().amax(2, keepdim=True)
-    batch /= torch.where(largest == 0, 1, largest)  # so that squares neither overflow nor vanish
+    batch /= torch.where(largest == 0, 1, largest)  # so that squares neither overflow nor underflow
     for _ in range(2):
         for k in range(batch.shape[1] - 1):
             row, rest = batch[:, k : k + 1], batch[:, k + 1 :]
@@ -86,7 +85,7 @@ def _orthonormalize(batch: Tensor) -> None:
 
 
 def _sums(terms: Tensor) -> Tensor:
-    """Over the last dimension, a power of two, which stays with size 1."""
+    """Add up the last dimension, whose size is a power of two; it is kept with size 1."""
     while terms.shape[-1] > 1:
         half = terms.shape[-1] // 2
         terms = terms[..., :half] + terms[..., half:]
@@ -95,21 +94,21 @@ def _sums(terms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Rank-r approximations by one power iteration a step, warm-started from the last one.
+    """A rank-r approximation by one power iteration per step, which starts from the result of the last one.
 
-    A tensor of shape (n, ...) counts as a matrix (n, m); it is compressed if (n + m) * rank values are fewer than
-    n * m. Everything else (vectors, small matrices) travels as it is, in one message with the first factors.
+    A tensor of shape (n, ...) counts as a matrix (n, m). It is compressed if (n + m) * rank is less than n * m.
+    Everything else (vectors, small matrices) travels uncompressed, in one message with the first factors.
     Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
     2019, arXiv 1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: of the approximation; bytes grow with it.
-        error_feedback: keep what the approximation has lost, and add it to what is averaged next; without it most
-            of a gradient is lost for ever.
-        seed: of the matrices that the first iteration starts from.
+        rank: rank of the approximation; bytes grow with it.
+        error_feedback: keep the error of the approximation, and add it to the next values. Without it most of a
+            gradient is lost for good.
+        seed: seed of the matrices from which the first iteration starts.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense: a rank below 1, say.
+        TypeError, ValueError: an argument is invalid, for example a rank below 1.
 
     Example:
         >>> print(PowerSGD())
@@ -137,14 +136,14 @@ class PowerSGD(Compression):
 
 
 class _PowerSGDEncoder(Encoder):
-    """Factors lie with their long side along the rows: left (rank, n), right (rank, m)."""
+    """Encodes with two factors per matrix, whose long side is along the rows: left (rank, n), right (rank, m)."""
 
     def __init__(self, power_sgd: PowerSGD, layout: Layout) -> None:
         super().__init__(layout)
         self._shapes: dict[int, tuple[int, int]] = {}
-        """(n, m) of the tensors that are compressed, by their index."""
+        """The shapes (n, m) of the compressed tensors, by index."""
         self._starts: dict[int, Tensor] = {}
-        """Of each, what the next iteration starts from: (rank, m)."""
+        """The matrix (rank, m) from which the next iteration of each tensor starts."""
         for index, shape in enumerate(layout.shapes):
             if len(shape) < 2 or 0 in shape:
                 continue
@@ -152,7 +151,7 @@ class _PowerSGDEncoder(Encoder):
             rank = power_sgd.rank
             if (n + m) * rank < n * m:
                 self._shapes[index] = (n, m)
-                # The same for all of a width: so it does not matter which tensors share a bucket.
+                # The same for all tensors of one width, so that the result does not depend on the bucket layout.
                 chance = torch.Generator().manual_seed(power_sgd.seed)
                 start = torch.randn(rank, m, generator=chance, dtype=torch.float32)
                 self._starts[index] = start.to(layout.device, layout.dtype)
@@ -197,7 +196,7 @@ class _PowerSGDEncoder(Encoder):
                 matrix.addmm_(left.t(), right.view(self._rank, -1), alpha=-1)
             self._write_rest(pieces, rest_lost)
             lost = values
-        # The values have served, unless they are what is lost now.
+        # The memory of `values` can be reused for the result, unless it holds what was lost.
         mean = torch.empty_like(values) if wants_lost else values
         places = mean.split(self.layout.numels)
         self._write_rest(places, rest_mean)
@@ -207,7 +206,7 @@ class _PowerSGDEncoder(Encoder):
         return Averaged(mean, lost)
 
     def _write_rest(self, places: Sequence[Tensor], flat: Tensor | None) -> None:
-        """What is not compressed, to where it stands among all; None is zeros."""
+        """Write the uncompressed tensors to their places; None writes zeros."""
         targets = [places[index] for index in self._rest]
         if not targets:
             return
@@ -217,7 +216,10 @@ class _PowerSGDEncoder(Encoder):
             foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
 
     def _start_next_from(self, index: int, right: Tensor) -> None:
-        """Only directions count, so lengths are kept near 1. A row that says nothing leaves the former one."""
+        """Keep a scaled copy of the right factor; rows of zeros, or of values that are not finite, keep the old start.
+
+        Only directions matter, so lengths are kept near 1.
+        """
         largest = right.abs().amax(1, keepdim=True)
         says_something = (largest > 0) & (largest < float("inf"))
         start = self._starts[index]

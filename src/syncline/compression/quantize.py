@@ -1,4 +1,4 @@
-"""Quantize: values travel as codes of 8, 4 or 2 bits, with one scale for each block of them."""
+"""Quantize: values travel as codes of 8, 4 or 2 bits, with one scale for each block of values."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ __all__ = ["Quantize"]
 
 
 _SCALE = torch.bfloat16
-"""Of scales: the range of float32. Values are divided by the rounded scale, so it is off by the largest ones only."""
+"""The scales' type; it has the range of float32. Values are divided by the scale after it was rounded, so the rounding
+of a scale adds no error to a value, unless the value is among the largest of its block."""
 
 _SMALLEST_SCALE = 2.0**-126
-"""Below, one over it is not a float32; such blocks count as zero."""
+"""Scales below this count as zero, because their reciprocal is not a float32."""
 
 _INNER, _BORDER, _OUTER = 0.4528, 0.9816, 1.5104
-"""The four levels -1.51, -0.45, 0.45 and 1.51 of a Gaussian of variance 1, and the border between two of them."""
+"""The levels of a Gaussian of variance 1 are -1.51, -0.45, 0.45 and 1.51; 0.98 is the border between two of them."""
 
 _SLAB_NUMEL = 1 << 17
-"""Values that a CPU encodes at once, so that what is made in between stays in its cache."""
+"""Number of values that a CPU encodes at a time, so that temporary values stay in its cache."""
 
 
 @dataclass(frozen=True)
 class Quantize(Codec):
-    """A quarter of float32's bytes, an eighth, or a sixteenth: codes around zero, one bfloat16 scale a block.
+    """Codes of 8, 4 or 2 bits with one bfloat16 scale per block.
 
-    Codes of 8 and 4 bits are integers, scaled by the largest value of the block. Codes of 2 bits stand for four levels,
-    scaled by the block's root mean square: those that lose least of values that are spread like a Gaussian (Lloyd 1982,
-    Max 1960). Two bits are for sums that go on, with error feedback.
+    They take a quarter, an eighth or a sixteenth of float32's bytes.
 
-    Two ranks gather each other's codes. More than two work in two phases, so that bytes do not grow with ranks: rank r
-    gets everybody's chunk r, adds them up in rank order, and encodes the mean, which all gather. A block with a value
-    that is not finite comes out as not finite, so that a gradient scaler sees it.
+    Codes of 8 and 4 bits are integers around zero, scaled by the largest value of the block. Codes of 2 bits stand for
+    four levels, scaled by the block's root mean square. These levels minimize the error for values with a Gaussian
+    distribution (Lloyd 1982, Max 1960). Two bits are meant for repeated sums with error feedback.
+
+    Two ranks gather each other's codes. More ranks use two phases, so that bytes do not grow with the number of ranks:
+    rank r receives chunk r from all ranks, adds these up in rank order, and encodes their mean, which all ranks gather.
+    If a block contains a value that is not finite, its result is not finite, so that a gradient scaler detects it.
 
     Args:
-        bits: of each code; two codes of 4 bits, or four of 2, are packed in a byte.
-        block_numel: values with a common scale, whole bytes of them; fewer are more precise and cost 16 bits a block.
-        error_feedback: keep what rounding has lost, and add it to what is averaged next; one more copy in memory.
+        bits: bits per code; two codes of 4 bits, or four of 2, are packed into a byte.
+        block_numel: number of values with a common scale; they must fill whole bytes. Smaller blocks are more precise
+            and cost 16 bits each.
+        error_feedback: keep the rounding errors, and add them to the next values; takes one more copy in memory.
 
     Raises:
         ValueError: other bits, or blocks that do not fill whole bytes.
@@ -83,16 +87,16 @@ class Quantize(Codec):
 
     @property
     def _largest(self) -> int:
-        """The largest integer; the smallest is minus that."""
+        """The largest integer code; the smallest is its negative."""
         return 127 if self.bits == 8 else 7
 
     @property
     def _multiple(self) -> int:
-        """Of values that fill whole bytes; an even number of bytes, so that a block is at least two values."""
+        """The number of values that block_numel has to be a multiple of."""
         return 4 if self.bits == 2 else 2
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of `numel` values; the last block is filled up."""
+        """Return the number of bytes that encode `numel` values; the last block is padded."""
         num_blocks = -(-numel // self.block_numel)
         return num_blocks * (_SCALE.itemsize + self.block_numel * self.bits // 8)
 
@@ -116,15 +120,14 @@ class Quantize(Codec):
         return values.view(num_rows, -1)[:, :numel]
 
     def encode_rows(self, values: Tensor, lost: Tensor | None) -> Tensor:
-        """Each row as codes by itself: scales first, then the codes.
+        """Encode each row separately: first the scales, then the codes.
 
         Args:
-            values: (num_rows, numel)
-            lost: where to write what each value lost, of the same shape; None where nobody wants to know. It may be
-                `values`.
+            values: of shape (num_rows, numel).
+            lost: where to write the error of each value, of the same shape, or None. It may be `values`.
 
         Returns:
-            Bytes, (num_rows, num_bytes).
+            Bytes, of shape (num_rows, num_bytes).
         """
         num_rows, numel = values.shape
         size = self.block_numel
@@ -148,20 +151,20 @@ class Quantize(Codec):
         return encoded
 
     def _scales(self, blocks: Tensor) -> Tensor:
-        """One for each block of (..., block_numel) values."""
+        """Return the scale of each block of (..., block_numel) values."""
         if self.bits == 2:
             return blocks.square().mean(2).sqrt_()
         return blocks.abs().amax(2).div_(self._largest)
 
     def _nearest(self, scaled: Tensor) -> Tensor:
-        """The level that each value over its scale is nearest to; in place, if that is convenient."""
+        """Return the level nearest to each scaled value; may work in place."""
         if self.bits == 2:
             return torch.where(scaled.abs() > _BORDER, _OUTER, _INNER).copysign_(scaled).to(scaled.dtype)
-        # None is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
+        # No level is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
         return scaled.round_()
 
     def _pack(self, levels: Tensor, packed: Tensor) -> None:
-        """Levels, (..., block_numel), as bytes; neighbours in a byte are a half or a quarter of a block apart."""
+        """Write levels, (..., block_numel), as bytes. The values in a byte are half or a quarter of a block apart."""
         if self.bits == 8:
             packed.copy_(levels.to(torch.int8).view(torch.uint8))
         elif self.bits == 4:
@@ -175,7 +178,7 @@ class Quantize(Codec):
                 packed.add_(code, alpha=4**place)
 
     def _unpack(self, packed: Tensor, levels: Tensor) -> None:
-        """The inverse of `_pack`."""
+        """Write the levels that `_pack` packed."""
         if self.bits == 8:
             levels.copy_(packed.view(torch.int8))
         elif self.bits == 4:
@@ -189,8 +192,9 @@ class Quantize(Codec):
                 part.copy_(table[((packed >> (2 * place)) & 3).int()])
 
     def _slabs(self, blocks: Tensor) -> Iterator[slice]:
-        """Parts of the blocks, of shape (num_rows, num_blocks, block_numel), that are worked on at once: on a CPU what
-        fits into its cache, else all.
+        """Yield the parts of the blocks, (num_rows, num_blocks, block_numel), that are processed at a time.
+
+        On a CPU a part fits into the cache; elsewhere there is one part.
         """
         num_rows, num_blocks, _ = blocks.shape
         step = max(1, _SLAB_NUMEL // (num_rows * self.block_numel)) if blocks.is_cpu else num_blocks
@@ -204,7 +208,7 @@ class _QuantizeEncoder(Encoder):
         self._quantize = quantize
         chunk = -(-layout.numel // layout.num_ranks)
         self._chunk_numel = -(-chunk // quantize.block_numel) * quantize.block_numel
-        """Of each rank's chunk: whole blocks, the last chunks are filled up."""
+        """Number of values in each rank's chunk: whole blocks; the last chunks are padded."""
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         if not values.numel():
@@ -223,10 +227,10 @@ class _QuantizeEncoder(Encoder):
     def _by_chunks(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         rank, num_ranks, numel = self.layout.rank, self.layout.num_ranks, values.numel()
         chunks = _padded(values, num_ranks * self._chunk_numel).view(num_ranks, -1)
-        own = chunks[rank].clone()  # it is not sent, so nothing of it is lost
+        own = chunks[rank].clone()  # added unencoded, because it is not sent
         codes = self._quantize.encode_rows(chunks, chunks if wants_lost else None)
         received = yield AllToAll(codes)
-        # One rank's chunk at a time, in rank order.
+        # Add one rank's chunk at a time, in rank order.
         mean = torch.zeros_like(own)
         for source in range(num_ranks):
             if source == rank:
@@ -234,7 +238,8 @@ class _QuantizeEncoder(Encoder):
             else:
                 mean += self._quantize.decode(received[source][None], self._chunk_numel, values.dtype)[0]
         mean /= num_ranks
-        # All ranks' residuals are averaged next time, and only this rank knows what is lost now.
+        # Only this rank knows the error of encoding the mean. It is multiplied by the number of ranks, because the
+        # next averaging divides all residuals by that number.
         mine = self._quantize.encode_rows(mean[None], mean[None] if wants_lost else None)
         if wants_lost:
             torch.mul(mean, num_ranks, out=chunks[rank])
@@ -245,13 +250,13 @@ class _QuantizeEncoder(Encoder):
 
 
 def _padded(values: Tensor, multiple_of: int) -> Tensor:
-    """The last dimension filled up with zeros; the same tensor where there is nothing to fill."""
+    """Pad the last dimension with zeros; return the same tensor if there is nothing to pad."""
     missing = -values.shape[-1] % multiple_of
     return F.pad(values, (0, missing)) if missing else values
 
 
 def _mean_of_rows(rows: Tensor) -> Tensor:
-    """In rank order; rows of shape (num_ranks, numel)."""
+    """Return the mean of rows, (num_ranks, numel), added in rank order."""
     total = rows[0]
     for row in rows[1:]:
         total = total.add_(row)

@@ -1,4 +1,4 @@
-"""TopK: only the largest values travel, with their places."""
+"""TopK: only the values of largest magnitude travel, with their indices."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ __all__ = ["TopK", "largest_places"]
 
 
 _MANY = 1 << 16
-"""From so many values on, a CPU finds the largest faster among candidates."""
+"""From this number of values on, a CPU finds the largest faster among candidates."""
 
 _NUM_SAMPLES = 1 << 14
 
 _MARGIN = 1.25
-"""How many more candidates are aimed at than are needed."""
+"""Factor by which the number of candidates should exceed the number of values needed."""
 
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """Each rank sends the `ratio` largest of its values and where they stand, an int32 each; the rest counts as zero.
+    """The `ratio` largest values of each rank, with an int32 index each; all other values count as zero.
 
-    Values of one place are added up in rank order and divided by the number of ranks. Bytes received grow with ranks.
-    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021; Stich et al.,
-    "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
+    Values of one index are added up in rank order and divided by the number of ranks. Bytes received grow with the
+    number of ranks. Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021;
+    Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
 
     Args:
-        ratio: which part of the values travels, above 0 and up to 1; one at least.
-        error_feedback: keep what did not travel, and add it to what is averaged next; without it small values never
-            travel at all.
+        ratio: the fraction of the values that travels, above 0 and up to 1; at least one value travels.
+        error_feedback: keep the values that did not travel, and add them to the next ones. Without it small values
+            never travel.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense: another ratio, say.
+        TypeError, ValueError: an argument is invalid, for example the ratio.
 
     Example:
         >>> print(TopK(ratio=0.05))
@@ -79,14 +79,14 @@ class _TopKEncoder(Encoder):
         if wants_lost:
             values.index_add_(0, places, gathered.values[self.layout.rank], alpha=-1)
         mean = torch.zeros_like(values) if wants_lost else values.zero_()
-        # A rank at a time, whose places are all different: so the order of additions is the same everywhere.
+        # Add one rank at a time. Its indices are distinct, so the order of additions is the same on all ranks.
         for row, row_places in zip(gathered.values / self.layout.num_ranks, gathered.beside, strict=True):
             mean.index_add_(0, row_places, row)
         return Averaged(mean, values if wants_lost else None)
 
 
 def largest_places(values: Tensor, number: int) -> Tensor:
-    """Where the `number` largest values stand, by magnitude, in no particular order; NaN is larger than anything.
+    """Return the indices of the `number` values of largest magnitude, in any order; NaN counts as the largest.
 
     Example:
         >>> sorted(largest_places(torch.tensor([1.0, -5.0, 0.0, 3.0]), 2).tolist())
@@ -96,11 +96,11 @@ def largest_places(values: Tensor, number: int) -> Tensor:
     numel = sizes.numel()
     if sizes.device.type != "cpu" or numel < _MANY or 2 * _MARGIN * number > numel:
         return sizes.topk(number, sorted=False).indices
-    # Those above a limit, found in a sample, hold the largest of all if they are enough; and they are few.
+    # A sample gives a limit that only a few values exceed. If these are enough, they contain the largest of all.
     samples = sizes[:: numel // _NUM_SAMPLES]
     num_above = min(len(samples), math.ceil(_MARGIN * number / numel * len(samples)) + 8)
     limit = samples.topk(num_above).values[-1]
-    candidates = (~(sizes < limit)).nonzero().view(-1)  # NaN is not smaller
+    candidates = (~(sizes < limit)).nonzero().view(-1)  # includes NaN, which is not smaller than anything
     if len(candidates) < number:
         return sizes.topk(number, sorted=False).indices
     return candidates[sizes[candidates].topk(number, sorted=False).indices]

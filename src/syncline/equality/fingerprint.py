@@ -1,9 +1,10 @@
-"""Are tensors equal on all ranks, bit for bit? A number of 64 bits a tensor tells.
+"""Compare tensors between ranks, bit for bit, by a fingerprint of 64 bits per tensor.
 
-A tensor is read as words of 64 bits, in the order of its elements. Each word, offset by its place, goes through the
-mixing function of SplitMix64 (Steele, Lea and Flood 2014), and the results are added up modulo 2**64. That is integer
-arithmetic, exact on every device and independent of how the sum is split up. One changed word always changes the sum,
-for the mixing is one to one; any other difference is missed with a probability of about 2**-64.
+A tensor is read as words of 64 bits, in the order of its elements. An offset that depends on its position is added to
+each word, the mixing function of SplitMix64 (Steele, Lea and Flood 2014) is applied, and the results are added up
+modulo 2**64. This is integer arithmetic, so it is exact on every device, and the sum may be split in any way. One
+changed word always changes the sum, because the mixing is one to one. Any other difference is missed with a probability
+of about 2**-64.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = [
 
 
 _CPU_CHUNK_BYTES = 1 << 18
-"""So that what is computed with stays in a core's cache."""
+"""Chosen so that temporary values stay in a core's cache."""
 
 _DEVICE_CHUNK_BYTES = 1 << 25
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 and the others as signed integers
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 and the others below, as signed integers
 
 _FIRST = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 
@@ -48,7 +49,7 @@ _WORD = 1 << 64
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """For each tensor 64 bits that tell its values apart: its bytes in the order of its elements; not shape or dtype.
+    """Return a fingerprint of 64 bits per tensor: of its bytes in the order of its elements, not of shape or dtype.
 
     Strides and pending conjugations do not matter. 0.0 and -0.0 are different values, and so are NaNs with different
     payloads. Memory for copies is bounded: below 1 MiB on the CPU, 130 MiB elsewhere.
@@ -68,13 +69,13 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
             largest_bytes = max(other.nbytes for other in tensors if other.device == device)
             scratches[device] = _Scratch(device, largest_bytes)
         sums.setdefault(device, []).append(scratches[device].sum_of(tensor))
-    # One transfer a device: each would wait for all that runs there.
+    # One transfer per device, because each waits for all work there.
     found = {device: iter(torch.stack(here).tolist()) for device, here in sums.items()}
     return [next(found[tensor.device]) % _WORD for tensor in tensors]
 
 
 class _Scratch:
-    """What fingerprints are computed with, for one chunk after the other."""
+    """Temporary memory for fingerprints, used for one chunk after the other."""
 
     def __init__(self, device: torch.device, largest_bytes: int) -> None:
         self._chunk_bytes = _CPU_CHUNK_BYTES if device.type == "cpu" else _DEVICE_CHUNK_BYTES
@@ -84,7 +85,7 @@ class _Scratch:
         self._shifted = torch.empty_like(self._places)
 
     def sum_of(self, tensor: Tensor) -> Tensor:
-        """The sum of the mixed words of a tensor, () int64."""
+        """Return the sum of the mixed words of a tensor, () int64."""
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         num_words = 0
         for part in parts_of(tensor.detach(), self._chunk_bytes) if tensor.numel() else ():
@@ -94,7 +95,7 @@ class _Scratch:
         return total
 
     def _words_of(self, part: Tensor) -> Tensor:
-        """The bytes of a chunk as words, (num_words,) int64; the last one is filled up with zeros."""
+        """Return the bytes of a chunk as words, (num_words,) int64; the last word is padded with zeros."""
         if not is_plain(part):
             part = part.resolve_conj().resolve_neg().contiguous()
         flat = as_bytes(part)
@@ -106,7 +107,7 @@ class _Scratch:
         return padded.view(torch.int64)
 
     def _mixed_sum(self, words: Tensor, *, first: int) -> Tensor:
-        """The sum of the mixed words, (); `first` is the place of the first of them."""
+        """Return the sum of the mixed words, (); `first` is the position of the first word."""
         num_words = words.numel()
         mixed, shifted = self._mixed[:num_words], self._shifted[:num_words]
         torch.add(words, self._places[:num_words], out=mixed)
@@ -119,24 +120,24 @@ class _Scratch:
 
 
 def _xor_shifted(words: Tensor, scratch: Tensor, num_bits: int) -> None:
-    """`words ^= words >> num_bits`, shifting zeros in."""
+    """Compute `words ^= words >> num_bits` in place, shifting zeros in."""
     torch.bitwise_right_shift(words, num_bits, out=scratch)
     scratch.bitwise_and_((1 << (64 - num_bits)) - 1)
     words.bitwise_xor_(scratch)
 
 
 def _signed(number: int) -> int:
-    """Modulo 2**64, as a signed integer."""
+    """Return a number modulo 2**64, as a signed integer."""
     return (number + (1 << 63)) % _WORD - (1 << 63)
 
 
 def fingerprint_of_number(number: object) -> int:
-    """The same for a Python number; 1 and 1.0 differ, and so do 0.0 and -0.0."""
+    """Return a fingerprint of a Python number; 1 and 1.0 differ, and so do 0.0 and -0.0."""
     return int.from_bytes(hashlib.blake2b(repr(number).encode(), digest_size=8).digest(), "little")
 
 
 def digest_of(numbers: Sequence[int]) -> bytes:
-    """32 bytes that are equal on two ranks if all these fingerprints are."""
+    """Return 32 bytes that are equal on two ranks if all their fingerprints are."""
     return hashlib.sha256(b"".join(one.to_bytes(8, "little") for one in numbers)).digest()
 
 
@@ -144,10 +145,11 @@ def digest_of(numbers: Sequence[int]) -> bytes:
 
 
 class SliceHash:
-    """A number of 64 bits that tells some pieces of tensors apart, read in the order of their memory.
+    """A hash of 64 bits of some slices of tensors, read in memory order.
 
-    On the CPU by XXH3, as fast as memory is read; on other devices by the sums above, which wait for nothing until the
-    number is asked for. Ranks can compare theirs if their tensors have the same strides and types of devices.
+    On the CPU it uses XXH3, which is as fast as reading the memory. On other devices it uses the sums above, which wait
+    for the device only when the number is requested. Ranks can compare their hashes if their tensors have the same
+    strides and types of devices.
 
     Example:
         >>> one, same, other = SliceHash(), SliceHash(), SliceHash()
@@ -162,22 +164,22 @@ class SliceHash:
         self._parts: list[tuple[int, int | Tensor]] = []
 
     def add(self, leaf: int, value: Any, start: int, stop: int, *, in_memory_order: bool = True) -> None:
-        """Elements `start` to `stop` of a tensor, or a number; None stands for nothing.
+        """Add the elements `start` to `stop` of a tensor, or a number, or None for an empty entry.
 
         Args:
-            leaf: which tensor or number it is.
+            leaf: index of the tensor or number.
             value: the tensor or number.
             start: a multiple of 64.
-            stop: one too, or the end.
-            in_memory_order: count elements as they lie in memory, which takes no copy; where strides may differ between
-                ranks, along the flattened tensor.
+            stop: a multiple of 64, or the end.
+            in_memory_order: count elements in memory order, which needs no copy. Where strides may differ between
+                ranks, pass False to count along the flattened tensor.
         """
         if not isinstance(value, Tensor):
             self._parts.append((leaf, 0 if value is None else fingerprint_of_number(value)))
         elif (stop := min(stop, value.numel())) <= start:
             self._parts.append((leaf, 1))
         elif _is_in_host_memory(value):
-            # Making a view costs as much as hashing some kilobytes.
+            # Making a view costs as much as hashing several kilobytes.
             flat = value if is_plain(value) else _flat(value.detach(), in_memory_order=in_memory_order)
             itemsize = value.element_size()
             address = flat.data_ptr() + start * itemsize
@@ -196,14 +198,14 @@ class SliceHash:
         return self._parts  # type: ignore[return-value]
 
     def value(self) -> int:
-        """Of all pieces, in order."""
+        """Return the hash of all slices, in order."""
         total = 0
         for leaf, number in self._resolved():
             total = mixed(total ^ leaf, number)
         return total
 
     def by_leaf(self) -> dict[int, int]:
-        """Of the pieces of each tensor or number."""
+        """Return the hash of the slices of each tensor or number, by index."""
         found: dict[int, int] = {}
         for leaf, number in self._resolved():
             found[leaf] = mixed(found.get(leaf, 0), number)
@@ -215,12 +217,12 @@ def _is_in_host_memory(tensor: Tensor) -> bool:
 
 
 def mixed(total: int, number: int) -> int:
-    """One more number of 64 bits taken into a sum of them in which their order counts."""
-    return (total * (_GOLDEN % _WORD) + number) % _WORD  # odd, so that nothing is lost by multiplying
+    """Return a running hash with one more 64-bit number added; the order of the numbers matters."""
+    return (total * (_GOLDEN % _WORD) + number) % _WORD  # odd factor, so that the product is one to one
 
 
 def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
-    """All elements, (numel,): a view where they lie so."""
+    """Return all elements, (numel,), as a view if possible."""
     if is_plain(tensor):
         return as_flat(tensor)
     if in_memory_order and is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg():
@@ -228,24 +230,24 @@ def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-# ---------------------------------------------------------------------- who differs (pure)
+# ---------------------------------------------------------------------- which ranks differ (pure)
 
 
 class Difference(NamedTuple):
-    """One tensor that is not equal on all ranks."""
+    """A tensor that is not equal on all ranks."""
 
     name: str
     groups: tuple[tuple[int, ...], ...]
-    """Ranks with equal values, the largest group first (of several, that with the lowest rank)."""
+    """Groups of ranks with equal values, the largest first (of equally large groups, that with the lowest rank)."""
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """More than half of the ranks, which have the same; empty where there is none."""
+        """The ranks of a group of more than half of all ranks; empty if there is none."""
         return self.groups[0] if 2 * len(self.groups[0]) > sum(map(len, self.groups)) else ()
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks that are not of the majority; empty where no more than half of them agree."""
+        """The ranks outside of the majority; empty if there is no majority."""
         if not self.majority:
             return ()
         return tuple(sorted(rank for group in self.groups[1:] for rank in group))
@@ -255,22 +257,22 @@ class Difference(NamedTuple):
 
 
 def minority_of(found: Iterable[Difference]) -> tuple[int, ...]:
-    """The ranks that are in the minority in any of them."""
+    """Return the ranks that are in the minority in any of the differences."""
     return tuple(sorted({rank for difference in found for rank in difference.minority}))
 
 
 def first_of(found: Sequence[object], num_shown: int = 5) -> list[str]:
-    """A line each of the first differences, and how many more there are."""
+    """Return one line for each of the first differences, and a line with the number of the others."""
     more = len(found) - num_shown
     return [f"  {one}" for one in found[:num_shown]] + ([f"  and {more} more"] if more > 0 else [])
 
 
 def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Difference]:
-    """What differs, in order.
+    """Return the tensors that differ, in order.
 
     Args:
-        names: of the tensors.
-        rows: their fingerprints on each rank, in rank order.
+        names: names of the tensors.
+        rows: the tensors' fingerprints on each rank, in rank order.
 
     Example:
         >>> found = differences(["a", "b"], [[1, 5], [1, 6], [1, 5]])

@@ -1,4 +1,4 @@
-"""Where replicas differ: in which tensors, in which elements, and who is alone with what."""
+"""Locate differences between replicas: the tensors, the elements, and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["LocatedDifference", "differing", "divergence_error", "locate", "valu
 
 
 _MAX_LOCATED = 5
-"""Of so many tensors the elements are looked for, and so many are shown."""
+"""Number of tensors whose elements are located, and number of differences shown."""
 
 _NUM_BLOCKS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocatedDifference:
-    """One tensor or number that is not equal on all ranks.
+    """A tensor or number that is not equal on all ranks.
 
     Attributes:
-        difference: its name, and who is equal with whom.
-        index: its place among those that were compared.
-        elements: the first and the last element that differ, counted along the flattened tensor; None where they were
-            not looked for, or where it is a number.
-        shape: of the tensor; None for a number.
+        difference: its name, and the groups of ranks with equal values.
+        index: its position among the compared values.
+        elements: the first and the last element that differ, counted along the flattened tensor; None for a number, or
+            if they were not located.
+        shape: shape of the tensor; None for a number.
     """
 
     difference: Difference
@@ -51,11 +51,11 @@ class LocatedDifference:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The name of the tensor or number."""
         return self.difference.name
 
     def among(self, ranks: Sequence[int]) -> LocatedDifference:
-        """The same with ranks as users know them."""
+        """Return the same difference with each rank r replaced by `ranks[r]`."""
         groups = tuple(tuple(ranks[at] for at in group) for group in self.difference.groups)
         return replace(self, difference=self.difference._replace(groups=groups))
 
@@ -82,7 +82,7 @@ def _at(element: int, shape: tuple[int, ...]) -> str:
 
 
 def values_fingerprints(values: Sequence[Any]) -> list[int]:
-    """A fingerprint of each tensor or number, see `fingerprint.py`."""
+    """Return a fingerprint of each tensor or number; see `fingerprint.py`."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     found = iter(fingerprints(tensors))
     return [next(found) if isinstance(value, Tensor) else fingerprint_of_number(value) for value in values]
@@ -95,13 +95,13 @@ def locate(
     *,
     mine: Sequence[int] | None = None,
 ) -> list[LocatedDifference]:
-    """What differs, in order, and in which elements; a collective call that blocks.
+    """Return the values that differ between ranks, in order, and the elements that differ. A blocking collective call.
 
     Args:
-        names: of tensors and numbers, the same on all ranks.
-        values: they themselves; tensors have the same shapes on all ranks.
-        transport: between the ranks.
-        mine: their fingerprints, where they are known.
+        names: names of tensors and numbers, the same on all ranks.
+        values: the tensors and numbers; tensors have the same shapes on all ranks.
+        transport: connects the ranks.
+        mine: their fingerprints on this rank, if known.
     """
     mine = values_fingerprints(values) if mine is None else mine
     located = []
@@ -122,14 +122,14 @@ def locate(
 def differing(
     names: Sequence[str], mine: Sequence[int], transport: Transport
 ) -> list[tuple[int, Difference]]:
-    """Find which fingerprints differ between the ranks, with their places among all; a collective call.
+    """Return the fingerprints that differ between ranks, with their positions. A collective call.
 
     Args:
-        names: of what they are of, the same on all ranks.
+        names: names of the values, the same on all ranks.
         mine: the fingerprints of this rank.
-        transport: between the ranks.
+        transport: connects the ranks.
     """
-    # By number, for names may occur twice (keys of an optimizer's state that are written alike).
+    # Compare by index, because names may occur twice (keys of an optimizer's state with the same text).
     found = differences([str(index) for index in range(len(names))], _gathered(mine, transport))
     return [(int(one.name), one._replace(name=names[int(one.name)])) for one in found]
 
@@ -140,7 +140,10 @@ def _gathered(mine: Sequence[int], transport: Transport) -> list[list[int]]:
 
 
 def _elements(tensor: Tensor, transport: Transport) -> tuple[int, int] | None:
-    """The first and the last element that differ: blocks are compared, then blocks of the blocks that differ."""
+    """Return the first and the last element that differ.
+
+    Blocks are compared, then the blocks of the first and of the last block that differ, and so on.
+    """
     flat = tensor.detach().reshape(-1)
     first, last = (0, flat.numel()), (0, flat.numel())
     while first[1] - first[0] > 1 or last[1] - last[0] > 1:
@@ -148,7 +151,7 @@ def _elements(tensor: Tensor, transport: Transport) -> tuple[int, int] | None:
         rows = _gathered(fingerprints([flat[start:stop] for start, stop in blocks]), transport)
         differing = [block for at, block in enumerate(blocks) if len({row[at] for row in rows}) > 1]
         if not differing:
-            return None  # somebody writes while this is looked for
+            return None  # the tensor changed during the search
         first, last = min(differing), max(differing)
     return first[0], last[0]
 
@@ -169,17 +172,17 @@ def divergence_error(
     step: int | None = None,
     where: str = "",
 ) -> ReplicaDivergence:
-    """The error that names what differs.
+    """Return the error that names the differences.
 
     Args:
-        title: where it was found.
-        found: what differs, at least one.
-        num_compared: tensors and numbers.
-        num_ranks: that were compared.
-        remedy: what to do.
-        agreed_at: the step at which all ranks agreed on the first one last, where that is known.
+        title: the check that found them.
+        found: the differences, at least one.
+        num_compared: number of compared tensors and numbers.
+        num_ranks: number of compared ranks.
+        remedy: advice for the user.
+        agreed_at: the step at which all ranks last agreed on the first difference, if known.
         step: the step at which it differed.
-        where: the ranks that were compared, where these are not all.
+        where: the compared ranks in words, if not all ranks were compared.
     """
     minority = minority_of(one.difference for one in found)
     if minority:

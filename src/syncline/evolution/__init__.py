@@ -1,9 +1,9 @@
-"""Training without a backward pass: losses travel, noise is made again from seeds.
+"""Training without a backward pass: losses travel, and noise is regenerated from seeds.
 
 Imports: errors, words, differences, checks, records, contract, user_code, transport, session, optimizers, tensors,
 sharded.
 
-members.py   which rank evaluates which member, and what the losses say: pure
+members.py   members of a population, their noise, and the gradient estimated from their losses
 strategy.py  EvolutionStrategy
 """
 

@@ -1,9 +1,8 @@
-"""A population as far as one rank goes: parameters moved to a member and back, and the gradient that losses say.
+"""Members of a population: which rank evaluates which, their noise, and the gradient estimated from their losses.
 
-Evolution strategies as arithmetic: who evaluates what, which noise belongs to it, what the losses say.
-
-A population consists of mirrored pairs: pair p is evaluated at parameters + sigma * noise(p), and at parameters minus
-the same. The noise depends on seed, step and pair alone, not on ranks, so that any rank can make that of any pair.
+A population consists of mirrored pairs: pair p is evaluated at parameters + sigma * noise(p) and at parameters - sigma
+* noise(p). The noise depends on seed, step and pair only, not on ranks, so any rank can regenerate that of any pair.
+`Members` does this for one module on one rank; everything before it is plain arithmetic.
 
 Method: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
 https://arxiv.org/abs/1703.03864: mirrored sampling, centered ranks, known random seeds (algorithm 2).
@@ -42,11 +41,11 @@ _SEEDS = 1 << 32
 _STRIDE = 0x9E3779B1  # odd, so that multiplying by it is one-to-one; 2**32 / golden ratio spreads neighbours
 
 
-# ---------------------------------------------------------------------- who evaluates what
+# ---------------------------------------------------------------------- assignment to ranks
 
 
 def pairs_of(rank: int, num_ranks: int, num_pairs: int) -> range:
-    """The pairs that a rank evaluates: dealt out one by one, so the ranks' numbers differ by one at most.
+    """Return the pairs that a rank evaluates. They are dealt out in turn, so ranks differ by one pair at most.
 
     Example:
         >>> [list(pairs_of(rank, 3, num_pairs=4)) for rank in range(3)]
@@ -56,10 +55,11 @@ def pairs_of(rank: int, num_ranks: int, num_pairs: int) -> range:
 
 
 def in_order(rows: Sequence[Sequence[float]], num_pairs: int) -> list[float]:
-    """The losses of all members, pair by pair, from what each rank has of its own pairs.
+    """Return the losses of all members, pair by pair, from the rows of all ranks.
 
     Args:
-        rows: of each rank, in rank order: two losses for each of `pairs_of`, then whatever fills up the row.
+        rows: one row per rank, in rank order: two losses for each pair of `pairs_of`, then padding.
+        num_pairs: number of pairs over all ranks.
 
     Example:
         >>> in_order([[1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 0.0, 0.0]], num_pairs=3)
@@ -72,13 +72,13 @@ def in_order(rows: Sequence[Sequence[float]], num_pairs: int) -> list[float]:
     return losses
 
 
-# ---------------------------------------------------------------------- which noise belongs to it
+# ---------------------------------------------------------------------- noise
 
 
 def noise_seed(seed: int, step: int, pair: int) -> int:
-    """The seed of one pair's noise, of 32 bits: torch's generator on the CPU looks at no more.
+    """Return the seed of one pair's noise. It has 32 bits, because torch's CPU generator uses no more.
 
-    Pairs of one step never share a seed. Those of different steps may, once in billions, which does no harm.
+    Pairs of one step never have equal seeds. Pairs of different steps may, once in billions, which does no harm.
 
     Example:
         >>> noise_seed(0, 1, 0), noise_seed(0, 1, 1)
@@ -91,10 +91,13 @@ def noise_seed(seed: int, step: int, pair: int) -> int:
 def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
     """Fill `out` with the noise of one pair: independent, of mean 0 and variance 1.
 
-    Neither torch's global generator nor the number of threads has a part in it.
+    The result depends neither on torch's global generator nor on the number of threads.
 
     Args:
-        out: flat, float32, on the CPU (all machines have one; generators of other devices give other numbers).
+        out: flat, float32, on the CPU (every machine has one; generators of other devices give other numbers).
+        seed: seed of the run.
+        step: number of the step.
+        pair: index of the pair.
 
     Returns:
         `out`.
@@ -103,14 +106,14 @@ def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
     return out.normal_(generator=generator)
 
 
-# ---------------------------------------------------------------------- what the losses say
+# ---------------------------------------------------------------------- gradient weights from losses
 
 
 def centered_ranks(losses: Sequence[float]) -> list[float]:
-    """Losses as evenly spaced numbers from -0.5 (the best) to 0.5 (the worst): their order counts, not their size.
+    """Return losses as evenly spaced numbers from -0.5 (the best) to 0.5 (the worst); only their order counts.
 
-    Equal losses share the mean of their places, so that what cannot be told apart moves nothing. Losses that are not
-    finite (minus infinity as well) are the worst, all the same.
+    Equal losses get the mean of their places, so that they do not move the parameters. Losses that are not finite
+    (including minus infinity) are equally the worst.
 
     Example:
         >>> centered_ranks([0.3, 1e9, float("nan"), 0.1, 0.3])
@@ -131,11 +134,11 @@ def centered_ranks(losses: Sequence[float]) -> list[float]:
 
 
 def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
-    """What the noise of each pair counts in the estimated gradient: gradient = sum over pairs of weight * noise.
+    """Return the weight of each pair's noise in the estimated gradient, which is the sum of weight * noise over pairs.
 
     Args:
-        losses: of all members, pair by pair, plus before minus: twice as many as pairs.
-        sigma: how far the members are from the parameters, in standard deviations of the noise.
+        losses: losses of all members, pair by pair, plus before minus: two per pair.
+        sigma: distance of the members from the parameters, in standard deviations of the noise.
 
     Example:
         >>> pair_weights([1.0, 4.0, 3.0, 3.0], sigma=0.5)  # pair 0 is better plus than minus; pair 1 says nothing
@@ -148,7 +151,7 @@ def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a step depends on besides parameters, losses and optimizer."""
+    """The settings that a step depends on, besides parameters, losses and optimizer."""
 
     sigma: float
     population: int
@@ -174,7 +177,7 @@ class Settings:
 
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """What a strategy moves, tied parameters once; an error where it must not."""
+    """Return the parameters that a strategy trains, tied ones once; raise if the module is not suitable."""
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
         raise ValueError(
@@ -201,14 +204,14 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Members:
-    """Evaluates members of a population, and adds up what their losses say about the gradient.
+    """Evaluates members of a population, and estimates the gradient from their losses.
 
-    Beside the parameters it takes, during `evaluate`, a copy of them and of the buffers and one vector of float32 as
-    long as all parameters; during `gradients` two such vectors.
+    Besides the parameters, `evaluate` needs memory for a copy of them and of the buffers and for one float32 vector as
+    long as all parameters. `gradients` needs two such vectors.
 
     Args:
-        module: whose parameters are moved.
-        parameters: those that are.
+        module: the module to evaluate.
+        parameters: the parameters that are changed.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -226,7 +229,7 @@ class Members:
         *,
         step: int,
     ) -> list[float]:
-        """The losses of these pairs, plus before minus. Parameters and buffers are left as they were, bit for bit."""
+        """Return the losses of pairs, plus before minus. Parameters and buffers are restored bit for bit."""
         before = [p.detach().clone() for p in self._parameters]
         buffers = _Buffers(self._module)
         flat = self._vector()
@@ -242,19 +245,19 @@ class Members:
                         p.copy_(kept).add_(part, alpha=sign * settings.sigma)
                     losses.append(_as_number(loss_fn(self._module)))
                     buffers.put_back()
-        finally:  # an interrupt must not leave a member's parameters behind
+        finally:  # so that an interrupt does not leave a member's parameters in the module
             for p, kept in zip(self._parameters, before, strict=True):
                 p.copy_(kept)
             buffers.put_back()
         return losses
 
     def gradients(self, weights: Sequence[float], settings: Settings, *, step: int) -> Iterator[Tensor]:
-        """The sum over all pairs of weight * noise, a tensor in the shape of each parameter: float32, on the CPU."""
+        """Yield the sum of weight * noise over all pairs, in each parameter's shape: float32, on the CPU."""
         flat, total = self._vector(), self._vector().zero_()
         for pair, weight in enumerate(weights):
             if weight:
                 noise_(flat, seed=settings.seed, step=step, pair=pair)
-                # Multiply, then add: an add with a factor may or may not be fused, and ranks may differ in that.
+                # Multiply, then add: a scaled add may or may not be fused, and then ranks could differ.
                 total.add_(flat.mul_(weight))
         return self._parts(total)
 
@@ -267,7 +270,7 @@ class Members:
 
 
 class _Buffers:
-    """A module's buffers as they were, to be put back: objects and values."""
+    """A copy of a module's buffers, both the objects and their values, to restore."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]

@@ -1,9 +1,10 @@
-"""Training without a backward pass: `EvolutionStrategy`. Losses travel; noise and update are made again on every rank.
+"""Training without a backward pass: `EvolutionStrategy`. Only losses travel; every rank computes the same update.
 
-[Note: same update] No parameter is sent after construction. All ranks know all losses and make all noise from its
-seeds, so all take the same step, by the same operations on the same numbers in the same order. What that rests on is
-checked: at construction, that all machines make the same numbers from a seed (another CPU type or version of torch may
-not); in each step, beside the losses, that parameters and the optimizer's settings are the same bits on all ranks.
+[Note: same update] No parameter is sent after construction. All ranks know all losses and regenerate all noise from
+its seeds, so all take the same step, by the same operations on the same numbers in the same order. The assumptions are
+checked. At construction ranks compare the numbers that they make from a seed, because another CPU type or another
+version of torch may make others. In each step ranks compare, together with the losses, digests of the parameters and
+the optimizer's settings.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _REMEDY_STEP = (
 )
 
 _OPENING_BYTES = 105
-"""What a rank sends to agree on a step; see `syncline.transport.agreement.agree`."""
+"""Bytes that a rank sends to agree on a step; see `syncline.transport.agreement.agree`."""
 
 _HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # whether loss_fn failed, then the first losses
 
@@ -72,33 +73,34 @@ _PROBE_NUMEL = 4096
 
 
 class EvolutionStrategy:
-    """Trains a module by trying small random changes of its parameters: no backward, so any loss will do.
+    """An optimization of a module by small random changes of its parameters, without backward, for any loss.
 
-    In each step `population` members are evaluated, dealt out to the ranks: the parameters plus sigma times noise, and
-    minus the same noise. The losses, 8 bytes a member, are all that travels: every rank makes the noise of all members
-    again from (seed, step, member), estimates the same gradient of the expected loss, and takes the same step. The
-    bytes do not depend on the size of the module. Evaluations are shared out, noise for the update is not: more ranks
-    help as long as a rank's evaluations take longer than drawing `population / 2` random numbers a parameter.
+    In each step `population` members are evaluated, distributed over the ranks. A pair of members is the parameters
+    plus and minus sigma times the same noise. Only the losses travel, 8 bytes per member. Every rank regenerates the
+    noise of all members from (seed, step, pair), estimates the same gradient of the expected loss, and takes the same
+    step. The bytes do not depend on the size of the module. Evaluations are divided among ranks, but each rank makes
+    all the noise for the update. So more ranks help as long as a rank's evaluations take longer than drawing
+    `population / 2` random numbers per parameter.
 
-    Parameters with `requires_grad` are trained, tied ones as one; noise is float32. Buffers are put back after each
-    evaluation: running statistics of a BatchNorm stay what they are. Construction is a collective call, after which
-    parameters and buffers are rank 0's on every rank.
+    Parameters with `requires_grad` are trained, tied ones as one; noise is float32. Buffers are restored after each
+    evaluation, so running statistics of a BatchNorm do not change. Construction is a collective call; after it every
+    rank has rank 0's parameters and buffers.
 
     Args:
         module: the same on all ranks, on any devices.
         sigma: standard deviation of the noise, in units of the parameters.
         lr: learning rate of the optimizer.
-        population: evaluations a step over all ranks; an even number. With more ranks than half of it, some have none.
-        seed: of all noise; the same on all ranks.
-        optimizer: called as `optimizer(parameters, lr=lr)`: torch.optim.Adam, say, or a `functools.partial` of one. It
-            finds the estimated gradient in `.grad`.
-        group: the ranks that share the work: a `torch.distributed` process group, a Syncline transport, or None for
-            the default group (or a world of one, where torch.distributed is not initialised).
+        population: evaluations per step over all ranks; an even number. Ranks beyond half of it evaluate nothing.
+        seed: seed of all noise; the same on all ranks.
+        optimizer: called as `optimizer(parameters, lr=lr)`, for example torch.optim.Adam or a `functools.partial`. The
+            optimizer finds the estimated gradient in `.grad`.
+        group: the ranks that divide the evaluations: a `torch.distributed` process group, a Syncline transport, or
+            None for the default group (or a world of one, if torch.distributed is not initialized).
 
     Raises:
         ContractMismatch: the ranks' modules or arguments differ, or their machines make different noise from the same
             seed; the same text on every rank.
-        TypeError, ValueError: an argument makes no sense, on any rank; on every rank.
+        TypeError, ValueError: an argument is invalid on any rank. All ranks raise it.
 
     Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
     https://arxiv.org/abs/1703.03864.
@@ -129,7 +131,7 @@ class EvolutionStrategy:
         self._transport = transport_of(group)
         self.module = module
         self.num_steps = 0
-        """Steps taken so far."""
+        """Number of steps taken."""
         lines: list[str] = []
         fault = None
         try:
@@ -137,7 +139,7 @@ class EvolutionStrategy:
             self._trained = trained_parameters(module)
             self._members = Members(module, [p for _, p in self._trained])
             self.optimizer = _made_optimizer(optimizer, [p for _, p in self._trained], lr)
-            """Made by the argument `optimizer`; for a schedule of its learning rate, say."""
+            """The optimizer that the argument `optimizer` made, for example to schedule its learning rate."""
             lines = self._description()
         except Exception as error:
             fault = error
@@ -146,23 +148,23 @@ class EvolutionStrategy:
 
     @torch.no_grad()
     def step(self, loss_fn: Callable[[nn.Module], float | Tensor]) -> EvolutionRecord:
-        """Evaluate the population, and move the parameters to where the losses are lower; a collective call.
+        """Evaluate the population, and move the parameters towards lower losses. A collective call.
 
         Args:
-            loss_fn: `loss_fn(module)` returns a number or a tensor of one element, the lower the better. It is called
-                without gradients, on this rank for this rank's members, so with the same data for all of them: their
-                losses are compared with each other. It makes no collective calls: ranks may have different numbers of
-                members. A loss that is not finite counts as the worst.
+            loss_fn: `loss_fn(module)` returns a number or a tensor of one element; lower is better. It is called
+                without gradients, on each rank for that rank's members. Use the same data for all members, because
+                their losses are compared. It must not make collective calls, because ranks may have different numbers
+                of members. A loss that is not finite counts as the worst.
 
         Returns:
             The losses of all members; the same on every rank.
 
         Raises:
             ValueError: no loss is finite; on every rank.
-            PeerFailed: `loss_fn` raised on another rank; where it did, its own exception is raised.
+            PeerFailed: `loss_fn` raised on another rank. A rank on which it raised raises its exception.
             ContractMismatch: parameters or optimizer settings are no longer the same on all ranks.
 
-            After each of these, parameters and buffers are what they were before the step.
+            After each of these errors, parameters and buffers are what they were before the step.
         """
         board = self._transport.board
         board.step, board.phase = self.num_steps + 1, "EvolutionStrategy.step, evaluating members"
@@ -182,12 +184,12 @@ class EvolutionStrategy:
         return record
 
     def statistics(self) -> Statistics:
-        """Collectives, bytes and time waiting, of everything that used the same transport on this rank."""
+        """Return collectives, bytes and time waited of everything that used the same transport on this rank."""
         return self._transport.statistics()
 
     @property
     def contract(self) -> Contract:
-        """What is synchronized, when and how."""
+        """Which tensors are synchronized, when and how."""
         settings, transport = self._settings, self._transport
         named = named_tensors(self.module)
         num_buffers = sum(not isinstance(t, nn.Parameter) for _, t in named)
@@ -226,7 +228,7 @@ class EvolutionStrategy:
         return Contract(title=title, rows=(scores, noise, parameters, buffers))
 
     def state_dict(self) -> dict[str, Any]:
-        """What continues the run bit for bit beside `module.state_dict()`, with any number of ranks."""
+        """Return the state that, with `module.state_dict()`, resumes the run bit for bit on any number of ranks."""
         return {
             "num_steps": self.num_steps,
             **asdict(self._settings),
@@ -234,10 +236,10 @@ class EvolutionStrategy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; on all ranks. Its settings take the place of the arguments.
+        """Load a state that `state_dict` returned; call it on all ranks. Its settings replace the arguments.
 
         Raises:
-            ValueError: something is missing, or makes no sense.
+            ValueError: a part of the state is missing or invalid.
         """
         expected = {"num_steps", "sigma", "population", "seed", "optimizer"}
         if set(checked_state(state)) != expected:
@@ -250,10 +252,10 @@ class EvolutionStrategy:
         self.optimizer.load_state_dict(state["optimizer"])
         self._settings, self.num_steps = settings, num_steps
 
-    # ------------------------------------------------------------------ what travels
+    # ------------------------------------------------------------------ exchange of losses
 
     def _losses_of_all(self, mine: Sequence[float], fault: Exception | None) -> list[float]:
-        """The losses of all members, pair by pair."""
+        """Return the losses of all members, pair by pair."""
         inline = [*mine[:_NUM_INLINE], *([0.0] * (_NUM_INLINE - len(mine)))]
         head = _HEAD.pack(fault is not None, *inline)
         lines = self._state_lines() if self._transport.size > 1 else []
@@ -271,14 +273,14 @@ class EvolutionStrategy:
         return in_order(rows, self._settings.num_pairs)
 
     def _most_losses(self) -> int:
-        """How many losses the rank with the most has: rank 0."""
+        """Return the largest number of losses on a rank, which is that of rank 0."""
         return 2 * len(pairs_of(0, self._transport.size, self._settings.num_pairs))
 
     def _fits_inline(self) -> bool:
         return self._most_losses() <= _NUM_INLINE
 
     def _num_bytes_a_step(self) -> int:
-        """What all ranks send together."""
+        """Return the bytes that all ranks together send per step."""
         if self._transport.size == 1:
             return 0
         own = _OPENING_BYTES + (0 if self._fits_inline() else 8 * self._most_losses())
@@ -296,7 +298,7 @@ class EvolutionStrategy:
         return cast(list[list[float]], everyone.view(self._transport.size, width).tolist())
 
     def _tell_failure(self, failed: Sequence[int], fault: Exception | None) -> None:
-        """Raise on all ranks: `fault` where there is one, elsewhere what the first that failed tells."""
+        """Raise on all ranks: this rank's `fault` if there is one, otherwise the report of the first failed rank."""
         text = "" if fault is None else "".join(traceback.format_exception(fault)).rstrip()
         told = self._transport.all_gather_bytes(text.encode(errors="replace"))
         if fault is not None:
@@ -306,7 +308,7 @@ class EvolutionStrategy:
             f"changed. The first of them, rank {failed[0]}:\n{told[failed[0]].decode()}"
         )
 
-    # ------------------------------------------------------------------ what ranks agree on
+    # ------------------------------------------------------------------ agreement between ranks
 
     def _description(self) -> list[str]:
         probe = torch.empty(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
@@ -321,7 +323,7 @@ class EvolutionStrategy:
         ]
 
     def _state_lines(self) -> list[str]:
-        """What has to be the same on all ranks for the same update."""
+        """Return lines that must be equal on all ranks for the update to be equal."""
         return [
             f"step  {self.num_steps + 1}",
             *self._settings_lines(),
@@ -335,10 +337,10 @@ class EvolutionStrategy:
             lines += [f"optimizer.param_groups[{index}].{key}  {value!r}" for key, value in sorted(group)]
         return lines
 
-    # ------------------------------------------------------------------ the step itself
+    # ------------------------------------------------------------------ the update
 
     def _update(self, weights: Sequence[float]) -> None:
-        """One step of the optimizer by the estimated gradient; `.grad` is left as it was."""
+        """Take one optimizer step by the estimated gradient; restore `.grad` afterwards."""
         grads = self._members.gradients(weights, self._settings, step=self.num_steps + 1)
         parameters = [p for _, p in self._trained]
         grads_before = [p.grad for p in parameters]
@@ -385,7 +387,7 @@ def _record(step: int, losses: Sequence[float]) -> EvolutionRecord:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Of the bits."""
+    """Return a digest of the tensor's bits."""
     flat = tensor.detach().cpu().contiguous()
     num_bytes = flat.numel() * flat.element_size()
     if not num_bytes:

@@ -1,8 +1,8 @@
-"""What an optimizer consists of, and what is compared between ranks when it steps.
+"""The contents of optimizers, and what ranks compare when an optimizer steps.
 
 Imports: errors, words, trees, _torch.
 
-attached.py      an attached optimizer: its settings are compared, its steps counted
+attached.py      an attached optimizer: its steps are counted, its settings compared
 contents.py      the tensors and Python numbers of an optimizer
-weak_methods.py  methods put on an object that do not keep it alive
+weak_methods.py  methods that do not keep their object alive
 """

@@ -1,4 +1,4 @@
-"""An optimizer that was attached: its settings are compared with its peers', and its steps are counted."""
+"""Attached optimizers: their steps are counted, and their settings can be compared between ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ __all__ = ["AttachedOptimizer", "settings_of", "to_replace"]
 _Setting = float | int | str | None
 
 _LINK = "_syncline_link"
-"""The attribute of a step by which its link is found."""
+"""The attribute of a step function that holds its link."""
 
 
 class AttachedOptimizer:
-    """Watches one optimizer, whose `step` becomes a function that asks first, for as long as this object is alive.
+    """A watch over one optimizer. Its `step` is replaced by a function that calls this object while it is alive.
 
-    The optimizer stays the same object. Its new `step` has a `__func__`, as a bound method has: learning rate
-    schedulers want it. A scheduler may have wrapped the old one, or may wrap the new one.
+    The optimizer stays the same object. Its new `step` has a `__func__`, as a bound method has, because learning rate
+    schedulers need it. A scheduler may have wrapped the old step, or may wrap the new one.
 
     Args:
-        optimizer: which.
-        before_step: called with this object before each step; what it raises, the step raises.
-        after_step: called with it after each step.
-        discards: asked, once the gradients of a step are there, whether it is to be left undone; such a step counts as
-            none. A closure, which makes the gradients inside of the step, is run before. None: no step is.
+        optimizer: the optimizer.
+        before_step: called with this object before each step; the step raises what it raises.
+        after_step: called with this object after each step.
+        discards: called once the gradients of a step exist; returns whether to skip the step. A skipped step is not
+            counted. A closure, which computes the gradients inside of the step, is called before. None: never skip.
 
     Example:
         >>> import torch
@@ -59,9 +59,9 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.num_steps = 0
         self.counts = True
-        """Whether steps count, and are followed by what is due; switched off while replicas drift on purpose."""
+        """Whether steps are counted and the callbacks called; switched off while replicas drift on purpose."""
         self.told_settings: object = None
-        """The settings at the last reduction, which did not go on unless all ranks shared them."""
+        """The settings at the last reduction, which compared them between ranks."""
         self._before_step = before_step
         self._after_step = after_step
         self._discards = discards
@@ -70,7 +70,7 @@ class AttachedOptimizer:
         self._link.replaced_by = ""
 
     def step(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do one step of the optimizer by `inner`, with all that belongs to it."""
+        """Take one step of the optimizer by `inner`, and call the callbacks."""
         if not self.counts:
             return inner(*args, **kwargs)
         self._before_step(self)
@@ -86,24 +86,24 @@ class AttachedOptimizer:
         return result
 
     def replace_by(self, successor: str) -> None:
-        """Let go of the optimizer; a step of it raises from now on, unless it is attached again.
+        """Detach from the optimizer. Its step raises from now on, unless it is attached again.
 
         Args:
-            successor: the class of the optimizer that takes its place.
+            successor: the class of the optimizer that replaces it.
         """
         self._link.replaced_by = successor
 
     def settings(self) -> tuple[Any, ...]:
-        """The numbers that decide what a step does, and how many steps there were; cheap."""
+        """Return the number of steps and the numbers that determine a step; cheap."""
         return (self.num_steps, *settings_of(self.optimizer))
 
     def describe(self, number: int) -> list[str]:
-        """The same in words, a line for each setting."""
+        """Return the settings in words, one line per setting, with the number of steps."""
         kind = type(self.optimizer).__name__
         return [f"steps of optimizer {number} ({kind})  {self.num_steps}", *self.describe_settings(number)]
 
     def describe_settings(self, number: int) -> list[str]:
-        """The settings alone."""
+        """Return the settings in words, one line per setting."""
         kind = type(self.optimizer).__name__
         return [
             f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
@@ -113,17 +113,17 @@ class AttachedOptimizer:
 
 
 class _Link:
-    """What stands before an optimizer's own step. It keeps neither the optimizer nor who watches it alive."""
+    """A link from an optimizer's step to its watch. It keeps neither of the two alive."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
-        """The step that was there before, called with the optimizer."""
+        """The former step, called with the optimizer."""
         self.attached: Callable[[], AttachedOptimizer | None] = lambda: None
         self.replaced_by = ""
-        """The class of the optimizer that was attached in the place of this one."""
+        """The class of the optimizer that replaced this one."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step from now on."""
+        """Take a step; this is the optimizer's new step."""
         if self.replaced_by:
             raise SynclineError(
                 f"this {type(optimizer).__name__} was replaced: an optimizer of its parameters, of class "
@@ -135,7 +135,7 @@ class _Link:
 
 
 def _link_of(optimizer: Optimizer) -> _Link:
-    """A link that nobody uses any more, or a new one."""
+    """Return an unused link of the optimizer, or a new one."""
     inner = optimizer.step
     link = getattr(inner, _LINK, None)
     while isinstance(link, _Link):
@@ -148,7 +148,7 @@ def _link_of(optimizer: Optimizer) -> _Link:
 
 
 def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the place of `optimizer.step`."""
+    """Return the function that replaces `optimizer.step`."""
 
     @functools.wraps(inner)
     def step(self_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -158,13 +158,13 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
     bound: Any = weakly_bound(optimizer, step)
     for function in (step, bound):
         setattr(function, _LINK, link)
-    bound.__signature__ = inspect.signature(inner)  # a GradScaler looks for a parameter
+    bound.__signature__ = inspect.signature(inner)  # because a GradScaler looks for a parameter by name
     own: Callable[..., Any] = bound
     return own
 
 
 class _Evaluated:
-    """A closure that was called once: it gives that result first, and afterwards what further calls give."""
+    """A closure that was called once. Its first call returns that result; later calls call the closure again."""
 
     def __init__(self, closure: Callable[[], Any], discards: Callable[[], bool]) -> None:
         self._closure = closure
@@ -190,7 +190,7 @@ class _Evaluated:
 def _evaluated(
     discards: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Evaluated | None, tuple[Any, ...], dict[str, Any]]:
-    """The closure among the arguments of a step, called once; and the arguments with it in its place."""
+    """Call the closure among the arguments of a step; return it and the arguments with its wrapper in its place."""
     if args and callable(args[0]):
         evaluated = _Evaluated(args[0], discards)
         return evaluated, (evaluated, *args[1:]), kwargs
@@ -206,16 +206,17 @@ def to_replace(
     own: Collection[int],
     replace: bool | None,
 ) -> list[Optimizer]:
-    """Say which attached optimizers a new one takes the place of.
+    """Return the attached optimizers that a new one replaces.
 
     Args:
-        optimizer: the new one.
-        attached: the others, each with its parameters.
-        own: by `id`, the parameters that count.
-        replace: those that have parameters of the new one (True) or none (False). None: those that have no others.
+        optimizer: the new optimizer.
+        attached: the attached optimizers, each with its parameters.
+        own: the `id`s of the parameters to consider.
+        replace: True: replace optimizers that have any parameter of the new one. False: replace none. None: replace
+            optimizers all of whose parameters are the new one's.
 
     Raises:
-        ValueError: `replace` is None, and one has parameters of the new one and others.
+        ValueError: `replace` is None, and an attached optimizer has only some of its parameters in common.
 
     Example:
         >>> weight, bias = (torch.zeros(1, requires_grad=True) for _ in range(2))
@@ -246,7 +247,7 @@ def to_replace(
 
 
 def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
-    """Of each parameter group its settings, by name, as values that ranks can compare."""
+    """Return the settings of each parameter group, by name, as values that ranks can compare."""
     return [
         tuple((key, _plain(value)) for key, value in group.items() if key != "params")
         for group in optimizer.param_groups
@@ -254,9 +255,9 @@ def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
-    """A setting as a value that is equal on two ranks if the setting is; None for what cannot be compared cheaply."""
+    """Return a setting as a value that is equal on two ranks if the setting is; None if that would be expensive."""
     if isinstance(value, Tensor):
-        # On an accelerator, reading it would wait for all that runs there.
+        # Reading a tensor on an accelerator would wait for all work there.
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     if isinstance(value, tuple | list):
         return tuple(_scalar(item) for item in value)
@@ -265,5 +266,5 @@ def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
 
 def _scalar(value: object) -> _Setting:
     if isinstance(value, float):
-        return float(value)  # numpy's are written differently
+        return float(value)  # because the repr of numpy's floats differs
     return value if isinstance(value, int | str) else None

@@ -1,7 +1,4 @@
-"""What an optimizer consists of, and its Python numbers (learning rates, step counts), which travel as tensors.
-
-The floating state of an optimizer, which meets when it is asked for.
-"""
+"""The contents of an optimizer: parameters, state, settings, and its Python numbers as tensors that can be sent."""
 
 from __future__ import annotations
 
@@ -25,22 +22,25 @@ __all__ = [
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all its groups, in order."""
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """State and settings: `state[3].exp_avg` (of the fourth parameter over all groups), `param_groups[0].lr`."""
+    """Yield the leaves of state and settings with their paths.
+
+    Examples of paths are `state[3].exp_avg` (of the fourth parameter over all groups) and `param_groups[0].lr`.
+    """
     for path, node in _nodes(optimizer):
         yield from leaves(node, path)
 
 
 def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give what an optimizer has loaded of one parameter the types in which it was saved.
+    """Restore the types in which one parameter's optimizer state was saved.
 
     Args:
-        state: what it has, where torch has turned floating-point tensors into the parameter's type; changed.
-        saved: what was saved.
+        state: the loaded state, in which torch has converted floating-point tensors to the parameter's type; changed.
+        saved: the saved state.
     """
     for name, value in saved.items():
         now = state.get(name)
@@ -51,9 +51,9 @@ def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The dictionaries of an optimizer's state and settings, without the parameters themselves."""
+    """Yield the dictionaries of an optimizer's state and settings, without the parameters themselves."""
     for index, parameter in enumerate(parameters_of(optimizer)):
-        # `state` is a defaultdict: asking it for a parameter without state would make one.
+        # `state` is a defaultdict: looking up a parameter without state would add an entry.
         if parameter in optimizer.state:
             yield f"state[{index}]", optimizer.state[parameter]
     for index, group in enumerate(optimizer.param_groups):
@@ -61,14 +61,14 @@ def _nodes(optimizer: Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class OptimizerNumbers:
-    """An optimizer's integers and floats as two tensors: to be broadcast, then written back.
+    """An optimizer's integers and floats as two tensors, which can be broadcast and written back.
 
-    Other settings (switches, names) are not sent; they are part of the description, so that a difference is
-    told before anything is sent.
+    Other settings (switches, names) are not sent. They are part of the description, so that a difference is reported
+    before anything is sent.
 
     Args:
-        optimizer: whose numbers.
-        settings: send those of the parameter groups, too; with False they stay as they are, and their values are
+        optimizer: the optimizer.
+        settings: also send the numbers of the parameter groups. False: these stay as they are, and their values are
             part of the description.
 
     Example:
@@ -90,7 +90,7 @@ class OptimizerNumbers:
             torch.tensor(list(self._integers.values()), dtype=torch.int64),
             torch.tensor(list(self._floats.values()), dtype=torch.float64),
         )
-        """What to send: int64 and float64, on the CPU."""
+        """The tensors to send: int64 and float64, on the CPU."""
         self.lines: list[str] = [
             f"{path}  {_described(leaf) if settings or not is_setting(path) else _valued(leaf)}"
             for path, leaf in found
@@ -101,20 +101,20 @@ class OptimizerNumbers:
             self.lines.append(f"param_groups[{index}].params  {len(group['params'])} tensors")
 
     def write_back(self) -> None:
-        """Make what is in `tensors` the optimizer's numbers."""
+        """Write the values of `tensors` into the optimizer."""
         received: dict[str, Any] = {}
         for numbers, tensor in zip((self._integers, self._floats), self.tensors, strict=True):
             received.update(zip(numbers, tensor.tolist(), strict=True))
         nodes = dict(_nodes(self._optimizer))
         for index, group in enumerate(self._optimizer.param_groups):
-            # The node of a group is a copy without its parameters.
+            # The node of a group is a copy without its parameters, so write into the group itself.
             _write(group, f"param_groups[{index}]", nodes.pop(f"param_groups[{index}]"), received)
         for path, node in nodes.items():
             _write(node, path, node, received)
 
 
 def is_setting(path: str) -> bool:
-    """Whether what `optimizer_leaves` found there belongs to a parameter group, not to the state."""
+    """Return whether a path of `optimizer_leaves` belongs to a parameter group, not to the state."""
     return path.startswith("param_groups[")
 
 
@@ -133,16 +133,16 @@ def _described(leaf: Any) -> str:
 
 
 def _valued(leaf: Any) -> str:
-    """A setting in words that are equal on two ranks if its value is."""
+    """Return a setting in words that are equal on two ranks if its value is."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {leaf.tolist()}"
     if isinstance(leaf, float):
-        return repr(float(leaf))  # numpy's are written differently
+        return repr(float(leaf))  # because the repr of numpy's floats differs
     return repr(leaf) if isinstance(leaf, int | str | None) else type(leaf).__name__
 
 
 def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Momenta and the like, by name; not step counts, nor anything else of one element.
+    """Return floating-point state such as momenta, by name, without step counts and scalars.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 """Methods that do not keep their object alive.
 
-A bound method in an object's own `__dict__` is a reference cycle: the object would stay in memory, and what it has
-mapped, until the garbage collector runs.
+A bound method in an object's own `__dict__` is a reference cycle. The object, and memory that it has mapped, would stay
+until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["unbound", "weakly", "weakly_bound"]
 
 
 def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of `owner` as a function of the owner; where it is a bound method, it keeps no reference."""
+    """Return `method` of `owner` as a function of the owner. A bound method's function holds no reference to it."""
     if getattr(method, "__self__", None) is owner:
         own: Callable[..., Any] = method.__func__  # type: ignore[attr-defined]
         return own
@@ -29,7 +29,7 @@ def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
-    """Return what `MethodType(function, owner)` would be, `__func__` and signature included, but for `__self__`.
+    """Return the equivalent of `MethodType(function, owner)`, with `__func__` and signature but without `__self__`.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
     bound: Any = method
     del (
         bound.__wrapped__
-    )  # who looks for a signature would follow it, and find the owner among the parameters
+    )  # otherwise `inspect.signature` would follow it, and include the owner among the parameters
     signature = inspect.signature(function)
     bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
     bound.__func__ = function
@@ -57,7 +57,7 @@ def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a bound method that does not keep its object alive; without the object it does nothing."""
+    """Return a function that calls a bound method without keeping its object alive; it does nothing after that."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One optimizer whose parameters are this rank's shards of the module's."""
+"""An optimizer whose parameters are this rank's shards of the module's parameters."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def is_sharded(optimizer: object) -> bool:
 
 
 class AttachedShards(ShardedState):
-    """Gives an optimizer this rank's shards instead of the module's parameters.
+    """An optimizer's link to this rank's shards, which replace the module's parameters in it.
 
-    The optimizer stays the same object with the same parameter groups, so that schedulers and scalers go on. Its
-    `state_dict` and `load_state_dict` speak torch's ordinary form; checkpoints take this rank's shard of it.
+    The optimizer stays the same object with the same parameter groups, so that schedulers and scalers keep working. Its
+    `state_dict` and `load_state_dict` use torch's ordinary format; checkpoints use this rank's shard of it.
 
     Args:
-        optimizer: of trained parameters of one module (frozen ones may be among them).
-        index_of: by identity, the index of each trained parameter.
-        names: of the trained parameters.
-        shares: of all buckets.
-        lane: between the ranks.
+        optimizer: has trained parameters of one module; frozen ones are allowed among them.
+        index_of: the index of each trained parameter, by its `id`.
+        names: names of the trained parameters.
+        shares: the `Share` of each bucket.
+        lane: connects the ranks.
         whole: step whole parameters, in their own shape.
-        by_parameter: end flat spans where a parameter does.
+        by_parameter: end flat spans where a parameter ends.
         find_together: see `ShardGradient`.
-        around_step: called with this object and the plain step; decides when the ranks may write.
+        around_step: called with this object and the plain step; it decides when the ranks may write.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class AttachedShards(ShardedState):
         self._by_parameter = by_parameter
         self._find_together = find_together
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        """The parameters as they were given, group by group."""
+        """The original parameters, by group."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
         self._positions = {
             index_of[id(parameter)]: position
             for position, parameter in enumerate(p for group in self.groups for p in group)
             if id(parameter) in index_of
         }
-        """By index of a trained parameter, where it stands over all groups."""
+        """The position of each trained parameter over all groups, by its index."""
         self.group_of = {
             index_of[id(parameter)]: at
             for at, group in enumerate(self.groups)
@@ -89,7 +89,7 @@ class AttachedShards(ShardedState):
             if id(parameter) in index_of
         }
         self.shares = [share for share in shares if not set(share.plan.parameters).isdisjoint(self.group_of)]
-        """Of the buckets that this optimizer steps something of."""
+        """The `Share`s of the buckets that contain parameters of this optimizer."""
         self.members = [p for share in self.shares for p in share.members]
         self._native_load = unbound(optimizer, optimizer.load_state_dict)
         self._put_methods(around_step)
@@ -102,7 +102,7 @@ class AttachedShards(ShardedState):
             for position, parameter in enumerate(flat)
             if position not in trained and parameter in optimizer.state
         }
-        """Of frozen parameters, by position: some optimizers make it when they are made."""
+        """State of frozen parameters, by position; some optimizers create it in their constructor."""
         optimizer.state.clear()
         self.cut()
         for shard, state in self._sliced(given):
@@ -110,7 +110,7 @@ class AttachedShards(ShardedState):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one whose methods call this; they alone keep this object once the wrapper is gone."""
+        """The optimizer. Only its replaced methods keep this object alive once the wrapper is gone."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -121,11 +121,11 @@ class AttachedShards(ShardedState):
 
     @property
     def has_state(self) -> bool:
-        """Whether there is anything to lose by being cut anew."""
+        """Whether the optimizer has state, which would be lost by cutting the shards again."""
         return bool(self.optimizer.state)
 
     def cut(self) -> None:
-        """Make the shards, by the shares' present bounds, and give them to the optimizer."""
+        """Create the shards by the present bounds, and give them to the optimizer."""
         for share in self._shares:
             share.shards = [shard for shard in share.shards if shard not in self.shards]
         pieces = pieces_of(
@@ -145,8 +145,9 @@ class AttachedShards(ShardedState):
             group["params"] = [shard.parameter for shard in self.shards if shard.piece.group == at]
 
     def _empty_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """A piece of nothing for each type of parameters that this rank has none of: a GradScaler makes one call for
-        each type that it finds, and all ranks have to make the same ones.
+        """Return an empty piece for each type of parameters of which this rank has none.
+
+        A GradScaler makes one call per type that it finds, and all ranks have to make the same calls.
         """
         found = {self._shares[piece.bucket].dtype for piece in pieces}
         empty = []
@@ -157,7 +158,7 @@ class AttachedShards(ShardedState):
                 empty.append(Piece(bucket=share.plan.index, start=share.start, stop=share.start, group=group))
         return empty
 
-    # ------------------------------------------------------------------ what the optimizer is asked for
+    # ------------------------------------------------------------------ the optimizer's methods
 
     def _put_methods(self, around_step: Callable[[AttachedShards, Callable[[], Any]], Any]) -> None:
         optimizer: Any = self.optimizer
@@ -205,10 +206,10 @@ class AttachedShards(ShardedState):
             setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
 
     def release(self, successor: str) -> None:
-        """Let go of the optimizer, of which nothing can be used any more.
+        """Detach from the optimizer, which can no longer be used.
 
         Args:
-            successor: the class of the optimizer that takes its place.
+            successor: the class of the optimizer that replaces it.
         """
         optimizer: Any = self.optimizer
         kind = type(optimizer).__name__
@@ -230,7 +231,7 @@ class AttachedShards(ShardedState):
         self.shards = []
 
     def use_plain_gradients(self) -> None:
-        """Let the optimizer's kernels see plain tensors, and nothing where nothing counts."""
+        """Set `.grad` of each shard to a plain tensor for the optimizer's kernels, or to None if it has no gradient."""
         counts = {share.plan.index: share.has_gradients for share in self.shares}
         for shard in self.shards:
             gradient = shard.parameter.grad
@@ -238,10 +239,10 @@ class AttachedShards(ShardedState):
                 is_there = counts[shard.piece.bucket] and shard.gradient.numel()
                 shard.parameter.grad = shard.gradient if is_there else None
 
-    # ------------------------------------------------------------------ saved and loaded
+    # ------------------------------------------------------------------ saving and loading
 
     def _state_dict(self) -> dict[str, Any]:
-        """torch's ordinary form, the same on every rank; a collective call."""
+        """Return the state in torch's ordinary format, the same on every rank. A collective call."""
         shards, states = self._shards_with_states()
         with torch.no_grad():
             gathered = gather_state(shards, states, self.shares, self._lane)
@@ -252,11 +253,11 @@ class AttachedShards(ShardedState):
         return result
 
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of torch's ordinary form, with its span of a tensor as a `TensorPart`; local.
+        """Return this rank's shard of torch's ordinary format, with its span of a tensor as a `TensorPart`; local.
 
-        Joined over all ranks (`join_parts`) it is what `state_dict` gives. Where several teams of ranks have the same,
-        only the first team saves it. Hooks that are to see the ordinary form do: then it is gathered, as by
-        `state_dict`.
+        Joined over all ranks (`join_parts`), the shards are equal to the result of `state_dict`. If several teams of
+        ranks have the same shards, only the first team returns them. Post hooks expect the ordinary format, so with
+        such hooks the state is gathered as by `state_dict`.
         """
         if state_dict_post_hooks(self.optimizer):
             return self._state_dict()
@@ -289,12 +290,12 @@ class AttachedShards(ShardedState):
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-        """Load this rank's shard of torch's ordinary form, where tensors may be in parts.
+        """Load this rank's shard from torch's ordinary format, in which tensors may be in parts.
 
         Args:
-            state: that form.
-            types: in which parameters were saved, by `id`. Where that is the type that one has now, its state keeps the
-                types in which it was saved; elsewhere it gets the parameter's, as torch does it.
+            state: the state in that format.
+            types: the types in which parameters were saved, by `id`. If a parameter still has that type, its state
+                keeps the types in which it was saved. Otherwise its state gets the parameter's type, as in torch.
         """
         saved = state["param_groups"]
         lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
@@ -343,25 +344,25 @@ class AttachedShards(ShardedState):
                 found.append((shard, state))
         return found
 
-    # ------------------------------------------------------------------ in words
+    # ------------------------------------------------------------------ description
 
     def describe(self) -> str:
-        """For agreement and contract: what is stepped how."""
+        """Return the optimizer's type and how it steps, for agreement and contract."""
         kind = type(self.optimizer).__name__
         if self.whole:
             return f"{kind} by whole parameters"
         return f"{kind} by flat spans" + (" within parameters" if self._by_parameter else "")
 
     def own_numel(self) -> int:
-        """Elements that this rank steps."""
+        """Return the number of elements that this rank steps."""
         return sum(shard.piece.stop - shard.piece.start for shard in self.shards)
 
 
 class _Released(ShardedState):
-    """Stands for the state of an optimizer that was replaced: it can be neither saved nor loaded.
+    """The state of an optimizer that was replaced. It can be neither saved nor loaded.
 
     Args:
-        refuse: raises the error that says so.
+        refuse: raises the error.
     """
 
     def __init__(self, refuse: Callable[..., NoReturn]) -> None:

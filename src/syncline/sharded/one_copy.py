@@ -1,8 +1,8 @@
-"""Parameters of which there is one copy a host: who may write them when, and how other writes are noticed.
+"""Parameters with one copy per host: when ranks may write them, and how other writes are detected.
 
-All ranks compute with the same memory, so nobody writes while another reads: a barrier before (all backwards are over),
-a barrier after. Autograd's version counters tell writes from elsewhere; what goes around them (`.data`, `.numpy()`, a
-pointer) is not seen.
+All ranks of a host compute with the same memory, so no rank may write while another reads. There is a barrier before
+each write (all backwards have ended) and one after it. Writes at other times are detected by autograd's version
+counters. Writes that bypass these (`.data`, `.numpy()`, a pointer) are not detected.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _MAX_NAMES = 5
 
 
 def one_copy_of(module: nn.Module) -> OneCopy | None:
-    """The guard of a module's shared parameters; None where they are not shared."""
+    """Return the guard of a module's shared parameters; None if they are not shared."""
     return _copies.get(module)
 
 
 def has_one_copy(module: nn.Module) -> bool:
-    """Whether the parameters of a module, or of one inside of it, are shared."""
+    """Return whether the parameters of a module, or of one of its submodules, are shared."""
     return bool(_copies) and any(inner in _copies for inner in module.modules())
 
 
 def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
-    """`copy` guards the parameters of `module` from now on; `load_state_dict` writes by its rules."""
+    """Make `copy` the guard of a module's parameters. `load_state_dict` of the module then waits as writers must."""
     if module not in _copies:
         module.register_load_state_dict_pre_hook(_BeforeLoading(module))
         module.register_load_state_dict_post_hook(_AfterLoading(module))
@@ -48,13 +48,13 @@ def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
 
 
 class OneCopy:
-    """Guards the parameters of one module.
+    """The guard of one module's parameters.
 
     Args:
-        named: the parameters.
-        lane: between the ranks that have them; nothing else travels by it at the same time.
-        num_copies: how many there are, one on each host; 0 where each rank has its own. The optimizer keeps them equal.
-        check: raises where the memory of a parameter is not what it was.
+        named: the parameters with their names.
+        lane: connects the ranks that have them; nothing else uses it at the same time.
+        num_copies: number of copies, one per host; 0 where each rank has its own and the optimizer keeps them equal.
+        check: raises if a parameter's memory was replaced.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OneCopy:
     ) -> None:
         self.lane = lane
         self.is_common = num_copies > 0
-        """Whether other ranks have the same memory."""
+        """Whether ranks of a host use the same memory."""
         self._num_copies = num_copies
         self.named = list(named)
         self._tensors = [tensor for _, tensor in named]
@@ -78,17 +78,17 @@ class OneCopy:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """What the parameters are now is what they have to be."""
+        """Record the parameters' present versions as the expected ones."""
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
         return [version_of(tensor) for tensor in self._tensors]
 
     def wait_to_write(self) -> None:
-        """Return when no rank reads any more; a collective call.
+        """Wait until no rank reads any more. A collective call.
 
         Raises:
-            SynclineError: on all ranks: one of them has written outside of `sl.write_shared`.
+            SynclineError: a rank has written outside of `sl.write_shared`; on all ranks.
         """
         self._check()
         if not self.is_common or self.lane.size == 1:
@@ -100,10 +100,10 @@ class OneCopy:
             self._raise_touched(is_touched=is_touched)
 
     def wait_to_read(self, written: Sequence[Tensor]) -> None:
-        """Return when all ranks have written; a collective call. Graphs made before will notice.
+        """Wait until all ranks have written. A collective call. It marks the change for autograd graphs made before.
 
         Args:
-            written: those that have been, by whatever rank.
+            written: the parameters that any rank has written.
         """
         if self.is_common:
             self.lane.barrier().wait()
@@ -112,7 +112,7 @@ class OneCopy:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """See `sl.write_shared`."""
+        """Return the context of `sl.write_shared`."""
         self.open()
         try:
             yield
@@ -120,32 +120,32 @@ class OneCopy:
             self.close()
 
     def open(self) -> None:
-        """Wait until this rank may write; pairs with `close`."""
+        """Wait until this rank may write. Every call needs a call of `close`."""
         if not self._depth:
             self.wait_to_write()
         self._depth += 1
 
     def close(self) -> None:
-        """Wait until all may read."""
+        """Wait until all ranks may read; unless there is only one copy, broadcast rank 0's values first."""
         self._depth -= 1
         if self._depth:
             return
         if self._num_copies != 1:
             if self.is_common:
-                self.lane.barrier().wait()  # whoever on rank 0's host writes has written
+                self.lane.barrier().wait()  # the rank that writes on rank 0's host has written
             TensorBroadcaster([tensor.detach() for tensor in self._tensors], self.lane).start(0).wait()
         self.wait_to_read(self._tensors)
 
     def written_here(self) -> str:
-        """The parameters that this rank has written where it may not, by name, since it was last asked.
+        """Return the names of parameters that this rank wrote without permission since the last call.
 
-        Nothing is sent, so this can be asked when the lane is closed already.
+        Nothing is sent, so this also works after the lane was closed.
         """
         if not self.is_common or self.lane.size == 1:
             return ""
         versions = zip(self.named, self._present_versions(), self._versions, strict=True)
         names = [name for (name, _), now, then in versions if now != then]
-        self.note_versions()  # it is said once
+        self.note_versions()  # so that each write is reported once
         more = f", ... ({len(names)} parameters)" if len(names) > _MAX_NAMES else ""
         return ", ".join(names[:_MAX_NAMES]) + more
 
@@ -157,7 +157,7 @@ class OneCopy:
 
 
 def written_elsewhere(where: str) -> SynclineError:
-    """What to raise for a write outside of `sl.write_shared`."""
+    """Return the error for a write outside of `sl.write_shared`."""
     return SynclineError(
         f"shared parameters were written outside of sl.write_shared{where}. All ranks of the host compute with this "
         "one copy, so a write is seen by all, at whatever they are just doing: write inside of "
@@ -166,7 +166,7 @@ def written_elsewhere(where: str) -> SynclineError:
 
 
 class _LoadingHook:
-    """Does not keep its module alive; a copied or pickled one does nothing."""
+    """A hook that does not keep its module alive. A copied or unpickled hook does nothing."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)

@@ -1,14 +1,17 @@
-"""`sharded=True`: each rank reduces and steps its share; on one host over one copy of the parameters.
+"""The step of a module with `sharded=True`: each rank reduces and steps its shard.
 
 One step, in order:
 
 1. backward reduces each bucket so that this rank's span holds the mean (`gradients/shard.py`);
-2. `clip_grad_norm_` adds up the spans' norms; a GradScaler's infinities are agreed on (`gradients/shard.py`);
-3. `step` waits until every rank's backward is over, for nobody may write what another still reads;
+2. `clip_grad_norm_` combines the spans' norms, and ranks combine the infinities that a GradScaler found
+   (`gradients/shard.py`);
+3. `step` waits until every rank's backward has ended, because no rank may write values that another still reads;
 4. this rank's shards are stepped;
-5. one copy: a barrier, then everybody reads. A copy on each rank: the spans are gathered.
+5. with one copy per host, ranks wait for each other before they read it; with one copy per rank, the spans are
+   gathered.
 
-Which optimizers treat all elements alike, so that a flat span of several parameters is as good as each of them.
+An optimizer that updates each element on its own (`is_elementwise`) can step a flat span of several parameters. Others
+need whole parameters.
 """
 
 from __future__ import annotations
@@ -52,15 +55,15 @@ _REFUSED = {
 
 
 def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
-    """Whether flat spans will do; whole parameters otherwise.
+    """Return whether an optimizer can step flat spans; otherwise it needs whole parameters.
 
     Args:
-        optimizer: which. Of a type that is not known, whole parameters are right if the update of a parameter depends
-            on that parameter alone (Muon, Shampoo, LAMB, Adafactor).
-        given: what the user says; None: as is known of the type.
+        optimizer: the optimizer. For types not known here, whole parameters are right if the update of a parameter
+            depends on that parameter alone (Muon, Shampoo, LAMB, Adafactor).
+        given: the user's answer; None to decide by the type.
 
     Raises:
-        ValueError: neither will do.
+        ValueError: the optimizer can step neither.
 
     Example:
         >>> import torch
@@ -78,15 +81,15 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
 
 
 class Sharding:
-    """What a module with `sharded=True` needs at the step.
+    """The parameters, shards and optimizers of a module with `sharded=True`.
 
-    Making one is a collective call: it moves the parameters to where they are to be.
+    The constructor is a collective call: it moves the parameters into their final memory.
 
     Args:
-        module: whose parameters.
-        named: the trained parameters, by index.
-        shares: of all buckets.
-        lane: between the ranks, for this alone.
+        module: the module.
+        named: its trained parameters with their names; the position is the parameter's index.
+        shares: the `Share` of each bucket.
+        lane: connects the ranks, and carries nothing else.
         by_parameter: whether flat spans end where a parameter does.
     """
 
@@ -109,11 +112,11 @@ class Sharding:
         self._team = shares[0].team
         self._private = [share for share in shares if not share.is_common]
         self.num_copies = 0 if self._private else lane.size // self._team.size
-        """How many hosts have one copy of the parameters each; 0 where each rank has its own."""
+        """Number of copies of the parameters, one per host; 0 where each rank has its own copy."""
         for share in shares:
             if self._team.position == 0 or not share.is_common:
                 share.take_values()
-        lane.barrier().wait()  # who is first in a team has written what all of it are about to see
+        lane.barrier().wait()  # the first rank of each team has written the values that the others read next
         for share in shares:
             share.adopt()
         former = one_copy_of(module)
@@ -131,16 +134,16 @@ class Sharding:
         has_begun: bool,
         replaced: Sequence[Optimizer] = (),
     ) -> AttachedShards:
-        """Give an optimizer this rank's shards.
+        """Replace an optimizer's parameters by this rank's shards.
 
         Args:
-            optimizer: which.
-            elementwise: whether flat spans will do; None: as is known of its type.
-            has_begun: whether gradients have been reduced already, by the present bounds.
-            replaced: attached ones that it takes the place of.
+            optimizer: the optimizer.
+            elementwise: whether it can step flat spans; None to decide by its type.
+            has_begun: whether gradients were already reduced by the present bounds.
+            replaced: attached optimizers that it replaces.
 
         Raises:
-            ValueError: it has parameters that are not sharded, or whole parameters can no longer be had.
+            ValueError: it has parameters that are not sharded, or whole parameters are no longer possible.
         """
         whole = not is_elementwise(optimizer, elementwise)
         gone = [one for one in self.optimizers if any(one.optimizer is other for other in replaced)]
@@ -172,7 +175,7 @@ class Sharding:
             for index, stand_in in zip(share.plan.parameters, share.stand_ins, strict=True):
                 stand_in.is_stepped = index in stepped
         for share in attached.shares:
-            for shard in share.shards:  # what was reduced before counts
+            for shard in share.shards:  # gradients that were reduced before count too
                 if share.has_gradients and shard in attached.shards:
                     shard.parameter.grad = shard.guarded
         return attached
@@ -193,7 +196,7 @@ class Sharding:
             )
 
     def _move_bounds(self, whole: set[int], staying: Sequence[AttachedShards], *, has_begun: bool) -> None:
-        """Let no border of a span fall into a parameter of `whole`, nor into those that were attached as such."""
+        """Move span bounds out of the parameters in `whole` and out of those attached as whole parameters before."""
         for attached in staying:
             if attached.whole:
                 whole = whole | set(attached.group_of)
@@ -248,7 +251,7 @@ class Sharding:
             work.wait()
 
     def _find_together(self, found: Tensor) -> None:
-        """A GradScaler's infinity on one rank is one on all."""
+        """Set `found` on all ranks if a GradScaler found an infinity on any."""
         self._lane.board.phase = "GradScaler, looking for infinities"
         told = found.detach().reshape(1).to(self._lane.sending_device(found.device))
         self._lane.all_reduce(told, "max").wait()
@@ -256,7 +259,7 @@ class Sharding:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """See `DistributedDataParallel.clip_grad_norm_`; a collective call."""
+        """Clip the gradients; see `DistributedDataParallel.clip_grad_norm_`. A collective call."""
         if not norm_type > 0:
             raise ValueError(f"with sharded=True expected norm_type above 0, got {norm_type}")
         counting = [share for share in self._shares if share.has_gradients]
@@ -274,7 +277,10 @@ class Sharding:
         return total
 
     def _total_norm(self, gradients: Sequence[Tensor], order: float, counting: Sequence[Share]) -> Tensor:
-        """Each rank's norm is gathered and all combine a team's in rank order: the same bits everywhere."""
+        """Return the norm of the gradients of all ranks.
+
+        All ranks combine the gathered norms of one team in rank order, so that they get the same bits.
+        """
         lane = self._lane
         lane.board.phase = "clip_grad_norm_"
         device = lane.sending_device(self._shares[0].values.device)
@@ -293,10 +299,10 @@ class Sharding:
         rounded: Tensor = total.to(dtype).to(self._shares[0].values.device)
         return rounded
 
-    # ------------------------------------------------------------------ in words
+    # ------------------------------------------------------------------ description
 
     def describe(self) -> list[str]:
-        """What all ranks must have attached alike; a line an optimizer."""
+        """Return one line per attached optimizer; the lines must be equal on all ranks."""
         return [
             f"{attached.describe()}, parameters {zlib.crc32(repr(sorted(attached.group_of.items())).encode()):08x}"
             for attached in self.optimizers
@@ -304,7 +310,7 @@ class Sharding:
 
 
 def _norm(gradient: Tensor, order: float) -> Tensor:
-    """In double precision, whatever order the elements are in."""
+    """Return the norm in double precision, so that the order of the elements hardly matters."""
     dtype = torch.complex128 if gradient.dtype.is_complex else torch.float64
     norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
     return norm

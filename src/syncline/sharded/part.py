@@ -1,4 +1,4 @@
-"""A tensor of which each rank has a part, and how the whole is put together again."""
+"""Tensors of which each rank has a part, and how the parts are joined again."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ __all__ = [
 
 
 _ATTRIBUTE = "_syncline_sharded_state"
-"""The attribute of an optimizer by which its `ShardedState` is found."""
+"""The attribute of an optimizer that holds its `ShardedState`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorPart:
-    """Some of a tensor's elements: those that lie together where a rank has them.
+    """A part of a tensor: elements that are consecutive in memory.
 
-    Elements are counted in the order in which memory has them, which need not be that of the dimensions: those of a
+    Elements are counted in memory order, which may differ from the order of the dimensions: the elements of a
     channels_last weight are counted channels last.
     """
 
     values: Tensor
-    """(numel of the part,)"""
+    """The part's elements, of shape (numel of the part,)."""
     start: int
-    """The first of them, counted in the whole."""
+    """Index of the first element in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     order: tuple[int, ...]
-    """The whole's dimensions, slowest first: where `whole.permute(order).flatten()` has the values."""
+    """Dimensions of the whole tensor, slowest first: `whole.permute(order).flatten()` contains the values in order."""
 
     @property
     def stop(self) -> int:
-        """Behind the last element."""
+        """Index after the last element."""
         return self.start + self.values.numel()
 
 
 class PartedTensor:
-    """All parts of one tensor. It is put together where it is asked for, so many of them cost no memory.
+    """All parts of one tensor. The whole is built only on request, so that many of these cost no memory.
 
     Args:
-        parts: in any order. Where two have the same elements, one of them counts.
+        parts: in any order. Where several contain the same elements, any one of them is used.
 
     Raises:
-        ValueError: they are not parts of one tensor, or there are gaps.
+        ValueError: they are not parts of one tensor, or elements are missing.
 
     Example:
         >>> def part(start, *values):
@@ -90,11 +90,11 @@ class PartedTensor:
             end = end if part is None else max(end, part.stop)
 
     def dim(self) -> int:
-        """How many dimensions the whole has."""
+        """Return the number of dimensions of the whole tensor."""
         return len(self.shape)
 
     def whole(self) -> Tensor:
-        """The tensor, in memory of its own; strides are those of its dimensions' order."""
+        """Return the tensor in new memory; its strides follow the dimensions' order."""
         order = self._parts[0].order
         flat = torch.empty(self.shape.numel(), dtype=self.dtype, device=self.device)
         for part in self._parts:
@@ -104,7 +104,7 @@ class PartedTensor:
 
 
 class ShardedState(ABC):
-    """A state of which each rank has a shard, which it saves and loads without the other ranks."""
+    """A state of which each rank has a shard. Each rank saves and loads its shard without the other ranks."""
 
     @abstractmethod
     def _shard_state_dict(self) -> dict[str, Any]:
@@ -115,13 +115,13 @@ class ShardedState(ABC):
         """Load this rank's shard from the joined state of all ranks, and keep none of its tensors. Local.
 
         Args:
-            state: the shards of all ranks, joined by `join_parts`: split tensors are `PartedTensor`s.
-            types: by `id` of a parameter, the type in which it was saved (see `keep_types`).
+            state: the shards of all ranks, joined by `join_parts`; split tensors are `PartedTensor`s.
+            types: the type in which each parameter was saved, by the parameter's `id` (see `keep_types`).
         """
 
 
 def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
-    """Let `sharded_state_of` find the state of an optimizer."""
+    """Make `sharded_state_of` find the state of an optimizer."""
     setattr(optimizer, _ATTRIBUTE, state)
 
 
@@ -142,15 +142,15 @@ def has_sharded_state(one: object) -> bool:
 
 
 def join_parts(states: Sequence[Any]) -> Any:
-    """One state of what each rank has of it: dicts joined by their keys, parts to `PartedTensor`s.
+    """Join the states of all ranks into one: dicts by their keys, parts into `PartedTensor`s.
 
-    What is no part is taken from the first that has it.
+    Values that are not parts are taken from the first rank that has them.
 
     Args:
-        states: of each rank, in rank order.
+        states: the state of each rank, in rank order.
 
     Raises:
-        ValueError: parts do not make a whole; its place is named.
+        ValueError: parts do not make a whole; the message contains the path.
 
     Example:
         >>> halves = [TensorPart(values=torch.ones(1), start=i, shape=(2,), order=(0,)) for i in range(2)]
@@ -177,7 +177,7 @@ def _joined(states: Sequence[Any], place: str) -> Any:
 
 
 def whole_of(state: Any) -> Any:
-    """The same with each `PartedTensor` put together, in dicts, lists and tuples."""
+    """Return the state with whole tensors for `PartedTensor`s, also inside of dicts, lists and tuples."""
     if isinstance(state, PartedTensor):
         return state.whole()
     if isinstance(state, dict) and not isinstance(state, Counter):

@@ -1,4 +1,4 @@
-"""One copy of a module's parameters for all ranks of a host: `share_`, and `write_shared` to change it."""
+"""`share_`: one copy of a module's parameters for all ranks of a host. `write_shared`: change that copy."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _ALIGNMENT_BYTES = 64
 
 
 def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = None) -> AnyModule:
-    """Move the parameters of `module` into memory that all ranks of the host share: one copy, with rank 0's values.
+    """Move the parameters of `module` into shared memory: one copy per host, with rank 0's values.
 
-    All parameters are moved, frozen ones too; their own memory is freed. Buffers stay each rank's own, for forwards
-    write them. A collective call. From now on parameters are written inside of `sl.write_shared(module)` alone, or by
+    All parameters are moved, frozen ones too, and their own memory is freed. Buffers are not shared, because forwards
+    write them. A collective call. Afterwards parameters may be written only inside of `sl.write_shared(module)`, or by
     the optimizer of `sl.DistributedDataParallel(module, sharded=True)`.
 
     Args:
         module: the same on all ranks, on the CPU.
-        group: of ranks that share memory, on one host or on several with as many ranks each: a `torch.distributed`
-            process group, a Syncline transport, or None for the default group.
+        group: the ranks, on one host or on several hosts with equally many ranks each, that share memory: a
+            `torch.distributed` process group, a Syncline transport, or None for the default group.
 
     Returns:
         `module` itself.
 
     Raises:
         TypeError: not a module.
-        ValueError: the group has no shared memory (each rank on a host of its own, say, or an explicit `c10d`), or a
-            parameter is not on the CPU; on all ranks.
+        ValueError: the group has no shared memory (for example because each rank is on a host of its own, or `c10d` was
+            chosen explicitly), or a parameter is not on the CPU. All ranks raise it.
         ContractMismatch: the ranks' modules differ; the same text on every rank.
 
     Example:
@@ -80,18 +80,18 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
 
 
 def write_shared(module: nn.Module) -> AbstractContextManager[None]:
-    """A context in which shared parameters may be written: by one rank for all, or by all the same.
+    """Return a context in which shared parameters may be written, by one rank or by all ranks with the same values.
 
-    A collective call on entering (all ranks have come, so nobody reads) and on leaving (all have written). Where there
-    are several copies (one a host, or with `sharded=True` and without shared memory one a rank), the values of rank 0's
-    go to all on leaving: let rank 0 write, and the program is right everywhere.
+    Entering is a collective call: all ranks have arrived, so none reads. Leaving is one too: all ranks have written. If
+    there are several copies (one per host, or one per rank with `sharded=True` and without shared memory), leaving
+    sends the values of rank 0's copy to all others. A program in which rank 0 writes is therefore right in each case.
 
     Args:
-        module: that was given to `sl.share_` or wrapped with `sharded=True`; or the wrapper.
+        module: the module that was given to `sl.share_` or wrapped with `sharded=True`, or the wrapper.
 
     Raises:
-        ValueError: its parameters are not shared.
-        SynclineError: on entering, on all ranks: they were written elsewhere before.
+        ValueError: the module's parameters are not shared.
+        SynclineError: the parameters were written outside of such a context before. Raised on entering, on all ranks.
     """
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     copy = one_copy_of(module)
@@ -106,7 +106,7 @@ def write_shared(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
-    """A place in common memory for each, those of one type together."""
+    """Return a view in shared memory for each parameter; parameters of one type are adjacent."""
     views: dict[int, Tensor] = {}
     kinds = sorted({(str(p.dtype), str(p.device)) for p in parameters})
     for kind in kinds:

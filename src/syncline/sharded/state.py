@@ -1,7 +1,7 @@
-"""An optimizer's state: from torch's ordinary form, by parameter, to the shards that this rank steps, and back.
+"""Conversion of an optimizer's state between torch's ordinary format, by parameter, and this rank's shards.
 
-A value that has the form of its parameter is cut as the parameter is. A number (or a tensor of no dimension: the step
-count) belongs to all of a parameter. Any other tensor is possible only where the parameter is whole.
+A value with its parameter's shape is cut as the parameter is. A number (or a tensor without dimensions, such as a step
+count) belongs to the whole parameter. Any other tensor is possible only if the parameter is not cut.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["gather_state", "share_state", "slice_state"]
 
 
 ParameterState = dict[str, Any]
-"""What an optimizer remembers of one parameter, or of one shard."""
+"""The state that an optimizer keeps of one parameter, or of one shard."""
 
 
-# ---------------------------------------------------------------------- from the ordinary form
+# ---------------------------------------------------------------------- from the ordinary format
 
 
 def slice_state(
     shard: Shard, share: Share, state_of: Mapping[int, ParameterState], names: Sequence[str]
 ) -> ParameterState:
-    """The state of one shard.
+    """Return the state of one shard.
 
     Args:
-        shard: which.
-        share: where it lies.
-        state_of: by parameter index, in torch's ordinary form, where tensors may be in parts (`PartedTensor`); not
-            changed, and nothing of it is kept.
-        names: of the parameters, by index.
+        shard: the shard.
+        share: the `Share` that contains it.
+        state_of: the state in torch's ordinary format, by parameter index; tensors may be in parts (`PartedTensor`).
+            It is not changed, and the result shares no memory with it.
+        names: names of the parameters, by index.
 
     Raises:
-        ValueError: it cannot be cut, or parameters in one piece have different step counts.
+        ValueError: the state cannot be cut, or parameters in one piece have different step counts.
     """
     spans = spans_in(share.plan, shard.piece.start, shard.piece.stop)
     indices = [share.plan.parameters[position] for position, _, _ in spans]
@@ -64,7 +64,7 @@ def slice_state(
             dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
             cut = sliced[key] = torch.zeros(
                 piece.stop - piece.start, dtype=dtype, device=first.device
-            )  # what lies between parameters stays zero
+            )  # gaps between parameters stay zero
             for value, index, (position, from_, to) in zip(values, indices, spans, strict=True):
                 at = share.plan.offsets[position] - piece.start
                 cut[at + from_ : at + to] = _flat(value, share.members[position], names[index], key)[from_:to]
@@ -79,7 +79,7 @@ def slice_state(
 
 
 def _own(value: Any) -> Any:
-    """A copy of a tensor, put together if it is in parts."""
+    """Return a copy of a tensor, joined if it is in parts; return other values as they are."""
     if isinstance(value, PartedTensor):
         return value.whole()
     return value.clone() if isinstance(value, Tensor) else value
@@ -90,7 +90,7 @@ def _is_cut(value: Any, member: Tensor, key: str) -> bool:
 
 
 def _flat(value: Any, member: Tensor, name: str, key: str) -> Tensor:
-    """The elements in the order of the bucket."""
+    """Return the elements in the order of the bucket."""
     if not isinstance(value, Tensor | PartedTensor) or value.shape != member.shape:
         raise _uncuttable(name, key, value)
     if isinstance(value, PartedTensor):
@@ -122,20 +122,20 @@ def _uncuttable(name: str, key: str, value: Any) -> ValueError:
     )
 
 
-# ---------------------------------------------------------------------- this rank's share, as it is
+# ---------------------------------------------------------------------- this rank's shard, without communication
 
 
 def share_state(
     shards: Sequence[Shard], states: Sequence[ParameterState], shares: Sequence[Share]
 ) -> dict[int, ParameterState]:
-    """By parameter index, what this rank has, in torch's ordinary form but for what is cut: of that it has parts.
+    """Return this rank's state by parameter index, in torch's ordinary format but with parts for tensors that are cut.
 
-    Nothing is sent, and nothing is copied but what lies otherwise than its parameter.
+    Nothing is sent. A value is copied only if its memory order differs from its parameter's.
 
     Args:
-        shards: this rank's, of one optimizer.
-        states: what the optimizer remembers of each.
-        shares: of all buckets.
+        shards: this rank's shards, of one optimizer.
+        states: the optimizer's state of each shard.
+        shares: the `Share` of each bucket.
     """
     share_of = {share.plan.index: share for share in shares}
     found: dict[int, ParameterState] = {}
@@ -162,7 +162,7 @@ def share_state(
 
 
 def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
-    """Whether a value has the form of what is stepped; a step count has none, also where a parameter has none."""
+    """Return whether a value has the shard's shape. A step count never counts as such, even for a scalar parameter."""
     return (
         isinstance(value, Tensor)
         and value.shape == shard.parameter.shape
@@ -170,7 +170,7 @@ def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
     )
 
 
-# ---------------------------------------------------------------------- to the ordinary form
+# ---------------------------------------------------------------------- to the ordinary format
 
 
 def gather_state(
@@ -179,13 +179,13 @@ def gather_state(
     shares: Sequence[Share],
     lane: Transport,
 ) -> dict[int, ParameterState]:
-    """By parameter index, the state of all ranks' shards in torch's ordinary form; a collective call.
+    """Return the state of all ranks' shards by parameter index, in torch's ordinary format. A collective call.
 
     Args:
-        shards: this rank's, of one optimizer.
-        states: what the optimizer remembers of each.
-        shares: of all buckets.
-        lane: between the ranks.
+        shards: this rank's shards, of one optimizer.
+        states: the optimizer's state of each shard.
+        shares: the `Share` of each bucket.
+        lane: connects the ranks.
     """
     mine = [_described(shard, state) for shard, state in zip(shards, states, strict=True)]
     rows = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(mine).encode())]
@@ -248,7 +248,7 @@ def _place(flat: Tensor, shard: Shard, share: Share, value: Tensor) -> None:
 
 
 def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: Transport) -> None:
-    """Each member has its span; then all ranks have all."""
+    """Broadcast each member's span, so that all ranks have all spans."""
     works = [
         lane.broadcast(flat[start:stop], rank)
         for rank, (start, stop) in zip(members, pairwise(bounds), strict=True)
@@ -261,7 +261,7 @@ def _spread(flat: Tensor, bounds: Sequence[int], members: Sequence[int], lane: T
 def _values(
     described: Mapping[str, Any], state: ParameterState, rank: int, lane: Transport, device: torch.device
 ) -> Iterator[tuple[str, Any]]:
-    """What is not cut: numbers, and tensors of other forms, which the rank that has them broadcasts."""
+    """Yield the values that are not cut: numbers, and tensors of other shapes, which their rank broadcasts."""
     for key, (kind, dtype, told) in described.items():
         if kind == "number":
             yield key, told
@@ -288,11 +288,11 @@ def _assemble(
     ready: Mapping[str, Any],
     flats: Mapping[str, Tensor],
 ) -> None:
-    """Give the parameters that lie in one piece what was gathered of it."""
+    """Add what was gathered of one piece to the state of each parameter in it."""
     for position, _, _ in spans_in(share.plan, start, stop):
         index = share.plan.parameters[position]
         if index in gathered:
-            continue  # its first piece, on an earlier rank, has told
+            continue  # set by its first piece, which is on an earlier rank
         state = gathered[index] = {}
         for key in described:
             if key in flats:

@@ -1,17 +1,17 @@
-"""Strategies: when and how parameters meet (pure; `syncline.strategies.execution` carries them out).
+"""Strategies: when and how parameters sync (pure; `syncline.strategies.execution` carries them out).
 
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.
 
-actions.py           what a strategy can ask for: plain values
-base.py              Strategy: an immutable description with a pure `decide`
+actions.py           the messages and actions of strategies: plain values
+base.py              Strategy: an immutable description with pure methods
 diloco.py            DiLoCo, and how parameters are divided into fragments
-every_step.py        gradients are averaged in each backward
+every_step.py        EveryStep: gradients are averaged in each backward
 gossip.py            Gossip, and which rank sends to which
 local_sgd.py         LocalSGD
-manual.py            Manual: the user says when
+manual.py            Manual: syncs only on request
 parameter_server.py  ParameterServer
-workers.py           ranks that average gradients among themselves between rounds
+workers.py           groups of ranks that average gradients between parameter syncs
 """
 
 from __future__ import annotations

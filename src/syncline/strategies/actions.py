@@ -1,4 +1,4 @@
-"""What a strategy is told has arrived, and what it can want done: plain values."""
+"""The messages that a strategy receives and the actions that it returns: plain values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Message(NamedTuple):
-    """Something that has arrived from another rank."""
+    """A message that has arrived from another rank."""
 
     kind: Literal["update", "values"]
     rank: int
@@ -32,48 +32,48 @@ class Message(NamedTuple):
 
 
 class Action:
-    """One thing to do; its subclasses are all there are."""
+    """One thing to do. The set of subclasses is closed."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(Action):
-    """In this backward, average gradients: over all ranks, or over those of this rank's worker."""
+    """Average gradients in this backward, over all ranks or over the ranks of this rank's worker."""
 
     among: Literal["all", "worker"] = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Average(Action):
-    """Make parameters and buffers the mean over all ranks, now."""
+    """Replace parameters and buffers by their mean over all ranks, now."""
 
     optimizer_state: bool = False
-    """And the floating state of the attached optimizers (momenta)."""
+    """Also average the floating state of the attached optimizers (momenta)."""
     by_weight: bool = False
-    """Each rank counts by its push-sum weight."""
+    """Weight each rank by its push-sum weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class AverageBuffers(Action):
-    """Make buffers equal, now."""
+    """Make the buffers equal, now."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartOuter(Action):
-    """What the ranks have now, which is equal, is where the outer optimizer goes on from."""
+    """Start the outer optimizer again from the ranks' current parameters, which are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendOuter(Action):
-    """Begin to average a fragment's outer gradient: how far the parameters have moved since the last outer step."""
+    """Start to average a fragment's outer gradient: the distance that it has moved since the last outer step."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdvanceOuter(Action):
-    """Let an average under way go into its next phase, where its encoding has several."""
+    """Move an average in flight into its next phase, if its encoding has several."""
 
     fragment: int
 
@@ -84,12 +84,12 @@ class ReceiveOuter(Action):
 
     fragment: int
     mixing: float | None
-    """How much of this rank's own values stays: 0 for none, 1 for all; None: what was learnt since it was sent."""
+    """The weight of this rank's own values: 0 for none, 1 for all. None: only changes since the send are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Push(Action):
-    """Keep an equal part of this rank's values and send one to each of `to`; add up what `sources` send."""
+    """Keep an equal part of this rank's values, send one to each rank of `to`, and add the parts from `sources`."""
 
     to: tuple[int, ...]
     sources: tuple[int, ...]
@@ -97,21 +97,21 @@ class Push(Action):
 
 @dataclass(frozen=True, slots=True)
 class Update(Action):
-    """Send each shard's server how this rank's parameters have moved in the step that was its `clock`-th."""
+    """Send each shard's server the change of this rank's parameters in step `clock`."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close(Action):
-    """All updates of a clock are in: add their mean to this rank's shard, and send everybody its values."""
+    """Add the mean of all updates of a clock to this rank's shard, and send its values to all ranks."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Action):
-    """Take over a shard's values, which contain all updates up to a clock."""
+    """Adopt a shard's values, which contain all updates up to a clock."""
 
     shard: int
     clock: int
@@ -119,4 +119,4 @@ class Adopt(Action):
 
 @dataclass(frozen=True, slots=True)
 class Await(Action):
-    """Do not go on before something has arrived; then ask again."""
+    """Wait until a message has arrived, then ask the strategy again."""

@@ -1,13 +1,12 @@
-"""Strategies: when and how the parameters of replicas meet, decided by pure functions of plain data.
+"""The strategy interface: when and how the parameters of replicas sync, decided by pure functions of plain data.
 
-A strategy is an immutable description. What it remembers is a state that it is handed and returns; what it wants done
-is a tuple of actions. It has no tensors, no transport and no clock: `strategies/execution/` asks it at every backward
-and after every step, and does what it says. So the same strategy runs on every engine, its state is a small record that
-can be saved as JSON, and it is tested without any rank.
+A strategy is an immutable description. Its methods take a state and return a new one, together with a tuple of actions
+to carry out. A strategy has no tensors, no transport and no clock: `strategies/execution/` asks it at every backward
+and after every step, and carries out its actions. Therefore the same strategy runs on every transport, its state is a
+small record that can be saved as JSON, and it can be tested without ranks.
 
-Strategies in words: by them ranks compare what they were given.
-
-What an executor has to keep for a strategy's actions, beside the module.
+A strategy also states which data the executor has to keep for its actions (`Mechanism`). Ranks compare the text forms
+of their strategies (`in_words`) to check that all were given the same one.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ __all__ = [
 
 
 class Mechanism:
-    """What an executor has to keep for a strategy's actions, beside the module; its subclasses are all there are."""
+    """The data that an executor keeps for a strategy's actions, beside the module. The set of subclasses is closed."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class NothingKept(Mechanism):
-    """Parameters meet as they are."""
+    """No data: parameters sync as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +50,29 @@ class OuterCopies(Mechanism):
     """A second copy of the parameters, equal on all ranks, with an optimizer of its own."""
 
     fragments: tuple[tuple[int, ...], ...]
-    """Indices of the parameters that meet together."""
+    """For each fragment, the indices of its parameters, which sync together."""
     outer: Any
-    """Makes the optimizer of the copies that it is given."""
+    """Makes the optimizer of the copies."""
     compression: Any
-    """How outer gradients are encoded; None: not at all."""
+    """How outer gradients are encoded; None for no encoding."""
     keeps_sent: bool
-    """Whether what is learnt while a fragment is under way is added to what arrives."""
+    """Whether changes made while a fragment is in flight are added to the values that arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushSumWeight(Mechanism):
-    """A weight that goes with this rank's values."""
+    """The push-sum weight of this rank's values."""
 
     weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class ServerShard(Mechanism):
-    """A shard of the parameters that this rank serves, and a view of all the others."""
+    """A shard of the parameters that this rank serves, and a view of all other shards."""
 
 
 def in_words(description: object) -> str:
-    """A frozen dataclass as a user would write it, without what has its default; callables by qualified name.
+    """Return a frozen dataclass as a user would write it, without default values; callables by qualified name.
 
     Example:
         >>> from syncline.strategies import LocalSGD
@@ -89,7 +88,7 @@ def in_words(description: object) -> str:
 
 
 def value_in_words(value: object) -> str:
-    """A callable by its qualified name, a partial with its arguments, anything else as Python shows it."""
+    """Return a callable's qualified name, a partial with its arguments, or else the value as Python shows it."""
     wrapped = getattr(value, "func", None)
     if wrapped is not None:  # a functools.partial
         arguments = [repr(a) for a in value.args]  # type: ignore[attr-defined]
@@ -101,51 +100,51 @@ def value_in_words(value: object) -> str:
 
 
 def every_words(steps: int) -> str:
-    """`every 8 steps`."""
+    """Return "every 8 steps", or "every step"."""
     return f"every {steps} steps" if steps > 1 else "every step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """The situation, the same on all ranks but for `rank`."""
+    """The situation of a run. Only `rank` differs between ranks."""
 
     rank: int
     num_ranks: int
     hosts: tuple[int, ...]
-    """Of each rank, the number of the host that it is on."""
+    """For each rank, the number of its host."""
     sizes_numel: tuple[int, ...]
-    """Elements of each trained parameter, in the module's order."""
+    """Number of elements of each trained parameter, in the module's order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far this rank is."""
+    """The progress of this rank."""
 
     step: int
-    """Optimizer steps that are done."""
+    """Number of optimizer steps completed."""
 
 
 State = TypeVar("State", bound=NamedTuple)
 
 
 class Strategy(ABC, Generic[State]):
-    """When and how parameters meet.
+    """When and how parameters sync.
 
-    Subclasses are frozen dataclasses; `init`, `at_backward`, `at_step` and `at_meeting` are pure.
+    Subclasses are frozen dataclasses. `init`, `at_backward`, `at_step` and `at_meeting` are pure functions.
     """
 
     state_type: ClassVar[type[tuple[Any, ...]]]
-    """The type of its state: a named tuple of integers and tuples of them."""
+    """The type of the state: a named tuple of integers and tuples of them."""
     situation_fields: ClassVar[frozenset[str]] = frozenset()
-    """The fields of the state that follow from the number of ranks and from this rank."""
+    """The fields of the state that depend on the number of ranks or on this rank, and so are never loaded."""
     needs_attach: ClassVar[bool] = True
-    """Whether it acts at the step, so that the optimizer has to be attached."""
+    """Whether the strategy acts at steps, so that the optimizer has to be attached."""
     drifts: ClassVar[bool] = True
-    """Whether replicas may differ between two meetings."""
+    """Whether replicas may differ between two syncs."""
 
     @abstractmethod
     def init(self, spec: Spec) -> State:
-        """The state before the first step.
+        """Return the state before the first step.
 
         Raises:
             ValueError: the strategy does not fit the situation.
@@ -153,38 +152,38 @@ class Strategy(ABC, Generic[State]):
 
     @abstractmethod
     def at_backward(self, state: State, progress: Progress) -> tuple[Action, ...]:
-        """What a backward that begins now has to do; nothing means that gradients stay local."""
+        """Return the actions for a backward that begins now; none means that gradients stay local."""
 
     @abstractmethod
     def at_step(
         self, state: State, progress: Progress, inbox: Sequence[Message] = ()
     ) -> tuple[State, tuple[Action, ...]]:
-        """What is to be done now that a step is done, in this order, and the state afterwards.
+        """Return the new state, and the actions to carry out in this order after a step.
 
         Args:
-            state: as the last call returned it.
-            progress: with the step that has just been done.
-            inbox: what has arrived since the last call.
+            state: the state that the last call returned.
+            progress: contains the step that was just completed.
+            inbox: the messages that have arrived since the last call.
         """
 
     @abstractmethod
     def at_meeting(self, state: State, progress: Progress) -> tuple[State, tuple[Action, ...]]:
-        """The same for a meeting that the user asks for, out of turn; after it all ranks are equal."""
+        """Return the same for a sync that the user requests outside of the schedule; it makes all ranks equal."""
 
     @abstractmethod
     def rules(self, spec: Spec) -> Rules:
-        """What it promises, in words."""
+        """Return what the strategy guarantees, in words."""
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        """What its actions need beside the module."""
+        """Return the data that the executor has to keep for the strategy's actions, beside the module."""
         return NothingKept()
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
-        """Of each rank, the number of the group that averages gradients every step; None: there are no such groups."""
+        """Return, for each rank, the number of its group that averages gradients every step; None for no groups."""
         return None
 
     def state_from(self, saved: Mapping[str, Any], spec: Spec) -> State:
-        """The state that `state._asdict()` was saved of, also by way of JSON, and by another number of ranks."""
+        """Return the state from a saved `state._asdict()`, which may come from JSON or from another number of ranks."""
         own = {key: _as_tuples(value) for key, value in saved.items() if key not in self.situation_fields}
         return self.state_type(**self.init(spec)._asdict() | own)  # type: ignore[return-value]
 

@@ -1,6 +1,6 @@
-"""DiLoCo: many local steps, then one step of an outer optimizer on how far the ranks have moved; also in fragments.
+"""DiLoCo: many local steps, then one step of an outer optimizer on how far the ranks have moved.
 
-How parameters are divided into fragments, which meet at different steps.
+In the streaming form the parameters are divided into fragments (`plan_fragments`), which sync at different steps.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = ["DiLoCo", "OuterFactory", "plan_fragments"]
 
 
 def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
-    """Divide parameters into so many runs of neighbours, as equal in elements as their sizes allow.
+    """Divide parameters into runs of neighbours of as equal numbers of elements as their sizes allow.
 
     Args:
-        sizes_numel: elements of each parameter, in the module's order.
-        num_fragments: how many.
+        sizes_numel: number of elements of each parameter, in the module's order.
+        num_fragments: number of runs.
 
     Returns:
-        For each fragment the indices of its parameters: each index once, none of the fragments empty. The largest
-        fragment is as small as it can be.
+        For each fragment the indices of its parameters. Each index occurs once, and no fragment is empty. The largest
+        fragment is as small as possible.
 
     Raises:
         ValueError: there are fewer parameters than fragments.
@@ -73,14 +73,14 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
             f"got {num_fragments}"
         )
     low, high = max(sizes_numel), sum(sizes_numel)
-    while low < high:  # the smallest cap with which that many fragments do
+    while low < high:  # find the smallest cap that needs no more fragments than that
         cap = (low + high) // 2
         if len(_filled(sizes_numel, cap)) <= num_fragments:
             high = cap
         else:
             low = cap + 1
     fragments = _filled(sizes_numel, low)
-    while len(fragments) < num_fragments:  # there is room for more: part the largest that can be parted
+    while len(fragments) < num_fragments:  # too few: split the largest one that has several parameters
         at = max(
             (i for i in range(len(fragments)) if len(fragments[i]) > 1),
             key=lambda i: sum(sizes_numel[j] for j in fragments[i]),
@@ -95,7 +95,7 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
 
 
 def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
-    """Runs of neighbours, each as long as the cap allows."""
+    """Return runs of neighbours, each as long as the cap allows."""
     fragments: list[list[int]] = []
     filled = cap_numel + 1
     for index, size in enumerate(sizes_numel):
@@ -108,7 +108,7 @@ def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
 
 
 OuterFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-"""Makes an optimizer of the parameters that it is given."""
+"""Makes an optimizer of the given parameters."""
 
 _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -117,32 +117,32 @@ class _State(NamedTuple):
     num_ranks: int
     has_workers: bool
     under_way: tuple[tuple[int, int], ...]
-    """Fragments whose average is under way, with the step at which it was begun, oldest first."""
+    """Fragments whose average is in flight, each with the step at which it was sent, oldest first."""
     equal_at: int
-    """The last step after which all fragments met at once, so that all ranks were equal."""
+    """The last step after which all fragments synced together, so that all ranks were equal."""
 
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy[_State]):
-    """Step locally; every `every` steps an outer optimizer steps on the mean distance that the ranks have moved.
+    """Local steps, and every `every` steps an outer optimizer step on the mean distance that the ranks have moved.
 
-    The outer gradient of a parameter is what it was at the last outer step, minus what it is now, averaged over ranks.
-    With plain SGD(lr=1) as outer this is local SGD; Nesterov momentum makes it far better (Douillard et al. 2023,
-    arXiv 2311.08105). The optimizer has to be attached.
+    The outer gradient of a parameter is its value at the last outer step minus its value now, averaged over ranks. With
+    plain SGD(lr=1) as `outer` this is local SGD; Nesterov momentum makes it far better (Douillard et al. 2023, arXiv
+    2311.08105). The optimizer has to be attached.
 
-    Streaming (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module meet at different steps,
-    so that peaks on the network are lower; with `delay`, a fragment's average travels while the ranks go on computing;
-    `compression` encodes outer gradients, say `sl.compression.Quantize(4)`.
+    Streaming (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module sync at different steps,
+    which lowers the peak load of the network. With `delay`, the ranks continue to compute while a fragment's average
+    travels. `compression` encodes outer gradients, for example `sl.compression.Quantize(4)`.
 
     Args:
-        every: steps from one meeting of a fragment to the next.
-        outer: makes the outer optimizer of the parameters that it is given (copies of the module's): any of torch's.
-        fragments: into how many parts the parameters are divided; each meets every `every` steps, one after the other.
-        delay: steps from sending an outer gradient to applying it; less than `every`.
-        mixing: how much of this rank's own values stays when a fragment's new ones arrive, from 0 up to, not including,
-            1. None: none, but what was learnt during the delay, which is added to the new values.
-        compression: how outer gradients are encoded; None: not at all.
-        warmup: so many first steps are synchronous.
+        every: steps between two syncs of a fragment.
+        outer: makes the outer optimizer, any of torch's, of the parameters that it is given (copies of the module's).
+        fragments: number of parts into which the parameters are divided; each syncs every `every` steps, in turn.
+        delay: steps between sending an outer gradient and applying it; less than `every`.
+        mixing: the weight of this rank's own values when a fragment's new values arrive, from 0 to below 1. None: the
+            new values plus this rank's changes during the delay.
+        compression: how outer gradients are encoded; None for no encoding.
+        warmup: number of synchronous steps at the start.
         every_step_within: see `LocalSGD`.
 
     Raises:
@@ -211,7 +211,7 @@ class DiLoCo(Strategy[_State]):
         return 0.0 if self.mixing is None and not self.delay else self.mixing
 
     def init(self, spec: Spec) -> _State:
-        plan_fragments(spec.sizes_numel, self.fragments)  # which refuses too many
+        plan_fragments(spec.sizes_numel, self.fragments)  # raises if there are too many
         has_workers = workers_of(self.every_step_within, spec) is not None
         return _State(num_ranks=spec.num_ranks, has_workers=has_workers, under_way=(), equal_at=0)
 
@@ -237,7 +237,7 @@ class DiLoCo(Strategy[_State]):
             if age == self.delay:
                 actions.append(ReceiveOuter(fragment, self._mixing))
                 state = self._received(state, fragment)
-            elif age == (self.delay + 1) // 2:  # half-way: an encoding may have a second phase
+            elif age == (self.delay + 1) // 2:  # half-way, because an encoding may have a second phase
                 actions.append(AdvanceOuter(fragment))
         for fragment in self._due(step - self.warmup):
             if fragment == self.fragments - 1:
@@ -254,12 +254,12 @@ class DiLoCo(Strategy[_State]):
 
     def _at_warmup_step(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
         state = state._replace(equal_at=step)
-        if state.has_workers:  # see LocalSGD: they meet with the others at every step
+        if state.has_workers:  # see LocalSGD: the groups sync with each other at every step
             return state, (Average(), RestartOuter())
         return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
 
     def _due(self, since: int) -> list[int]:
-        """The fragments whose turn it is, so many steps after the warm-up: one after the other, evenly spread."""
+        """Return the fragments that are due `since` steps after the warm-up; their turns are evenly spread."""
         return [
             fragment
             for fragment in range(self.fragments)
@@ -273,7 +273,7 @@ class DiLoCo(Strategy[_State]):
 
     def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         if state.equal_at == progress.step:
-            # Nothing was learnt since; an outer step would only go where its momentum leads.
+            # Nothing was learnt since the last sync. An outer step would only follow its momentum.
             return state, (Average(), RestartOuter()) if state.num_ranks > 1 else ()
         actions: list[Action] = []
         for fragment, _ in state.under_way:

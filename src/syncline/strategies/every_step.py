@@ -14,12 +14,14 @@ __all__ = ["EveryStep"]
 
 
 class _State(NamedTuple):
-    """Nothing to remember."""
+    """An empty state."""
 
 
 @dataclass(frozen=True)
 class EveryStep(Strategy[_State]):
-    """Average gradients in every backward outside of `no_sync`: replicas are always equal. What `strategy=None` means.
+    """Averaged gradients in every backward outside of `no_sync`, so that replicas are always equal.
+
+    This is the default (`strategy=None`).
 
     Example:
         >>> strategy = EveryStep()

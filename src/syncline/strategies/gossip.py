@@ -1,6 +1,6 @@
-"""Gossip: ranks average with a few others at a time, and what one has learnt reaches everybody in some rounds.
+"""Gossip: each rank averages with a few others per round, so that its changes reach all ranks after some rounds.
 
-Who sends to whom in a round of gossip: pure functions of the number of ranks and of the round.
+The topologies (which rank sends to which in a round) are pure functions of the number of ranks and of the round.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ __all__ = ["Gossip", "Topology", "neighbours"]
 Topology = Literal["ring", "exponential", "pairs"]
 
 Edges = tuple[tuple[int, ...], ...]
-"""For each rank, to whom it sends."""
+"""For each rank, the ranks that it sends to."""
 
 
 def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) -> Edges:
-    """To whom each rank sends in a round.
+    """Return, for each rank, the ranks that it sends to in a round.
 
-    "ring": to both neighbours. "exponential": to the rank 1, 2, 4, ... places on, a power of two a round, so that after
-    log2(num_ranks) rounds everybody has heard of everybody. "pairs": the ranks are paired at random, the same way on
-    all of them; with an odd number one is left out.
-
+    "ring": to both neighbours. "exponential": to the rank 1, 2, 4, ... places further, one power of two per round, so
+    that each rank's values have reached all ranks after log2(num_ranks) rounds. "pairs": the ranks are paired at
+    random, the same way on all of them; with an odd number, one rank is left out.
     Raises:
         ValueError: an unknown topology.
 
@@ -71,7 +70,7 @@ def _pairs(num_ranks: int, round: int, seed: int) -> Edges:
 
 
 def _mixed(*numbers: int) -> int:
-    """A number that looks random and is the same everywhere (the finalizer of splitmix64)."""
+    """Return a pseudorandom number that is the same on all ranks (the finalizer of splitmix64)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -96,18 +95,18 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class Gossip(Strategy[_State]):
-    """Step locally; every `every` steps each rank sends a part of itself to a few others, and adds up what it gets.
+    """Local steps, and every `every` steps a push-sum round: each rank sends parts of its values to a few others.
 
-    No collective: nobody waits for more than its neighbours. Push-sum weights travel with the values (stochastic
-    gradient push, Assran et al. 2019, arXiv 1811.10792), so that the ranks tend to the mean over ranks weighted by
-    `weight`, whatever the topology. `ddp.sync_parameters_()` averages over all of them, exactly. The optimizer has to
-    be attached.
+    There is no collective, so a rank waits only for its neighbours. Push-sum weights travel with the values (stochastic
+    gradient push, Assran et al. 2019, arXiv 1811.10792), so for every topology the ranks tend to the mean over ranks
+    weighted by `weight`. `ddp.sync_parameters_()` computes that mean over all ranks exactly. The optimizer has to be
+    attached.
 
     Args:
         topology: "ring", "exponential" or "pairs"; see `neighbours`.
-        every: steps from one round to the next.
-        weight: how much this rank counts, above 0; it may differ from rank to rank.
-        seed: of the random pairs; the same on all ranks.
+        every: steps between two rounds.
+        weight: the weight of this rank, above 0; it may differ between ranks.
+        seed: seed of the random pairs; the same on all ranks.
 
     Raises:
         TypeError, ValueError: an argument is out of bounds.

@@ -1,4 +1,4 @@
-"""Local SGD: each rank steps by itself, and every so many steps the parameters are averaged."""
+"""Local SGD: each rank steps alone, and the parameters are averaged every so many steps."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ __all__ = ["LocalSGD"]
 
 class _State(NamedTuple):
     is_one_worker: bool
-    """Whether nobody has to be averaged with: there is one rank."""
+    """Whether there is only one rank, so that nothing has to be averaged."""
     has_workers: bool
-    """Whether some ranks average gradients in every step."""
+    """Whether groups of ranks average gradients in every step."""
 
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy[_State]):
-    """Step locally; every `every` steps, average parameters and buffers over all ranks.
+    """Local steps, and every `every` steps an average of parameters and buffers over all ranks.
 
-    Sends `every` times less than averaging gradients in every backward. With `warmup`, the first steps average
-    gradients as usual (post-local SGD, Lin et al. 2018, arXiv 1808.07217): early on, replicas that drift apart cost
-    most. Local SGD itself: Stich 2018, arXiv 1805.09767. The optimizer has to be attached.
+    It sends `every` times less than averaging gradients in every backward. With `warmup`, the first steps average
+    gradients as usual (post-local SGD, Lin et al. 2018, arXiv 1808.07217), because drifting replicas cost most early
+    on. Local SGD itself: Stich 2018, arXiv 1805.09767. The optimizer has to be attached.
 
     Args:
-        every: steps from one meeting to the next.
-        warmup: so many first steps are synchronous.
-        every_step_within: average gradients in every step among the ranks of a host ("host"), or of so many ranks in a
-            row; parameters meet over all ranks every `every` steps. None: each rank is on its own.
-        optimizer_state: average floating optimizer state (momenta) at a meeting, too. Otherwise each rank keeps its
+        every: steps between two parameter syncs.
+        warmup: number of synchronous steps at the start.
+        every_step_within: average gradients in every step among the ranks of each host ("host"), or in groups of so
+            many consecutive ranks; parameters still sync over all ranks every `every` steps. None: no such groups.
+        optimizer_state: also average floating optimizer state (momenta) at each sync. Otherwise each rank keeps its
             own.
 
     Raises:
-        TypeError, ValueError: a number is no integer, or too small.
+        TypeError, ValueError: a number is not an integer, or too small.
 
     Example:
         >>> strategy = LocalSGD(every=2)
@@ -91,8 +91,8 @@ class LocalSGD(Strategy[_State]):
     ) -> tuple[_State, tuple[Action, ...]]:
         since = progress.step - self.warmup
         if since <= 0 and not state.has_workers and not state.is_one_worker:
-            return state, (AverageBuffers(),)  # what averaged gradients leave out
-        # Groups that average gradients among themselves meet with the others at every step of the warm-up.
+            return state, (AverageBuffers(),)  # averaged gradients do not make buffers equal
+        # Groups that average gradients separately must sync with the others at every step of the warm-up.
         is_due = since <= 0 or since % self.every == 0
         return self.at_meeting(state, progress) if is_due else (state, ())
 

@@ -1,4 +1,4 @@
-"""Nothing meets by itself: the user says when, with verbs."""
+"""A strategy without automatic syncs: the user requests each one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Manual"]
 
 
 class _State(NamedTuple):
-    """Nothing to remember."""
+    """An empty state."""
 
 
 @dataclass(frozen=True)
 class Manual(Strategy[_State]):
-    """Neither gradients nor parameters nor buffers meet unless you say so.
+    """No automatic syncs of gradients, parameters or buffers.
 
-    Replicas start equal. After that `sl.sync_gradients_`, `sl.average_`, `sl.broadcast_` and `sl.keep_best_` are what
-    brings them together; `ddp.sync_parameters_()` averages parameters and buffers. Nothing has to be attached.
+    Replicas start equal. After that, `sl.sync_gradients_`, `sl.average_`, `sl.broadcast_` and `sl.keep_best_` sync
+    them on request; `ddp.sync_parameters_()` averages parameters and buffers. No optimizer has to be attached.
 
     Example:
         >>> Manual().at_backward(_State(), Progress(step=0))

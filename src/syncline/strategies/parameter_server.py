@@ -1,4 +1,4 @@
-"""A parameter server whose shards are spread over the ranks, with bounded staleness."""
+"""A parameter server with bounded staleness whose shards are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ __all__ = ["ParameterServer"]
 class _State(NamedTuple):
     rank: int
     clock: int
-    """Steps whose update has been sent."""
+    """Number of steps whose update has been sent."""
     num_updates: tuple[int, ...]
-    """Of each rank, how many updates of this rank's shard are in."""
+    """For each rank, how many of its updates of this rank's shard have arrived."""
     closed: tuple[int, ...]
-    """Of each shard, up to which clock this rank has its values."""
+    """For each shard, the clock up to which this rank has its values."""
     until: int
-    """Shards have to be closed up to here before this rank may go on."""
+    """The clock up to which all shards must be closed before this rank may continue."""
 
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy[_State]):
-    """Every rank steps at its own pace; none is more than `staleness` steps ahead of what it knows of the others.
+    """Steps at each rank's own pace, at most `staleness` steps ahead of the values known from the other ranks.
 
-    The parameters are cut into as many shards as there are ranks, and each rank is the server of one. After its step a
-    rank sends each server how its parameters have moved. When the updates of all ranks for a step are in, the server
-    adds their mean, and sends everybody the shard's values; whoever has taken part in later steps keeps its own moves
-    of those on top. A rank waits only where values are more than `staleness` steps old: stale-synchronous parallel (Ho
-    et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server"). With staleness 0
-    all ranks are equal after every step. With more, which values a rank computes with depends on who is when where, so
-    two runs differ. `ddp.sync_parameters_()` waits for all updates; after it all ranks are equal. The optimizer
-    has to be attached.
+    The parameters are cut into as many shards as there are ranks, and each rank serves one. After its step a rank sends
+    each server how its parameters have moved. Once a server has the updates of all ranks for a step, it adds their
+    mean, and sends the shard's values to all ranks. A rank that has taken later steps adds its own updates of those
+    steps to the values. A rank waits only if its values are more than `staleness` steps old. This is stale-synchronous
+    parallel training (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter
+    server"). With staleness 0 all ranks are equal after every step. With more, the values that a rank computes with
+    depend on timing, so two runs differ. `ddp.sync_parameters_()` waits for all updates; after it all ranks are equal.
+    The optimizer has to be attached.
 
     Args:
-        staleness: how many steps a rank may be ahead of what it knows.
+        staleness: the number of steps that a rank may be ahead of the values that it has received.
 
     Raises:
         TypeError, ValueError: not an integer, or negative.
@@ -76,7 +76,7 @@ class ParameterServer(Strategy[_State]):
         state = super().state_from(saved, spec)
         if len(state.closed) == spec.num_ranks:
             return state
-        # It was saved when all updates were in, and by another number of ranks.
+        # It was saved by another number of ranks, when all updates had arrived.
         all_in = (state.clock,) * spec.num_ranks
         return state._replace(num_updates=all_in, closed=all_in)
 

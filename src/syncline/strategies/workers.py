@@ -1,4 +1,4 @@
-"""Ranks that average gradients in every step among themselves, and what becomes of gradients where parameters meet."""
+"""Groups of ranks that average gradients in every step, and the gradient rules of strategies that sync parameters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 
 
 EverythingWithin = Literal["host"] | int | None
-"""Among whom gradients are averaged in every step: the ranks of a host, so many ranks in a row, or nobody."""
+"""Which ranks average gradients in every step: those of a host, groups of so many consecutive ranks, or none."""
 
 
 def checked_within(value: object) -> EverythingWithin:
     """Check `every_step_within`.
 
     Raises:
-        TypeError, ValueError: it cannot be that.
+        TypeError, ValueError: not a valid value.
     """
     if value is None or value == "host":
         return value
@@ -43,14 +43,14 @@ def checked_within(value: object) -> EverythingWithin:
 
 
 OWN_OPTIMIZER = Rule("never", "each rank applies its own update and keeps its own state", "unbounded")
-"""What becomes of optimizers where replicas drift."""
+"""The rule for optimizers where replicas drift."""
 
 
 def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
-    """Which ranks average gradients in every step, by number of their group.
+    """Return, for each rank, the number of the group in which it averages gradients in every step.
 
     Raises:
-        ValueError: the ranks cannot be divided so.
+        ValueError: the ranks cannot be divided into such groups.
 
     Example:
         >>> spec = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=())
@@ -71,24 +71,24 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
 
 
 def warmup_backward(progress: Progress, warmup: int, *, has_workers: bool) -> tuple[Action, ...]:
-    """What backwards do where parameters are what meets: nothing after the warm-up, but among workers in every step."""
+    """Return the actions of a backward: average among workers, or else over all ranks during the warm-up only."""
     if has_workers:
         return (ReduceGradients("worker"),)
     return (ReduceGradients(),) if progress.step < warmup else ()
 
 
 def after_warmup(warmup: int) -> str:
-    """What is said of parameters that do not meet before its end."""
+    """Return the suffix that says that parameters do not sync before the end of the warm-up."""
     return f", after {format_count(warmup, 'synchronous step')}" if warmup else ""
 
 
 def warmup_words(warmup: int) -> str:
-    """When buffers meet at first."""
+    """Return the prefix that says when buffers sync during the warm-up."""
     return "every step of the warm-up, then " if warmup else ""
 
 
 def gradients_rule(within: EverythingWithin, warmup: int) -> Rule:
-    """What becomes of gradients where parameters are what meets."""
+    """Return the rule for gradients of a strategy that syncs parameters."""
     if within is not None:
         among = "the ranks of a host" if within == "host" else f"{within} ranks"
         return Rule("every backward outside no_sync", f"mean over {among}, all_reduce", "none among them")

@@ -1,4 +1,4 @@
-"""Broadcasting many tensors in few collectives."""
+"""Broadcast many tensors in few collectives."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ def broadcast_tensors(
 ) -> Work:
     """Copy rank `src`'s tensors into every other rank's, all dtypes together in few collectives.
 
-    Everything is under way at once; `TensorBroadcaster.run` blocks, and bounds the memory for copies.
+    All messages are in flight at once. `TensorBroadcaster.run` blocks, and bounds the memory for copies.
 
     Args:
         tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
-        transport: between the ranks.
-        src: whose values, a rank of the transport. Nothing is written there.
+        transport: connects the ranks.
+        src: the rank, in the transport, whose values are sent; its tensors are not written.
         preserve_version: see `TensorBroadcaster`.
 
     Returns:
-        What to wait for; the tensors are not to be touched before.
+        The work to wait for; the tensors must not be used before.
     """
     return TensorBroadcaster(tensors, transport, preserve_version=preserve_version).start(src)
 
 
 class TensorBroadcaster:
-    """Broadcasts the same tensors again and again; planned once, its buffers reused.
+    """A broadcast of the same tensors that can be repeated; it is planned once, and its memory is reused.
 
-    Tensors from 1 MiB on travel from where they are; smaller ones are packed, as raw bytes, into pieces of up
-    to 32 MiB. Tensors that are not contiguous travel by a contiguous copy. A tensor on the CPU travels by the
-    transport's control device where the engine cannot send from the CPU (NCCL).
+    Tensors of 1 MiB and more are sent from their own memory. Smaller ones are packed, as raw bytes, into pieces of up
+    to 32 MiB. Tensors that are not contiguous are sent as a contiguous copy. If the transport cannot send from the CPU
+    (NCCL), CPU tensors are sent from its control device.
 
     Args:
-        tensors: what to broadcast: the same shapes and dtypes on all ranks, in the same order; strides may
-            differ. Held by identity: when a module's buffer is replaced, make a new broadcaster.
-        transport: between the ranks.
-        preserve_version: hide the writing from autograd. Otherwise a backward through a graph that saved one
-            of the tensors before they were overwritten is torch's usual error.
+        tensors: the tensors to broadcast: the same shapes and dtypes on all ranks, in the same order; strides may
+            differ. They are identified by object: when a module's buffer is replaced, make a new broadcaster.
+        transport: connects the ranks.
+        preserve_version: hide the writes from autograd. Otherwise a backward through a graph that saved one of the
+            tensors before they were overwritten raises torch's usual error.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -73,14 +73,14 @@ class TensorBroadcaster:
 
     @property
     def num_collectives(self) -> int:
-        """Broadcasts that one `start` or `run` makes."""
+        """Number of broadcasts that one `start` or `run` makes."""
         return len(self._pieces)
 
     def start(self, src: int = 0) -> Work:
-        """Broadcast from rank `src`, everything under way at once.
+        """Broadcast from rank `src`, with all messages in flight at once.
 
-        The packed copies are kept for the next call. A previous broadcast that was not waited for is waited
-        for first.
+        The packed copies are kept for the next call. If a previous broadcast is still in flight, this waits for it
+        first.
         """
         self._prepare()
         is_source = self._transport.rank == src
@@ -107,14 +107,14 @@ class TensorBroadcaster:
         if self._under_way is not None:
             self._under_way.wait()
             self._under_way = None
-        # `tensor.data = other` and `set_` leave the identity and move the memory.
+        # `tensor.data = other` and `set_` keep the object but change its memory.
         if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
             self._plan()
 
     def _plan(self) -> None:
         devices = [self._transport.sending_device(tensor.device) for tensor in self._tensors]
         sizes_bytes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
-        # `.data` shares the memory, but neither graph nor version counter: writing to it is always allowed.
+        # `.data` shares the memory but neither graph nor version counter, so writing to it is always allowed.
         self._pieces = [
             _Piece([self._tensors[i].data for i in piece], devices[piece[0]])
             for piece in plan_pieces(sizes_bytes, devices)
@@ -123,13 +123,13 @@ class TensorBroadcaster:
 
 
 class _Piece:
-    """Tensors of one collective, sent as bytes: in place if it is one contiguous tensor, else by a copy."""
+    """The tensors of one collective, sent as bytes: one contiguous tensor in place, others as a copy."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
         self._num_bytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        # Bytes of contiguous tensors can be copied as they are, at any offset. Others (strided, or with a
-        # pending conjugation) are first copied to a contiguous twin.
+        # Bytes of contiguous tensors can be copied as they are, at any offset. Others (strided, or with a pending
+        # conjugation) are first copied to a contiguous twin.
         self._strided = [tensor for tensor in tensors if not is_plain(tensor)]
         self._tensors = tensors
         self._twins: list[Tensor] = []
@@ -142,7 +142,7 @@ class _Piece:
             self._allocate()
         assert self._wire is not None
         if transport.rank == src:
-            with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+            with torch.inference_mode():  # it allows writing to any tensor, including inference tensors
                 for twin, tensor in zip(self._twins, self._strided, strict=True):
                     twin.copy_(tensor)
                 if self._slots:
@@ -151,10 +151,10 @@ class _Piece:
 
     @torch.inference_mode()  # see `launch`
     def land(self) -> None:
-        """Write what has arrived into the tensors."""
+        """Write the received values into the tensors."""
         if self._slots:
             foreach_copy_(self._bytes, self._slots)
-        # One by one: the batched call cannot write to a tensor with a pending conjugation.
+        # One at a time, because the batched call cannot write to a tensor with a pending conjugation.
         for twin, tensor in zip(self._twins, self._strided, strict=True):
             tensor.copy_(twin)
 
@@ -173,7 +173,7 @@ class _Piece:
 
 
 class _Broadcast(Work):
-    """Pieces under way; `wait` writes what arrives, piece by piece."""
+    """Pieces in flight; `wait` writes the received values, piece by piece."""
 
     __slots__ = ("_is_source", "_keep_copies", "_works", "_written")
 

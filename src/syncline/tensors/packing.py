@@ -1,8 +1,8 @@
-"""Which tensors travel alone and which are packed into chunks: a pure function of their sizes.
+"""Decide which tensors are sent alone and which are packed into chunks: a pure function of their sizes.
 
-A large tensor is sent from where it is, without a copy. Small ones are copied together, because for them a
-call costs more than the memory. The plan depends on sizes and devices only, so that all ranks plan the same
-collectives whatever the strides of their tensors are.
+A large tensor is sent from its own memory. Small ones are copied together, because for them a call costs more than the
+copy. The plan depends on sizes and devices only, so that all ranks plan the same collectives even if the strides of
+their tensors differ.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["ALONE_BYTES", "CAP_BYTES", "plan_pieces"]
 
 
 CAP_BYTES = 32 * 1024 * 1024
-"""Largest chunk of packed tensors."""
+"""Size of the largest chunk of packed tensors."""
 
 ALONE_BYTES = 1024 * 1024
-"""Tensors from this size on travel alone."""
+"""Size from which tensors are sent alone."""
 
 
 def plan_pieces(
@@ -29,13 +29,13 @@ def plan_pieces(
     """Group tensors into pieces; each piece is one collective.
 
     Args:
-        sizes_bytes: size of each tensor. Empty ones are in no piece: there is nothing to send.
-        places: where each tensor is (its device); tensors of one piece are in one place. None: all in one.
-        cap_bytes: largest piece of several tensors.
-        alone_bytes: tensors from this size on are a piece of their own.
+        sizes_bytes: size of each tensor. Empty tensors are in no piece, because there is nothing to send.
+        places: the place (device) of each tensor; the tensors of a piece are in the same place. None: one place.
+        cap_bytes: maximum size of a piece of several tensors.
+        alone_bytes: size from which a tensor is a piece of its own.
 
     Returns:
-        Indices of the tensors of each piece, in the order of their first tensors.
+        The indices of the tensors of each piece, in the order of their first tensors.
 
     Example:
         >>> plan_pieces([100, 5_000_000, 0, 200, 300], cap_bytes=400)

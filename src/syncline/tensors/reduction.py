@@ -1,4 +1,4 @@
-"""Reducing many tensors in few collectives."""
+"""Reduce many tensors in few collectives."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 _Kind = tuple[torch.dtype, torch.device]
-"""Of what type tensors are, and where."""
+"""A tensor's type and device."""
 
 _Place = tuple[torch.device, torch.dtype]
-"""From where they are sent, and as what type."""
+"""The device from which tensors are sent, and the type in which they are sent."""
 
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
-    """Refuse what cannot be reduced by `op`, by name.
+    """Raise if a tensor cannot be reduced by `op`; the message contains its name.
 
     Raises:
         ValueError: `op` is unknown, or not defined for a tensor's dtype.
@@ -47,29 +47,29 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
 
 @dataclass(frozen=True)
 class _PiecePlan:
-    """One collective."""
+    """The plan of one collective."""
 
     members: tuple[int, ...]
-    """Which parts of tensors."""
+    """Indices of the parts of tensors that it reduces."""
     numel: int
     device: torch.device
-    """From where it is sent."""
+    """The device from which it is sent."""
     dtype: torch.dtype
-    """As what it is sent."""
+    """The type in which it is sent."""
     travels_in_place: bool
-    """One part that lies as it travels; else a copy travels."""
+    """Whether a single part is sent from its own memory; otherwise a copy is sent."""
     has_pending: bool
-    """Whether a member has a conjugation or a sign that was not yet carried out."""
+    """Whether a member has a pending conjugation or negation."""
 
 
 class ReductionPlan:
-    """What travels alone and what is packed: a function of tensors' shapes, dtypes, devices and strides.
+    """Which tensors are sent alone and which are packed, by their shapes, dtypes, devices and strides.
 
-    It holds no tensor, and is good for others that are like them.
+    A plan holds no tensor, so it can be used again for similar tensors.
 
     Args:
-        tensors: not empty ones.
-        places: from where tensors of each kind are sent, and as what type.
+        tensors: the tensors, none of them empty.
+        places: device and type for sending tensors of each kind.
     """
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[_Kind, _Place]) -> None:
@@ -100,8 +100,9 @@ class ReductionPlan:
         )
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What `members` of the pieces counts; the tensors' memory, without graph and version counter: writing to it
-        is always allowed.
+        """Return the parts of tensors that the pieces' `members` index.
+
+        They share the tensors' memory but neither graph nor version counter, so writing to them is always allowed.
         """
         data = [tensor.data for tensor in tensors]
         if not self._is_cut:
@@ -112,21 +113,21 @@ class ReductionPlan:
 class TensorReducer:
     """Reduces tensors in place, those of one dtype and device together.
 
-    Tensors from 1 MiB on travel from where they are, in parts of up to 32 MiB; smaller ones are packed. A tensor that
-    is not contiguous travels by a contiguous copy; one on the CPU by the transport's control device where the engine
-    cannot send from the CPU. Every rank ends with the same bits.
+    Tensors of 1 MiB and more are sent from their own memory, in parts of up to 32 MiB; smaller ones are packed. A
+    tensor that is not contiguous is sent as a contiguous copy. If the transport cannot send from the CPU, a CPU tensor
+    is sent from its control device. Every rank gets the same bits.
 
     Args:
         tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
-        transport: between the ranks.
-        op: how; see `check_reducible`.
-        share: what this rank's values are multiplied by first; of a rank with 0 nothing counts, not even NaN. None: by
-            nothing, on any rank.
-        divisor: what the result is divided by.
-        rounds_once: add up 16-bit floats in fp32, scaled and divided there, too. As such they travel, unless that is
-            what the engine does with them by itself and nothing is scaled.
-        plan: that of an earlier reducer, for tensors that are like these; another is made where it does not fit the
-            other arguments.
+        transport: connects the ranks.
+        op: the reduction; see `check_reducible`.
+        share: this rank's weight, by which its values are multiplied first. With 0 none of them counts, not even NaN.
+            None: no weights on any rank.
+        divisor: divides the result.
+        rounds_once: add, scale and divide 16-bit floats in fp32. They are also sent as fp32, unless nothing is scaled
+            and the transport adds them in fp32 anyway.
+        plan: the plan of an earlier reducer of similar tensors. If it does not fit the other arguments, a new plan is
+            made.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -172,7 +173,7 @@ class TensorReducer:
         self._pieces = [_Piece(parts, piece, share=share, divisor=divisor) for piece in plan.pieces]
 
     def start(self) -> Work:
-        """Reduce, everything under way at once; the tensors are not to be touched before the work was waited for."""
+        """Start to reduce, with all messages in flight at once; the tensors must not be used before the wait."""
         for piece in self._pieces:
             piece.launch(self._transport, self._op)
         return _Reduction(self._pieces, self._written)
@@ -193,7 +194,7 @@ class TensorReducer:
 
 
 class _Piece:
-    """Tensors of one collective: in place if it is one that lies as it travels, else by a copy."""
+    """The tensors of one collective, reduced in place or as a copy."""
 
     def __init__(
         self, parts: Sequence[Tensor], plan: _PiecePlan, *, share: float | None, divisor: float
@@ -208,14 +209,14 @@ class _Piece:
         self._work: Work | None = None
 
     def launch(self, transport: Transport, op: ReduceOp) -> None:
-        """Start it."""
+        """Start the collective."""
         if self.travels_in_place:
             wire = as_flat(self._members[0])
         else:
             wire = torch.empty(self._plan.numel, dtype=self._plan.dtype, device=self._plan.device)
-            # The part of each member, in its shape; made in one call.
+            # One view per member, in its shape, made in one call.
             self._views = split_like(wire, self._members)
-        with torch.inference_mode():  # where any tensor may be written, one that was made in it, too
+        with torch.inference_mode():  # it allows writing to any tensor, including inference tensors
             if self._share == 0:
                 wire.zero_()
             else:
@@ -227,7 +228,7 @@ class _Piece:
         self._work = transport.all_reduce(wire, op)
 
     def land(self, timeout_seconds: float | None = None) -> None:
-        """Wait, and write what has arrived into the tensors; the copy is freed."""
+        """Wait, write the result into the tensors, and free the copy."""
         assert self._work is not None
         assert self._wire is not None
         self._work.wait(timeout_seconds)
@@ -241,7 +242,7 @@ class _Piece:
     def _copy(self, targets: _Tensors, sources: _Tensors) -> None:
         """Copy each source to its target."""
         if self._plan.has_pending:
-            # One by one: the batched call cannot write to a tensor with a pending conjugation.
+            # One at a time, because the batched call cannot write to a tensor with a pending conjugation.
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
         else:
@@ -249,12 +250,12 @@ class _Piece:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `land` would not block."""
+        """Whether `land` would return without blocking."""
         return self._work is not None and self._work.is_completed()
 
 
 class _Reduction(Work):
-    """Pieces under way; `wait` writes what arrives, piece by piece."""
+    """Pieces in flight; `wait` writes the received values, piece by piece."""
 
     __slots__ = ("_pieces", "_written")
 

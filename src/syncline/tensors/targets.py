@@ -1,4 +1,4 @@
-"""Which tensors a target consists of, by name, and what they are made of."""
+"""The tensors of a target, by name, and views of their memory."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ __all__ = [
 
 
 _OWN_MEMORY = (Tensor, nn.Parameter)
-"""Types that are neither lazy nor made of other tensors, as other subclasses may be."""
+"""Types that are neither lazy nor wrappers of other tensors; other subclasses may be."""
 
 
-# ---------------------------------------------------------------------- which tensors
+# ---------------------------------------------------------------------- tensors of a target
 
 
 def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, Tensor]]:
-    """The tensors of a target with their names, in an order that is the same on every rank.
+    """Return the tensors of a target with their names, in an order that is the same on every rank.
 
-    A tensor that occurs twice (tied weights, or another view of exactly the same memory) is listed once, by
-    its first name.
+    A tensor that occurs twice (tied weights, or another view of exactly the same memory) is listed once, by its first
+    name.
 
     Args:
-        target: a Module (parameters, then buffers, non-persistent ones too), an Optimizer (tensors of its
-            state and of its parameter groups; not the parameters), a Tensor, or dicts, lists and tuples of
-            tensors (dicts in the order of their keys' text).
-        for_writing: whether they have to be such that they can be written in place.
+        target: a Module (parameters, then buffers, including non-persistent ones), an Optimizer (tensors of its state
+            and of its parameter groups, but not the parameters), a Tensor, or dicts, lists and tuples of tensors
+            (dicts in the order of their keys' text).
+        for_writing: raise for tensors that cannot be written in place.
 
     Raises:
-        TypeError: something else, or a leaf that is no tensor; its path is named.
-        ValueError: a tensor that `check_dense` refuses, or one that cannot be written in place (expanded).
+        TypeError: something else, or a leaf that is not a tensor; the message contains its path.
+        ValueError: a tensor that `check_dense` rejects, or one that cannot be written in place (expanded).
 
     Example:
         >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
@@ -61,7 +61,7 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
 def distinct_tensors(
     walked: Iterable[tuple[str, Tensor]], *, for_writing: bool = True
 ) -> list[tuple[str, Tensor]]:
-    """Those of `walk` that `named_tensors` lists; it says what is refused."""
+    """Return the tensors of `walk` that `named_tensors` lists; raise as it does."""
     seen: dict[int, list[Tensor]] = {}
     named: list[tuple[str, Tensor]] = []
     for name, tensor in walked:
@@ -76,10 +76,10 @@ def distinct_tensors(
 
 
 def walk(target: Any) -> list[tuple[str, Tensor]]:
-    """All tensors of a target with their names, some of them more than once; see `named_tensors`.
+    """Return all tensors of a target with their names; some may occur more than once. See `named_tensors`.
 
     Raises:
-        TypeError: it is or contains something else.
+        TypeError: the target is or contains something else.
     """
     if isinstance(target, nn.Module):
         kind = type(target)
@@ -92,7 +92,7 @@ def walk(target: Any) -> list[tuple[str, Tensor]]:
 
 
 def _walk_module(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """As named_parameters() and named_buffers() would, in one walk; what is tied more than once."""
+    """Return the same as named_parameters() and named_buffers(), in one walk; tied tensors occur more than once."""
     parameters: list[tuple[str, Tensor]] = []
     buffers: list[tuple[str, Tensor]] = []
     _collect(module, "", set(), parameters, buffers)
@@ -136,10 +136,10 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose values are not simply in its own memory, whatever the engine.
+    """Raise if a tensor does not hold its values in its own dense memory.
 
     Raises:
-        ValueError: it is lazy, nested, sparse, quantized, on the meta device, or a subclass that wraps others
+        ValueError: the tensor is lazy, nested, sparse, quantized, on the meta device, or a subclass that wraps others
             (DTensor).
 
     Example:
@@ -170,7 +170,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 def _check_writable(name: str, tensor: Tensor) -> None:
     if tensor.is_contiguous():
-        return  # so are empty ones
+        return  # includes empty tensors
     repeats = any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -184,28 +184,28 @@ def _check_writable(name: str, tensor: Tensor) -> None:
 def _identity(tensor: Tensor) -> object:
     if tensor.numel() == 0:
         return id(tensor)
-    # The address includes the storage offset.
+    # `data_ptr()` includes the storage offset.
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
 
 
-# ---------------------------------------------------------------------- what they are made of
+# ---------------------------------------------------------------------- views of their memory
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the memory holds the values one after the other: no strides, no pending conjugation or sign."""
+    """Return whether the memory holds the values in order: no strides, no pending conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Count an in-place change for autograd: a backward through a graph that saved one of them is torch's usual error.
+    """Mark an in-place change for autograd: a later backward through a graph that saved a tensor raises torch's error.
 
-    Inference tensors are in no graph, and have no counter.
+    Inference tensors are in no graph and have no version counter.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
+    """Return whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -217,7 +217,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
-    """Views of at most `cap_bytes` each that make up a tensor, row by row: cut by its shape alone.
+    """Return views of at most `cap_bytes` each that make up a tensor, row by row; they depend on its shape only.
 
     Example:
         >>> [part.shape[0] for part in parts_of(torch.zeros(5, 2), 17)]
@@ -232,10 +232,13 @@ def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
 
 
 def as_flat(tensor: Tensor) -> Tensor:
-    """The memory of a plain tensor, (numel,). (`view(-1)` leaves a single element whatever stride it has.)"""
+    """Return the memory of a plain tensor, (numel,).
+
+    For a single element `view(-1)` would keep the stride, whatever it is, so it is not used.
+    """
     return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a plain tensor as bytes, (numel * element_size,)."""
+    """Return the memory of a plain tensor as bytes, (numel * element_size,)."""
     return as_flat(tensor).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Carry out strategies: count steps, ask what is due, and move the tensors.
+"""Execution of strategies: count steps, ask for the due actions, and move the tensors.
 
-driver.py      count optimizer steps, ask the strategy, do what it says, record it
+driver.py      counts optimizer steps, asks the strategy for actions, carries them out, records them
 flat.py        parameters as flat tensors
 outer_step.py  the outer optimizer of DiLoCo
 push_sum.py    one round of gossip

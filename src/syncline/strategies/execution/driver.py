@@ -1,4 +1,4 @@
-"""Drives a strategy: counts optimizer steps, asks what is due, does it, and records it."""
+"""Run a strategy: count optimizer steps, ask the strategy for actions, carry them out, and record them."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ _REMEDY = "Give all ranks the same settings, and step their optimizers as often.
 
 
 class Rounds:
-    """Carries out a strategy for one module on one rank. Making one is a collective call.
+    """Runs a strategy for one module on one rank. The constructor is a collective call.
 
     Args:
-        strategy: which.
-        title: of the module, for messages.
-        named: its trained parameters, the same on all ranks.
-        transport: between the ranks.
-        spec: what the strategy is told.
-        equalize_buffers: makes buffers equal, when called on all ranks.
-        present_buffers: those that take part.
+        strategy: the strategy to run.
+        title: the module's title, for messages.
+        named: the module's trained parameters with their names, the same on all ranks.
+        transport: connects the ranks.
+        spec: the situation, which is passed to the strategy.
+        equalize_buffers: makes the buffers equal; all ranks must call it.
+        present_buffers: returns the buffers that take part in syncs.
 
     Raises:
-        ValueError, TypeError: the strategy does not fit the module or the ranks; on every rank, if only one says so.
+        ValueError, TypeError: the strategy does not fit the module or the ranks. All ranks raise if one does.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Rounds:
         self.strategy = strategy
         self.transport = transport
         self.step = 0
-        """Optimizer steps that are done."""
+        """Number of optimizer steps completed."""
         self.last: RoundRecord | None = None
-        """The most recent one that moved something."""
+        """The most recent round that sent or received something."""
         self.when_equal: Callable[[int], object] | None = None
-        """Called with the step after a meeting that has made all parameters equal; on all ranks."""
+        """Callback. It is called with the step after each sync that made all parameters equal, on all ranks."""
         self.are_equal = False
-        """Whether nobody has stepped since all parameters were equal for sure."""
+        """Whether all parameters are known to be equal, because no rank has stepped since they were made equal."""
         self._title = title
         self._spec = spec
         self._parameters = [parameter for _, parameter in named]
@@ -101,11 +101,11 @@ class Rounds:
         self._push_sum: PushSum | None = None
         self._server: ShardedServer | None = None
         self.met_at: dict[str, int] = {}
-        """After which step parameters, buffers and optimizers met last."""
+        """For parameters, buffers and optimizer: the step after which each was last synced."""
         fault = None
         weight = 1.0
         try:
-            # Those that come with Syncline refuse what they cannot do.
+            # Syncline's own strategies raise Syncline's errors. Errors of a user's strategy are marked as user code.
             is_ours = type(strategy).__module__.startswith("syncline.")
             with nullcontext() if is_ours else calling(f"init() or mechanism() of {type(strategy).__name__}"):
                 self._state = strategy.init(spec)
@@ -134,24 +134,24 @@ class Rounds:
 
     @property
     def lanes(self) -> list[Transport]:
-        """To be closed when this is not needed any more."""
+        """The lanes to close once this object is no longer needed."""
         return [self._lane, *(() if self._server is None else self._server.lanes)]
 
-    # ------------------------------------------------------------------ what is asked of it
+    # ------------------------------------------------------------------ called by the wrapper
 
     def reduces(self) -> str | None:
-        """Among whom a backward that begins now averages gradients: "all", "worker"; None: they stay local."""
+        """Return which ranks average gradients in a backward that begins now: "all", "worker", or None for no ranks."""
         for action in self.strategy.at_backward(self._state, Progress(step=self.step)):
             if isinstance(action, ReduceGradients):
                 return action.among
         return None
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
-        """Count its steps: a step is done when every attached optimizer has done one.
+        """Count an optimizer's steps. A step is complete when every attached optimizer has taken it.
 
         Args:
-            attached: the new one.
-            replaced: those that it takes the place of.
+            attached: the new optimizer.
+            replaced: the attached optimizers that it replaces.
         """
         kept = [
             (known, num_steps)
@@ -167,10 +167,10 @@ class Rounds:
         return bool(self._attached)
 
     def step_begins(self) -> None:
-        """An attached optimizer is about to step; before the first one a collective call, where values are kept."""
+        """Prepare for an optimizer step. The first call is collective if the strategy keeps copies of parameters."""
         if self._has_started:
             return
-        self._has_started = True  # what was loaded into the module since it was wrapped counts
+        self._has_started = True  # not in __init__: values may be loaded into the module after it was wrapped
         if self.outer is None and self._server is None:
             return
         digest = digest_of(fingerprints([parameter.detach() for parameter in self._parameters]))
@@ -188,13 +188,13 @@ class Rounds:
             self._server.restart()
 
     def restart(self) -> None:
-        """What the ranks have now, which is equal, is where an outer optimizer goes on from."""
+        """Take the current parameters, which are equal on all ranks, as the new start of the outer optimizer."""
         self.are_equal = True
         if self.outer is not None and not self.outer.is_under_way:
             self.outer.restart()
 
     def step_ended(self, attached: AttachedOptimizer) -> None:
-        """An attached optimizer has stepped; do what is due when all have."""
+        """Record that an attached optimizer has stepped, and run the due actions once all of them have."""
         self._num_steps[self._attached.index(attached)] += 1
         self.are_equal = False
         if min(self._num_steps) == self.step:
@@ -208,9 +208,9 @@ class Rounds:
         self._carry_out(state, actions)
 
     def sync_parameters(self) -> None:
-        """Run a round now, out of turn, after which all ranks are equal. A collective call."""
+        """Run a sync now, outside of the schedule. Afterwards all ranks are equal. A collective call."""
         state, actions = self.strategy.at_meeting(self._state, Progress(step=self.step))
-        # Ranks that want different things done would mix them up.
+        # Ranks with different actions would mix up their messages, so the actions are compared first.
         wanted = [] if self._server is not None else [str(action) for action in actions]
         exchange(
             self.transport,
@@ -225,7 +225,7 @@ class Rounds:
         self._met_out_of_turn_at = self.step
 
     def check_may_wait(self, what: str) -> None:
-        """Raise, on every rank alike, if a rank that waited for the others now might be one that they wait for."""
+        """Raise, on all ranks alike, if waiting for the other ranks now could deadlock with a parameter server."""
         if self._server is not None and self._met_out_of_turn_at != self.step:
             raise SynclineError(
                 f"{what} after step {self.step}: under strategy={self.strategy} updates are under way after each step, "
@@ -234,7 +234,10 @@ class Rounds:
             )
 
     def next_step(self, limit: int = 10_000) -> int | None:
-        """After which step something is sent next; None: not within so many steps, or it depends on the others."""
+        """Return the step after which something is sent next.
+
+        Returns None if nothing is sent within `limit` steps, or if it depends on the other ranks.
+        """
         state = self._state
         if self._server is not None:
             return self.step + 1
@@ -244,7 +247,7 @@ class Rounds:
                 return step
         return None
 
-    # ------------------------------------------------------------------ doing it
+    # ------------------------------------------------------------------ carrying out actions
 
     def _carry_out(self, state: Any, actions: Sequence[Action]) -> None:
         if not actions:
@@ -284,7 +287,7 @@ class Rounds:
             self.when_equal(self.step)
 
     def _makes_equal(self, actions: Sequence[Action]) -> bool:
-        """Whether all parameters are equal now."""
+        """Return whether the actions make all parameters equal."""
         if any(isinstance(action, Average) for action in actions):
             return True
         taken = {
@@ -293,13 +296,13 @@ class Rounds:
         return self.outer is not None and len(taken) == self.outer.num_fragments
 
     def _is_blocking(self, actions: Sequence[Action]) -> bool:
-        """Whether all ranks wait for each other there; not where they go on computing while something travels."""
+        """Return whether all ranks wait for each other in these actions; False if they compute while data travels."""
         sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
         received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
         return bool(sent & received) or any(isinstance(action, Average) for action in actions)
 
     def _lines(self, actions: Sequence[Action]) -> list[str]:
-        """What has to be equal on all ranks where they meet."""
+        """Return descriptions of the settings that must be equal on all ranks at a sync."""
         lines = [
             line
             for number, attached in enumerate(self._attached)
@@ -320,13 +323,13 @@ class Rounds:
         ]
 
     def _sends(self, action: Action) -> bool:
-        """Whether something travels."""
+        """Return whether an action sends something."""
         if isinstance(action, AverageBuffers):
             return bool(self._present_buffers())
         return not isinstance(action, RestartOuter)
 
     def _that_met(self, actions: Sequence[Action]) -> set[str]:
-        """What is nearer to the other ranks' now."""
+        """Return the things that the actions synced: "parameters", "buffers", "optimizer"."""
         met = set()
         for action in actions:
             if isinstance(action, Average | ReceiveOuter | Push | Close | Adopt):
@@ -421,10 +424,10 @@ class Rounds:
                 case Adopt(shard, clock):
                     yield f"took over shard {shard} of step {clock}"
 
-    # ------------------------------------------------------------------ saved and loaded
+    # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers; see `DistributedDataParallel.sync_state_dict`."""
+        """Return the state of the strategy and of its execution; see `DistributedDataParallel.sync_state_dict`."""
         self._check_settled()
         parts = {name: part.state_dict() for name, part in self._parts()}
         return {
@@ -437,10 +440,10 @@ class Rounds:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The inverse.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: it is of another strategy or module.
+            ValueError: the state was saved under another strategy or for another module.
         """
         if saved["strategy"] != str(self.strategy):
             raise ValueError(
@@ -450,14 +453,14 @@ class Rounds:
         self._check_settled()
         for name, part in self._parts():
             if isinstance(part, ShardedServer) and name not in saved:
-                part.restart()  # one rank has saved it, which needs no servers
+                part.restart()  # it was saved by a run with one rank, which has no servers
             else:
                 part.load_state_dict(saved[name])
         self._state = self.strategy.state_from(saved["state"], self._spec)
         self.step, self._has_started = saved["step"], saved["has_started"]
         self.are_equal = saved.get(
             "are_equal", False
-        )  # not in what was saved before there were replica checks
+        )  # absent in states saved by versions without replica checks
         self._met_out_of_turn_at = self.step
         self._num_steps = [self.step] * len(self._num_steps)
 
@@ -474,7 +477,7 @@ class Rounds:
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
-        """The outer optimizer, where there is one."""
+        """The outer optimizer, or None."""
         return None if self.outer is None else self.outer.optimizer
 
 

@@ -1,4 +1,4 @@
-"""Parameters as flat tensors, one for each type and device, in which they can be compared, sent and added up."""
+"""Parameters as flat tensors, one per dtype and device, which can be compared, sent and added."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["FlatGroup", "flat_groups"]
 
 
 class FlatGroup:
-    """Tensors of one type and device as one flat tensor, in a type that adds up well.
+    """Tensors of one dtype and device, read and written as one flat tensor with at least 32 bits per value.
 
     Args:
-        tensors: of one dtype and device; complex ones count as pairs of real numbers.
-        indices: which they are, of all tensors.
+        tensors: tensors of one dtype and device; complex ones count as pairs of real numbers.
+        indices: the tensors' indices among all tensors.
 
     Example:
         >>> x, y = torch.tensor([[1.0, 2.0]]), torch.tensor(3.0)
@@ -37,27 +37,27 @@ class FlatGroup:
         self.numel = sum(self.numels)
         self.device = tensors[0].device
         self.dtype = torch.promote_types(real[0].dtype, torch.float32)
-        """Of the flat tensor: 16-bit values are added up in 32."""
+        """The flat tensor's type; 16-bit values are added in 32 bits."""
         self.wire_dtype = real[0].dtype
-        """Of the tensors themselves."""
+        """The tensors' own type."""
 
     def read(self) -> Tensor:
-        """A new flat tensor of the values, of shape (numel,)."""
+        """Return the values as a new flat tensor of shape (numel,)."""
         return torch.cat([_real(tensor).reshape(-1).to(self.dtype) for tensor in self._tensors])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat tensor, in the tensors' shapes (of real numbers)."""
+        """Return the parts of a flat tensor in the tensors' shapes, as real numbers."""
         parts = flat.split(self.numels)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def write(self, flat: Tensor) -> None:
-        """Make a flat tensor's values those of the tensors; counts as an in-place change for autograd."""
+        """Write a flat tensor's values into the tensors; autograd sees an in-place change."""
         foreach_copy_([_real(tensor) for tensor in self._tensors], self.views(flat))
         torch.autograd.graph.increment_version(self._tensors)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """All tensors, those of one dtype and device together, in the order in which each kind first occurs."""
+    """Return one group per dtype and device, in the order in which each pair first occurs."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
@@ -65,6 +65,6 @@ def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The same memory outside of autograd, as real numbers."""
+    """Return the tensor's memory outside of autograd, as real numbers."""
     data = tensor.data
     return torch.view_as_real(data) if data.is_complex() else data

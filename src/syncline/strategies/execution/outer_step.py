@@ -1,4 +1,4 @@
-"""The outer loop of DiLoCo: what the ranks agreed on last, how far they have moved since, and the outer optimizer."""
+"""The outer loop of DiLoCo: the common copy of the parameters, the distance moved from it, and the outer optimizer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["OuterLoop"]
 
 
 class OuterLoop:
-    """One copy of the parameters that is equal on all ranks, stepped by an optimizer of its own.
+    """A copy of the parameters that is equal on all ranks, stepped by an optimizer of its own.
 
     Args:
-        named: the module's parameters, the same on all ranks.
-        fragments: indices of the parameters that meet together.
+        named: the module's parameters with their names, the same on all ranks.
+        fragments: for each fragment, the indices of its parameters, which sync together.
         outer: makes the optimizer of the copies.
-        compression: how outer gradients are encoded; None: not at all.
-        transport: what they travel by, for nothing else.
-        keeps_sent: remember what parameters were when their distance was sent, for `receive` with None.
+        compression: how outer gradients are encoded; None for no encoding.
+        transport: carries the outer gradients, and nothing else.
+        keeps_sent: remember the parameters' values at each `send`. `receive` with `mixing=None` needs them.
 
     Raises:
-        TypeError: `outer` does not make an optimizer.
-        ValueError: it makes one of other parameters.
+        TypeError: `outer` does not return an optimizer.
+        ValueError: `outer` returns an optimizer of other parameters.
     """
 
     def __init__(
@@ -62,32 +62,33 @@ class OuterLoop:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a fragment was sent and not received."""
+        """Whether a fragment was sent and not yet received."""
         return any(fragment.is_under_way for fragment in self._fragments)
 
     @property
     def num_fragments(self) -> int:
-        """How many there are."""
+        """Number of fragments."""
         return len(self._fragments)
 
     def restart(self) -> None:
-        """What the ranks have now is where the outer optimizer goes on from."""
+        """Copy the ranks' current parameters; the next outer step starts from them."""
         with torch.no_grad():
             for common, local in zip(self._common, self._local, strict=True):
                 common.copy_(local)
 
     def send(self, fragment: int) -> None:
-        """Begin to average how far a fragment has moved since its last outer step; what it is now is remembered."""
+        """Start to average the distance that a fragment has moved since its last outer step."""
         self._fragments[fragment].send()
 
     def advance(self, fragment: int) -> None:
-        """Go into the next phase of that, where there is one."""
+        """Enter the next phase of a fragment's average, if it has one."""
         self._fragments[fragment].advance()
 
     def receive(self, fragment: int, mixing: float | None) -> None:
-        """Step the outer optimizer, and move the module's parameters to the result, but for `mixing` of their own.
+        """Take the outer step of a fragment, and write the result into the module's parameters.
 
-        With None, what they have moved since `send` is added to the result.
+        `mixing` is how much of the parameters' own values stays. With None, the distance that they have moved since
+        `send` is added to the result.
         """
         part = self._fragments[fragment]
         part.take_gradients()
@@ -95,10 +96,13 @@ class OuterLoop:
         self.optimizer.zero_grad(set_to_none=True)
         part.write(mixing)
 
-    # ------------------------------------------------------------------ saved and loaded
+    # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers; a collective call where an average is under way. Residuals are of this rank alone."""
+        """Return the state. A collective call if an average is in flight.
+
+        Residuals (in `"fragments"`) belong to this rank alone.
+        """
         return {
             "parameters": dict(
                 zip(self._names, (common.detach().clone() for common in self._common), strict=True)
@@ -108,10 +112,10 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; local.
+        """Load a state that `state_dict` returned; local unless an average is in flight.
 
         Raises:
-            ValueError: it is of another module.
+            ValueError: the state is of another module.
         """
         saved = state["parameters"]
         shapes = {name: tuple(common.shape) for name, common in zip(self._names, self._common, strict=True)}
@@ -133,7 +137,7 @@ class OuterLoop:
 
 
 class _Fragment:
-    """Parameters that meet together."""
+    """Parameters that sync together."""
 
     def __init__(
         self,
@@ -153,14 +157,15 @@ class _Fragment:
             for group in self._groups
         ]
         self._arrived: list[Tensor] | None = None
-        """The means, if they were waited for before their time, to be saved."""
+        """The means, if a save had to wait for them before they were due."""
         self.is_under_way = False
         self._keeps_sent = keeps_sent
         self._sent: list[Tensor] = []
-        """What the parameters were when their distance was sent."""
+        """The parameters' values when their distance was sent."""
 
     def send(self) -> None:
-        # From what a copy was written as: its rounding is not a move, and must not be taken back.
+        # The copy is first rounded as it was written into the parameters. Otherwise that rounding would count as a
+        # move, and the outer step would take it back.
         moved = [
             common.detach().to(local.dtype).to(common.dtype) - local.detach().to(common.dtype)
             for common, local in zip(self._common, self._local, strict=True)
@@ -176,7 +181,7 @@ class _Fragment:
                 exchange.advance()
 
     def take_gradients(self) -> None:
-        """Wait for the mean distances, which become the copies' gradients."""
+        """Wait for the mean distances and make them the gradients of the copies."""
         means = self._arrived or [exchange.wait() for exchange in self._exchanges]
         self._arrived, self.is_under_way = None, False
         for group, mean in zip(self._groups, means, strict=True):
@@ -208,7 +213,7 @@ class _Fragment:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.is_under_way and self._arrived is None:
-            for exchange in self._exchanges:  # all ranks have begun it
+            for exchange in self._exchanges:  # all ranks have started it, so its messages must be received
                 exchange.wait()
         arrived = state["arrived"]
         self._arrived = None if arrived is None else [mean.clone() for mean in arrived]
@@ -219,7 +224,7 @@ class _Fragment:
 
 
 def _copy_of(parameter: Tensor) -> Tensor:
-    """A parameter of its own, in 32 bits at least: many small steps would be lost in 16."""
+    """Return an independent copy with at least 32 bits, because 16 bits would lose many small steps."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     copy = parameter.detach().to(dtype, copy=True, memory_format=torch.preserve_format)
     return nn.Parameter(copy)

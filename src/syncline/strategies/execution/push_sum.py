@@ -1,4 +1,4 @@
-"""One round of gossip: parts of this rank's values go to a few others, and theirs are added up."""
+"""One round of gossip: a rank sends parts of its values to a few others and adds the parts that it receives."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["PushSum"]
 
 
 class PushSum:
-    """A rank's values and the weight that goes with them.
+    """A rank's values and their push-sum weight.
 
-    A rank stands for a sum of values, each times a weight, and the sum of those weights; what it computes with is their
-    quotient. It passes parts of both on, so that their totals over all ranks never change but by what the ranks learn.
-    That is added with the rank's own weight, so the ranks tend to what the mean of all ranks, so weighted, would be.
+    A rank holds a weighted sum of values and the sum of the weights. It computes with their quotient. It sends parts of
+    both to other ranks, so their totals over all ranks change only by what the ranks learn. A rank's learning counts
+    with the rank's own weight, so all ranks tend to the weighted mean over all ranks.
 
     Args:
-        weights: of all ranks, above 0.
-        transport: what the parts travel by, for nothing else.
+        weights: the weights of all ranks, above 0.
+        transport: carries the parts, and nothing else.
     """
 
     def __init__(self, weights: Sequence[float], transport: Transport) -> None:
@@ -32,10 +32,10 @@ class PushSum:
         self._has_equal = len(set(weights)) == 1
         self._transport = transport
         self._written: list[Tensor] = []
-        """What the values were when they were written last, where learning and weight differ in weight."""
+        """The values as last written. Kept only where weights differ, because learning then needs its own weight."""
 
     def push(self, tensors: Sequence[Tensor], to: Sequence[int], sources: Sequence[int]) -> None:
-        """Keep an equal part, send one to each of `to`, add what comes from `sources`."""
+        """Keep one of 1 + len(to) equal parts, send one to each rank of `to`, and add the parts from `sources`."""
         transport = self._transport
         groups = flat_groups(tensors)
         values = self._values(groups)
@@ -47,8 +47,8 @@ class PushSum:
         sends: list[Work] = []
         arrivals: dict[int, list[tuple[Tensor, Work]]] = {}
         for rank in sorted({*to, *sources}):
-            # Of two that send to each other the lower begins: where the messages of a pair go one after the other
-            # (NCCL), each would wait for the other otherwise.
+            # Of two ranks that send to each other the lower one sends first. Transports that order the messages of a
+            # pair (NCCL) would deadlock otherwise.
             if rank in to and transport.rank < rank:
                 sends += [transport.send(wire, rank) for wire in wires]
             if rank in sources:
@@ -57,7 +57,7 @@ class PushSum:
             if rank in to and transport.rank > rank:
                 sends += [transport.send(wire, rank) for wire in wires]
         total, sums = share, [value.mul_(share) for value in values]
-        for rank in sorted(arrivals):  # in the order of the ranks, so that a run can be repeated
+        for rank in sorted(arrivals):  # in rank order, so that runs are reproducible
             for _, work in arrivals[rank]:
                 work.wait()
             (part, _), *others = arrivals[rank]
@@ -71,7 +71,7 @@ class PushSum:
         self._write(groups, [sum_.div_(total) for sum_ in sums])
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Make the values of all ranks what they tend to; each counts as at the start again. A collective call."""
+        """Replace all ranks' values by their weighted mean, and reset the weights. A collective call."""
         transport = self._transport
         groups = flat_groups(tensors)
         total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
@@ -85,7 +85,7 @@ class PushSum:
         self._write(groups, means)
 
     def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        """The quotients; what was learnt since they were written counts with this rank's own weight."""
+        """Return the values. Changes since they were last written count with this rank's own weight."""
         values = [group.read() for group in groups]
         if self._has_equal or len(self._written) != len(values):
             return values
@@ -98,13 +98,13 @@ class PushSum:
         for group, value in zip(groups, values, strict=True):
             group.write(value)
         if not self._has_equal:
-            self._written = [group.read() for group in groups]  # as rounded
+            self._written = [group.read() for group in groups]  # includes the rounding of the write
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, of this rank alone."""
+        """Return the state, which belongs to this rank alone."""
         return {"weight": self.weight, "written": [written.clone() for written in self._written]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Load a state that `state_dict` returned."""
         self.weight = float(state["weight"])
         self._written = [written.clone() for written in state["written"]]

@@ -1,4 +1,4 @@
-"""The shards of a parameter server, one on each rank, and this rank's view of all of them."""
+"""A parameter server with one shard per rank, and each rank's view of all shards."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 class ShardedServer:
-    """Sends how this rank's parameters move, adds up what others send, and takes over what the servers have.
+    """Sends this rank's updates, adds up the updates of others, and adopts the servers' values.
 
-    `ParameterServer` decides when. Updates and values have connections of their own, on which the messages between two
-    ranks come in the order of their clocks. What a rank computes with is, shard by shard, the last values that it has
-    from the server and its own moves since then.
+    `ParameterServer` decides when. Updates and values have separate connections. On each, the messages between two
+    ranks arrive in the order of their clocks. For each shard, a rank computes with the last values that it received
+    from the server plus its own updates since then.
 
     Args:
         tensors: the parameters, of one floating type, on one device.
-        transport: between the ranks; four lanes of it are opened.
+        transport: connects the ranks; four lanes of it are opened.
 
     Raises:
-        ValueError: they are of several types, or on several devices.
+        ValueError: the parameters have several types or are on several devices.
     """
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
@@ -54,41 +54,44 @@ class ShardedServer:
         bounds = [numel * rank // self._size for rank in range(self._size + 1)]
         self._spans = [slice(start, stop) for start, stop in pairwise(bounds)]
         self._moves: dict[int, Tensor] = {}
-        """This rank's own updates, by clock, which a shard may not contain yet."""
+        """This rank's own updates, by clock, that some shard may not contain yet."""
         self._received: dict[int, dict[int, Tensor]] = {}
-        """By clock and rank, the updates of this rank's shard that are not added yet."""
+        """The updates of this rank's shard that are not added yet, by clock and rank."""
         self._closed = [0] * self._size
         self.restart()
 
     @property
     def lanes(self) -> list[Transport]:
-        """What its messages travel by."""
+        """The lanes that carry the messages."""
         return [*self._updates.lanes, *self._values.lanes]
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether every shard contains all of this rank's updates."""
         return not self._moves or max(self._moves) <= min(self._closed)
 
     def restart(self) -> None:
-        """What the ranks have now, which is equal, is what the servers have."""
-        self._written = self._group.read()  # (numel,): what the parameters were when they were written last
+        """Take the ranks' current parameters, which are equal, as the servers' values."""
+        self._written = self._group.read()  # (numel,): the parameters as last written
         self._served = self._written.clone()  # (numel,): each shard's values as this rank knows them
 
     def begin(self, clock: int) -> None:
-        """A step is done: tell the servers how the parameters have moved in it."""
+        """Send the servers this rank's update for a completed step."""
         move = self._group.read().sub_(self._written)
         self._moves[clock] = move
         self._received.setdefault(clock, {})[self._rank] = move[self._spans[self._rank]]
         own = self._spans[self._rank]
         for rank in self._others():
             self._updates.send(move[self._spans[rank]], rank)
-            # What the others will send for this clock; all take as many steps.
+            # All ranks take the same number of steps, so the others will send messages for this clock too.
             self._updates.expect(rank, clock, move[own])
             self._values.expect(rank, clock, move[self._spans[rank]])
 
     def close(self, clock: int) -> None:
-        """Add up the updates of a clock, in the order of the ranks, and send everybody the shard's values."""
+        """Add the mean of all ranks' updates of a clock to this rank's shard, and send its values to all ranks.
+
+        The updates are added in rank order, so that the sum is reproducible.
+        """
         updates = self._received.pop(clock)
         own = self._served[self._spans[self._rank]]
         total = torch.zeros_like(own)
@@ -101,12 +104,12 @@ class ShardedServer:
             self._values.send(values, rank)
 
     def adopt(self, shard: int, clock: int) -> None:
-        """Take over a shard's values."""
+        """Adopt the values received for a shard."""
         self._served[self._spans[shard]] = self._values.take(shard, clock)
         self._closed[shard] = clock
 
     def write(self) -> None:
-        """Make the parameters what is known of the shards, and this rank's own moves since then."""
+        """Set the parameters to the shards' known values plus this rank's own updates since then."""
         known = self._served.clone()
         for clock in sorted(self._moves):
             if clock <= min(self._closed):
@@ -116,10 +119,10 @@ class ShardedServer:
                 if clock > self._closed[shard]:
                     known[span] += self._moves[clock][span]
         self._group.write(known)
-        self._written = self._group.read()  # as rounded
+        self._written = self._group.read()  # includes the rounding of the write
 
     def poll(self) -> list[Message]:
-        """What has arrived since the last call."""
+        """Return the messages that have arrived since the last call."""
         found = self._updates.poll()
         for message in found:
             self._received.setdefault(message.clock, {})[message.rank] = self._updates.take(
@@ -128,10 +131,10 @@ class ShardedServer:
         return found + self._values.poll()
 
     def wait(self, timeout_seconds: float) -> list[Message]:
-        """The same, once there is something.
+        """Wait until a message has arrived, and return the messages as `poll` does.
 
         Raises:
-            CollectiveTimeout, PeerLost, ...: nothing came in time, or nothing ever will.
+            CollectiveTimeout, PeerLost, ...: nothing arrived in time, or nothing can arrive any more.
         """
         deadline = time.monotonic() + timeout_seconds
         pause_seconds = _SHORTEST_PAUSE_SECONDS
@@ -143,7 +146,7 @@ class ShardedServer:
         return messages
 
     def finish(self) -> None:
-        """Everything that was sent has arrived."""
+        """Wait until everything that this rank sent has arrived."""
         self._updates.finish()
         self._values.finish()
 
@@ -151,7 +154,7 @@ class ShardedServer:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers, of this rank alone; nothing may be under way."""
+        """Return the state, which belongs to this rank alone; no update may be in flight."""
         return {
             "served": self._served.clone(),
             "written": self._written.clone(),
@@ -159,20 +162,21 @@ class ShardedServer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Load a state that `state_dict` returned."""
         self._served.copy_(state["served"])
         self._written.copy_(state["written"])
-        # Another number of ranks has other shards; all were closed alike when nothing was under way.
+        # With another number of ranks the shards differ. All shards were closed at the same clock, because a state is
+        # only saved when no update is in flight.
         closed = list(state["closed"])
         self._closed = closed if len(closed) == self._size else [max(closed)] * self._size
         self._moves.clear()
 
 
 class _Mail:
-    """Messages of one kind; from one rank they come in the order of their clocks.
+    """Messages of one kind. Those from one rank arrive in the order of their clocks.
 
-    They travel by two lanes, one to higher ranks and one to lower ones: where the messages of a pair go one after the
-    other (NCCL), one that is expected must not hold up one that is to be sent.
+    There are two lanes, one to higher ranks and one to lower ranks. Some transports (NCCL) order the messages of a pair
+    of ranks, and there a pending receive must not block a send.
     """
 
     def __init__(self, kind: Literal["update", "values"], transport: Transport) -> None:
@@ -188,7 +192,7 @@ class _Mail:
 
     @property
     def lanes(self) -> list[Transport]:
-        """Upwards and downwards."""
+        """The lane to higher ranks and the lane to lower ranks."""
         return [self._to_higher, self._to_lower]
 
     def send(self, values: Tensor, rank: int) -> None:
@@ -219,7 +223,7 @@ class _Mail:
         return self._arrived.pop((rank, clock))
 
     def oldest(self) -> Work | None:
-        """What has been waited for longest."""
+        """Return the pending receive with the lowest clock, or None."""
         heads = [(queue[0][0], rank) for rank, queue in self._expected.items() if queue]
         return self._expected[min(heads)[1]][0][2] if heads else None
 
