@@ -161,7 +161,7 @@ def test_whenever_any_ranks_are_asked_all_stop(strategy: str, num_stops: int, tm
 )
 def test_the_second_sigterm_ends_at_once(signals: list[str], code: int) -> None:
     """Without torch, which takes longer to load than this."""
-    module = Path(sl.__file__).with_name("stopping.py")
+    module = Path(sl.__file__).parent / "session" / "stop_request.py"
     program = (
         "import importlib.util, os, signal, sys\n"
         f"spec = importlib.util.spec_from_file_location('stopping', {str(module)!r})\n"

@@ -73,10 +73,12 @@ class Server:
 
     def __enter__(self) -> Server:
         variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=variables,
         )
@@ -84,6 +86,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=60)
+        self._errors.close()
 
     def start(
         self,
@@ -116,7 +119,12 @@ class Server:
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except BrokenPipeError as error:
+            code = self._process.wait(10)
+            self._errors.seek(0)
+            raise RuntimeError(f"the server has ended with {code}: {self._errors.read()}") from error
         return Launcher(int(self._process.stdout.readline()), folder)
 
 
