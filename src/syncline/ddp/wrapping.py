@@ -81,7 +81,8 @@ def refuse(transport: Transport, fault: Exception) -> NoReturn:
     The error is sent in place of this rank's part in `gather_hosts`, so that no other rank waits.
 
     Raises:
-        TypeError, ValueError, RuntimeError: `fault`, on every rank.
+        TypeError, ValueError, SynclineError: the text of `fault`, on every rank. The class is SynclineError if `fault`
+            is neither of the other two. With one rank, `fault` itself is raised.
     """
     if transport.size > 1:
         exchange(transport, TITLE, [], fault=fault)
