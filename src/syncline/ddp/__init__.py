@@ -1,15 +1,15 @@
-"""DistributedDataParallel: from torch's arguments to the parts that synchronize a module.
+"""DistributedDataParallel: the wrapper, its arguments, and the parts that synchronize a module.
 
 Imports: errors, checks, records, contract, _torch, liveness, transport, session, optimizers, tensors, equality,
 gradients, sharded, buffers, compression, strategies, verbs, report.
 
-arguments.py        check the arguments, by torch's rules
-join.py             uneven inputs
-mixed_precision.py  torch's `mixed_precision=`
-replica.py          one rank's replica: puts the parts together
-replica_checks.py   when replicas are compared
-selection.py        which parameters and buffers take part, and whether the module has changed
-torch_names.py      undocumented names of torch's class that frameworks use
-wrapper.py          DistributedDataParallel: the class that users see
-wrapping.py         when a module is wrapped: agree on it, broadcast first values
+arguments.py        check the arguments by torch's rules
+join.py             support uneven inputs
+mixed_precision.py  run the module in lower precision: torch's `mixed_precision=`
+replica.py          hold the parts that synchronize one rank's replica
+replica_checks.py   compare replicas during backward and after parameter syncs
+selection.py        select the parameters and buffers that take part, and detect changes of the module
+torch_names.py      provide undocumented names of torch's class that frameworks use
+wrapper.py          define DistributedDataParallel, the class that users see
+wrapping.py         agree on a module when it is wrapped, and broadcast its first values
 """

@@ -1,4 +1,4 @@
-"""One rank's replica: the parts that keep a module equal, put on it, and put on anew when the module has changed."""
+"""One rank's replica: the parts that keep a module equal on all ranks. They are rebuilt when the module changes."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ NOT_COPIED = (
 
 
 class Replica:
-    """What a wrapped module is kept equal by.
+    """The parts that keep one wrapped module equal on all ranks.
 
-    Making one is a collective call: the ranks agree on the module and on the options, and start from the same values.
-    The hooks are removed when it is freed; nothing that they hold keeps it alive.
+    The constructor is a collective call. The ranks agree on the module and the options, and start from the same values.
+    The hooks are removed when the replica is freed. They hold no strong reference to it.
 
     Args:
-        module: what is kept equal.
-        chosen: its tensors that take part.
-        transport: between the ranks.
+        module: the module to keep equal.
+        chosen: the tensors of the module that take part.
+        transport: connects the ranks.
         options: how gradients are reduced.
-        hosts: on which the ranks are.
-        strategy: when and how parameters meet.
-        init_sync: make parameters rank 0's now.
-        init_buffers: make buffers rank 0's now, too.
-        buffer_policy: what becomes of buffers before a forward.
-        ignore: names or patterns of tensors that are left alone, also of those that come later.
+        hosts: the hosts of the ranks.
+        strategy: when and how parameters are synchronized.
+        init_sync: broadcast parameters from rank 0 now.
+        init_buffers: with `init_sync`, broadcast buffers from rank 0 now, too.
+        buffer_policy: how buffers are synchronized before a forward.
+        ignore: names or patterns of tensors that do not take part, including tensors that are added later.
         compression: how gradients are encoded.
-        replica_check: how it is checked that replicas are equal.
+        replica_check: how replicas are compared.
 
     Raises:
-        ContractMismatch: the ranks differ; the same text on every rank.
+        ContractMismatch: the ranks differ. The text is the same on every rank.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class Replica:
             compression=None if compression is None else compression.in_words(),
             replica_check=replica_check,
         )
-        """What is known of it, to be agreed on and printed."""
+        """The facts about this replica that the ranks agree on and that are printed."""
         self.buffer_hook: BufferHook | None = None
         self._buffer_policy: BufferPolicy = buffer_policy
         self._ignore = tuple(ignore)
         self.checks = ReplicaChecks(replica_check)
-        """What compares this replica with the others."""
+        """The comparisons of this replica with those of the other ranks."""
         self.was_changed = False
-        """Whether the module was found changed in the last forward that is to be followed by a backward."""
+        """Whether the last forward with gradients enabled found the module changed."""
         self._equal_after_backward = 0
-        """How many backwards there were when all parameters were equal for sure."""
+        """The number of backwards that had run when all parameters were last known to be equal."""
         agree_on_module(chosen, contract_of(self.plan), options, transport)
         former = one_copy_of(module)
         if former is not None:
@@ -133,14 +133,14 @@ class Replica:
             broadcast_values(chosen, transport, src=0, buffers=init_buffers)
         self._open_lanes(chosen)
         self.divergence = self._divergence()
-        """Whether replicas drift apart on purpose."""
+        """The record of whether replicas drift apart on purpose (`sl.diverge`)."""
         self.rounds = self._rounds(chosen, spec) if strategy.drifts else None
-        """What carries out a strategy under which replicas drift."""
+        """Runs a strategy under which replicas drift; None under `EveryStep`."""
         self._wire(chosen)
         self.compression: HookState | None = None
-        """What encodes gradients, and what it keeps from step to step; None where they travel as they are."""
+        """The encoding of gradients and its state between steps; None if gradients are sent unchanged."""
         self._owed: Mapping[str, Any] = {}
-        """What it kept on several ranks, where there is one now: for when there are several again."""
+        """A loaded compression state that is not used while there is one rank. It is saved again for a larger world."""
         if compression is not None and transport.size > 1:
             self.compression = HookState(compression, self._gradient_lane)
             self._compress(self.compression)
@@ -149,8 +149,9 @@ class Replica:
     # ------------------------------------------------------------------ lanes and hooks
 
     def _open_lanes(self, chosen: Selection) -> None:
-        """Connections of their own for gradients and for buffers, so that neither is ever mistaken for something
-        else that a rank does at the same time. A collective call.
+        """Open separate lanes for gradients and for buffers. A collective call.
+
+        With separate lanes, no rank mistakes their messages for another operation that runs at the same time.
         """
         self._gradient_lane = self._open_lane("gradients")
         if self._workers is not None:
@@ -162,31 +163,31 @@ class Replica:
         self._buffer_lane = self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
-        """A new lane, which is closed when `of` (None: this replica) is freed."""
+        """Return a new lane, which is closed when `of` (None: this replica) is freed."""
         lane = self.transport.lane(f"{purpose} of {type(self.module).__name__}")
         if lane is not self.transport:
             weakref.finalize(self if of is None else of, lane.close)
         return lane
 
     def _let_decide(self) -> None:
-        """Ask in each backward whether it is to be reduced, where that is a question."""
+        """Ask in each backward whether to reduce it, if a strategy or `sl.diverge` can prevent that."""
         is_open = self.rounds is not None or self.divergence.is_open
         self.gradients.decide = _weakly(self.reduces) if is_open else None
 
     def _divergence(self) -> Divergence:
-        """What `sl.diverge` finds this replica by."""
+        """Return the record through which `sl.diverge` reaches this replica."""
         return Divergence(self.module, self.transport, _weakly(self._drift), _weakly(self._was_written))
 
     def _was_written(self) -> None:
-        """A verb has made all parameters equal."""
+        """Record that a verb has made all parameters equal."""
         self._equal_after_backward = self.gradients.num_backwards
         if self.rounds is not None:
             self.rounds.restart()
 
     def _drift(self, is_open: bool) -> None:
-        """Replicas begin to drift apart on purpose, or end to do so. A collective call where they begin."""
+        """Begin or end a deliberate drift of the replicas. The beginning is a collective call."""
         if is_open and not self.is_agreed:
-            self.agree_before_the_first_step()  # inside the block nothing is sent
+            self.agree_before_the_first_step()  # because nothing is sent inside the block
         self._let_decide()
         for attached in self.gradients.settings.optimizers:
             attached.counts = not is_open
@@ -198,7 +199,7 @@ class Replica:
             buffers.enabled, buffers.why_disabled = self._before_drifting
 
     def _rounds(self, chosen: Selection, spec: Spec) -> Rounds:
-        """What carries out the strategy. A collective call."""
+        """Return the object that runs the strategy. A collective call."""
         rounds = Rounds(
             self.strategy,
             type(self.module).__name__,
@@ -222,10 +223,10 @@ class Replica:
         return [] if self._buffer_policy == "none" else self.buffers.present()
 
     def _wire(self, chosen: Selection) -> None:
-        """Put the hooks on. A collective only with sharded=True."""
+        """Install the hooks on the chosen tensors. A collective call only with `sharded=True`."""
         self.selection = chosen
         self.ignored = set(chosen.ignored)
-        # Here, for a group of one rank may have become a larger one.
+        # Computed here, because a group of one rank may have been replaced by a larger one.
         self.options = replace(self.options, compares_replicas=self.checks.are_needed(self.transport))
         self.gradients = GradientSync(
             [*chosen.trained, *chosen.delayed],
@@ -254,11 +255,11 @@ class Replica:
             self.buffers.why_disabled = f"under {self.strategy}: {why}"
         self._inventory = Inventory(self.module)
         self._compare_in_next_backward()
-        # It must not hold on to what holds on to the wrapper.
+        # The finalizer must hold no reference that keeps the wrapper alive.
         self._hooks_finalizer = weakref.finalize(self, self.gradients.remove_hooks)
 
     def _watch(self, transport: Transport, ranks: Sequence[int]) -> ReplicaWatch | None:
-        """What compares replicas with those of the other ranks of `transport`."""
+        """Return the watch that compares replicas between the ranks of `transport`, or None."""
         return self.checks.watch(
             type(self.module).__name__,
             [] if self.plan.sharded and self.plan.num_copies == 1 else self.selection.parameters,
@@ -270,7 +271,7 @@ class Replica:
         )
 
     def _watch_gradients(self) -> None:
-        """Set up that the ranks which average their gradients compare their replicas during backward."""
+        """Let the ranks that average their gradients compare their replicas during backward."""
         ranks = range(self.transport.size)
         if self._workers is not None:
             own = self._workers[self.transport.rank]
@@ -278,24 +279,27 @@ class Replica:
         self.gradients.replicas.watch = self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
 
     def _compared_optimizers(self) -> list[Optimizer]:
-        """The attached optimizers whose steps are to be the same on all ranks, so that their state is compared."""
+        """Return the attached optimizers whose state is compared, because they must step alike on all ranks."""
         if self.plan.sharded or self.rounds is not None:
             return []
         return [attached.optimizer for attached in self.gradients.settings.optimizers]
 
     def _are_equal_after(self, step: int) -> None:
-        """A meeting has made all parameters equal."""
+        """Record that a parameter sync has made all parameters equal, and compare them if that is due."""
         self._equal_after_backward = self.gradients.num_backwards
         self.checks.compare_after_meeting(self.transport, step)
 
     def before_forward_of_equal_buffers(self) -> None:
-        """Buffers were synchronized for a forward that is about to change them."""
+        """Record that buffers were synchronized for a forward that will change them."""
         watch = self.gradients.replicas.watch
         if watch is not None and self.rounds is None and self.buffers.were_sent:
             watch.buffers_are_equal(self.gradients.num_backwards + 1)
 
     def _are_equal(self, rounds: Rounds) -> bool:
-        """Whether nobody can have stepped since all parameters were equal, with an optimizer that is not attached."""
+        """Return whether all parameters are still known to be equal.
+
+        If a backward ran since they were made equal, an optimizer that is not attached may have changed them.
+        """
         return rounds.are_equal and self._equal_after_backward == self.gradients.num_backwards
 
     @property
@@ -323,13 +327,13 @@ class Replica:
         return named
 
     def _compress(self, state: HookState) -> None:
-        """Let the buckets be encoded."""
+        """Encode the buckets with a compression."""
         state.use(self._gradient_lane, self.module)
         label = state.compression.in_words()
         self.gradients.use_comm_hook(CommHook(state=state, hook=compression_hook, label=label, averages=True))
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
-        """Take the place of the present hooks, over the lanes and by `options` as they are now."""
+        """Replace the present hooks, using the present lanes and `options`."""
         self.refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
         self.refuse_drifting("the module and its group cannot be changed")
         former, former_buffers = self.gradients, self.buffers
@@ -345,12 +349,12 @@ class Replica:
         return select(self.module, ignore=self._ignore, delayed=delayed, must_match=False)
 
     def _shard(self) -> Sharding:
-        """Move the parameters to where each rank steps its share of them. A collective call."""
+        """Move the parameters to memory in which each rank steps its shard of them. A collective call."""
         sharding = Sharding(
             self.module,
             list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
             self.gradients.layout.shares(),
-            self._open_lane("shards", of=self.module),  # what is shared stays so when the wrapper is gone
+            self._open_lane("shards", of=self.module),  # because sharing outlives the wrapper
             by_parameter=self.options.allow_unused,
         )
         self.plan = replace(self.plan, num_copies=sharding.num_copies)
@@ -360,9 +364,9 @@ class Replica:
     # ------------------------------------------------------------------ before a step
 
     def before_forward(self, *, synchronizes: bool, inside_join: bool) -> None:
-        """Check what this rank alone can check. Nothing is sent: a rank may run a forward that no other rank runs.
+        """Run the checks that need no other rank. Nothing is sent, because a rank may run a forward alone.
 
-        Also under `no_sync`, for the backward may run outside of it.
+        The checks also run under `no_sync`, because the backward may run outside of it.
         """
         if self.divergence.is_open:
             return
@@ -378,21 +382,21 @@ class Replica:
             self.gradients.before_reduction = _weakly(self._before_reduction)
 
     def follow_in_backward(self, output: object) -> None:
-        """The module has changed: let the backward of this forward begin with an agreement on what it is now."""
+        """Let the backward of this forward begin by agreeing on the changed module."""
         when_backward_reaches_any(output, _weakly(self._follow_changes))
 
     def _has_changed(self) -> bool:
-        """Whether the module was changed since the ranks agreed on it."""
+        """Return whether the module has changed since the ranks agreed on it."""
         return self._inventory.has_changed() or not self.gradients.layout.fits()
 
     def _compare_in_next_backward(self) -> None:
-        """Let the next synchronized backward compare what is registered on the ranks, before its first bucket."""
+        """Let the next synchronized backward compare what the ranks registered, before its first bucket."""
         self.is_agreed = False
-        """Whether the ranks have compared what was registered."""
+        """Whether the ranks have compared their registered hooks, optimizers and metrics."""
         self.gradients.before_reduction = _weakly(self._before_reduction)
 
     def _before_reduction(self) -> None:
-        """A synchronized backward begins, and something has to be compared first. A collective call."""
+        """Compare registrations at the start of a synchronized backward. A collective call."""
         if not self.divergence.is_open and self._has_changed():
             raise SynclineError(
                 f"rank {self.transport.rank}, step {self.gradients.step + 1}, backward: {type(self.module).__name__} "
@@ -404,10 +408,10 @@ class Replica:
             self.agree_before_the_first_step()
 
     def _follow_changes(self, _: object = None) -> None:
-        """The module was changed after wrapping: agree on what it is now, and synchronize that. A collective call.
+        """Agree on a module that has changed since it was wrapped, and synchronize it. A collective call.
 
-        It comes at the start of a backward, which all ranks reach, and not in the forward, which one rank may run
-        alone. So it is too late to send the values of new tensors: they are compared.
+        This runs at the start of a backward, which all ranks reach, and not in forward, which one rank may run alone.
+        At that point it is too late to broadcast the values of new tensors, so they are compared instead.
         """
         if not self.gradients.enabled or self.divergence.is_open or not self._has_changed():
             return
@@ -434,13 +438,13 @@ class Replica:
         self._wire_again(chosen)
 
     def agree_before_join(self) -> None:
-        """Compare now what a backward would compare: a rank without any input runs none. A collective call."""
+        """Compare now, because a rank without inputs runs no backward that would compare. A collective call."""
         self._follow_changes()
         if not self.is_agreed:
             self.agree_before_the_first_step()
 
     def agree_before_the_first_step(self) -> None:
-        """Check that what was registered after construction is the same on all ranks. A collective call."""
+        """Check that all ranks have registered the same since construction. A collective call."""
         self.transport.board.phase = (
             f"where what was registered with and attached to {type(self.module).__name__} is compared"
         )
@@ -464,12 +468,15 @@ class Replica:
         if not self.gradients.metrics.has_names(names := self.gradients.metrics.wanted_names()):
             self.gradients.use_metrics(names)
             self.plan = replace(self.plan, metrics=tuple(names))
-        self.is_agreed = True  # only now: where the ranks differ, the next backward finds it again
+        self.is_agreed = True  # only here, so that a mismatch is found again in the next backward
         self.gradients.before_reduction = None
         self.gradients.on_reduced = step
 
     def _check_attached(self) -> None:
-        """Before anything drifts: a strategy that acts at the step has to know of it. A collective call."""
+        """Check that an optimizer is attached, if the strategy needs one. A collective call.
+
+        Without an attached optimizer, the strategy would never act, and the replicas would drift apart.
+        """
         if self.rounds is None or not self.strategy.needs_attach:
             return
         fault = None
@@ -482,7 +489,7 @@ class Replica:
         exchange(self.transport, f"the first step of {type(self.module).__name__}", [], fault=fault)
 
     def _check_that_steps_can_be_discarded(self, *, inside_backward: bool) -> None:
-        """Under `on_nonfinite="skip"`. A collective call."""
+        """Check that every optimizer step can be discarded, under `on_nonfinite="skip"`. A collective call."""
         if self.options.on_nonfinite != "skip":
             return
         fault: Exception | None = None
@@ -508,29 +515,29 @@ class Replica:
         exchange(self.transport, f"the first step of {type(self.module).__name__}", [], fault=fault)
 
     def _not_attached(self) -> list[str]:
-        """The names of parameters with gradients that no attached optimizer steps."""
+        """Return the names of parameters with gradients that no attached optimizer steps."""
         stepped = {id(p) for _, parameters in self._attached() for p in parameters}
         named = zip(self.gradients.names, self.gradients.parameters, strict=True)
         return [name for name, p in named if id(p) not in stepped]
 
     def use_static_graph(self) -> None:
-        """From now on, which parameters get gradients does not change; only before the first backward."""
+        """Assume from now on that the same parameters get gradients. Allowed only before the first backward."""
         self.options = replace(self.options, static_graph=True, allow_unused=True, skip_unused=False)
         self.plan = replace(self.plan, allow_unused=True)
         self._wire_again()
 
     def use_transport(self, transport: Transport) -> None:
-        """Synchronize over another group from now on. A collective call of the ranks in it, which are equal already."""
+        """Synchronize over another group from now on. A collective call of its ranks, which must already be equal."""
         self.transport = transport
         self.divergence = self._divergence()
         self.plan = replace(self.plan, transport=transport.name, num_ranks=transport.size)
         self._open_lanes(self.selection)
         self._wire_again()
 
-    # ------------------------------------------------------------------ what is registered
+    # ------------------------------------------------------------------ registration
 
     def use_comm_hook(self, hook: CommHook) -> None:
-        """Let a hook reduce buckets."""
+        """Let a communication hook reduce the buckets."""
         if self.plan.compression is not None:
             raise ValueError(
                 f"a communication hook cannot reduce what compression={self.plan.compression} encodes: use one or the "
@@ -556,15 +563,15 @@ class Replica:
         metrics.add(values, weight)
 
     def use_buffer_hook(self, hook: BufferHook) -> None:
-        """Let a hook synchronize buffers."""
+        """Let a buffer hook synchronize the buffers."""
         self.refuse_drifting("buffers meet when parameters do, so that a buffer hook would never be called")
         self.buffer_hook = hook
         self.plan = replace(self.plan, has_buffer_hook=True)
         self._compare_in_next_backward()
 
     def _attached(self) -> list[tuple[Optimizer, list[Tensor]]]:
-        """The attached optimizers, each with its parameters."""
-        if self.sharding is not None:  # whose optimizers have shards in their place
+        """Return the attached optimizers, each with its parameters."""
+        if self.sharding is not None:  # because its optimizers hold shards instead
             return [(one.optimizer, [p for g in one.groups for p in g]) for one in self.sharding.optimizers]
         return [(one.optimizer, parameters_of(one.optimizer)) for one in self.gradients.settings.optimizers]
 
@@ -616,7 +623,7 @@ class Replica:
         self._compare_in_next_backward()
 
     def reduces(self) -> bool:
-        """Whether a backward that begins now is to be reduced, unless it runs under no_sync."""
+        """Return whether a backward that begins now is reduced, unless it runs under `no_sync`."""
         if self.divergence.is_open:
             return False
         return self.rounds is None or self.rounds.reduces() is not None
@@ -635,10 +642,11 @@ class Replica:
             return
         self.refuse_unreduced("optimizer.step()")
         if self.rounds is not None:
-            return  # settings are compared when the ranks meet
+            return  # because settings are compared at parameter syncs
         if attached.told_settings in (None, attached.settings()):
             return
-        # Changed since the backward that compared them; on all ranks, or this will say who is where.
+        # The settings changed after the backward that compared them. If they did not change on all ranks, the board
+        # reports where each rank is.
         self.transport.board.phase = "optimizer.step(), where settings have changed since the backward"
         agree(
             self.transport,
@@ -658,10 +666,10 @@ class Replica:
         self.gradients.stop.vote = vote
         return VoteRoute.GRADIENTS_ONLY if inside_join else VoteRoute.GRADIENTS
 
-    # ------------------------------------------------------------------ what does not go together
+    # ------------------------------------------------------------------ refused combinations
 
     def refuse_unreduced(self, what: str) -> None:
-        """Raise if `.grad` holds this rank's gradients alone."""
+        """Raise if `.grad` holds only this rank's gradients. `what` names the refused call."""
         if self.gradients.has_unreduced and self.reduces():
             raise SynclineError(
                 f"rank {self.transport.rank}, {what} after step {self.gradients.step}: expected reduced gradients, "
@@ -670,21 +678,25 @@ class Replica:
             )
 
     def refuse_sharded(self, why: str) -> None:
-        """Raise if each rank steps its shard only: `why` says what that rules out."""
+        """Raise if each rank steps only its shard. `why` states the reason."""
         if self.sharding is not None:
             raise ValueError(f"with sharded=True {why}: wrap the module without sharded=True")
 
     def refuse_drifting(self, what: str) -> None:
-        """Raise if replicas may differ between two meetings: `what` says why that does not go."""
+        """Raise if replicas may differ between two parameter syncs. `what` states what is not possible."""
         if self.rounds is not None:
             raise ValueError(
                 f"under strategy={self.strategy} {what}: wrap the module anew, or with EveryStep()"
             )
 
-    # ------------------------------------------------------------------ what was, and what is kept
+    # ------------------------------------------------------------------ records and state
 
     def evidence(self, *, looks_ahead: bool = False) -> Evidence:
-        """What was recorded on this rank; and, at the cost of thousands of questions, when parameters meet next."""
+        """Return the records of this rank.
+
+        Args:
+            looks_ahead: also find the step of the next parameter sync. This may ask the strategy thousands of times.
+        """
         return Evidence(
             rank=self.transport.rank,
             backward=self.gradients.ledger.last(),
@@ -736,15 +748,14 @@ class Replica:
         return self.plan.compression is not None and self.compression is None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what holds hooks and connections."""
+        """Return the state without the parts that hold hooks and connections."""
         return {name: value for name, value in vars(self).items() if name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the replica over the default group, without lanes of its own.
 
-        Opening a lane is a collective call, and a rank may unpickle a replica alone.
-
-        Hooks and optimizers have to be registered again.
+        Opening a lane is a collective call, but a rank may unpickle a replica alone. Hooks and optimizers must be
+        registered again.
         """
         vars(self).update(state)
         self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)

@@ -1,4 +1,4 @@
-"""When a replica is compared with its peers': in backwards that average gradients, and after meetings."""
+"""Comparisons of a replica with those of the other ranks: in averaging backwards, and after parameter syncs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ __all__ = ["ReplicaChecks"]
 
 
 class ReplicaChecks:
-    """What compares one replica with those of the other ranks; nothing where that was not asked for.
+    """The comparisons of one replica with those of the other ranks.
 
     Args:
-        check: how; None for not at all.
+        check: how to compare. None compares nothing.
     """
 
     def __init__(self, check: ReplicaCheck | None) -> None:
         self.in_backwards: ReplicaWatch | None = None
-        """Between the ranks that average gradients."""
+        """Compares the replicas of the ranks that average gradients."""
         self.after_meetings: ReplicaWatch | None = None
-        """Between all ranks, under a strategy whose meetings make parameters equal."""
+        """Compares the replicas of all ranks, under a strategy whose parameter syncs make parameters equal."""
         self._check = check
         self._compared_at = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReplicaChecks, (self._check,)  # without connections
+        return ReplicaChecks, (self._check,)  # because connections cannot be pickled
 
     def are_needed(self, transport: Transport) -> bool:
-        """Whether there is something to compare, and somebody to compare with."""
+        """Return whether a comparison is configured and there are other ranks to compare with."""
         return self._check is not None and transport.size > 1
 
     def watch(
@@ -47,16 +47,16 @@ class ReplicaChecks:
         optimizers: Callable[[], Sequence[Optimizer]],
         are_equal: bool,
     ) -> ReplicaWatch | None:
-        """One for the ranks of `transport`; see `ReplicaWatch`.
+        """Return a `ReplicaWatch` for the ranks of `transport`, or None if no comparison is needed.
 
         Args:
-            title: of the module.
-            parameters: that have to be equal.
-            transport: between the ranks.
-            ranks: their numbers.
-            buffers: that take part.
-            optimizers: those whose state has to be equal, as they are now.
-            are_equal: whether all are equal now for sure.
+            title: the title of the module.
+            parameters: the parameters that must be equal.
+            transport: connects the ranks.
+            ranks: the numbers of these ranks.
+            buffers: the buffers that take part.
+            optimizers: returns the optimizers whose state must be equal at the time of the call.
+            are_equal: whether all replicas are known to be equal now.
         """
         if self._check is None or not self.are_needed(transport):
             return None
@@ -72,10 +72,10 @@ class ReplicaChecks:
         )
 
     def compare_after_meeting(self, transport: Transport, step: int) -> None:
-        """All parameters have been made equal: see whether they are. A collective call.
+        """Verify that parameters are equal after a sync that made them equal. A collective call.
 
         Raises:
-            ReplicaDivergence: they are not, and so it was wanted; on every rank.
+            ReplicaDivergence: they differ, and the check is configured to raise. Every rank raises it.
         """
         watch = self.after_meetings
         if watch is None:
@@ -87,14 +87,14 @@ class ReplicaChecks:
 
     @property
     def last_compared(self) -> tuple[int, bool] | None:
-        """The step of the last comparison, and whether all were equal; None before the first."""
+        """The step of the last comparison, and whether all replicas were equal; None before the first."""
         watches = (self.in_backwards, self.after_meetings)
         compared = [watch.last_compared for watch in watches if watch is not None]
         return max((one for one in compared if one is not None), default=None)
 
     @property
     def num_repairs(self) -> int:
-        """How often replicas were made equal because they were not."""
+        """The number of times that differing replicas were repaired."""
         return sum(
             watch.num_repairs for watch in (self.in_backwards, self.after_meetings) if watch is not None
         )

@@ -1,7 +1,7 @@
-"""DistributedDataParallel: wires a module's hooks to the parts that synchronize it.
+"""DistributedDataParallel: connects a module to the parts that synchronize it.
 
-The flow of one step is drawn in `docs/architecture.md`. Those parts are held by a `Replica` (`replica.py`); what
-torch's class is asked for beyond its documented methods is in `torch_names.py`.
+A `Replica` (`replica.py`) holds those parts. The names of torch's class that frameworks use without documentation are
+in `torch_names.py`. `docs/architecture.md` draws the flow of one step.
 """
 
 from __future__ import annotations
@@ -68,74 +68,78 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
-    """Keeps the replicas of a module equal: gradients are averaged over all ranks during backward.
+    """A data-parallel wrapper. It averages gradients over all ranks during backward, which keeps the replicas equal.
 
-    A drop-in for `torch.nn.parallel.DistributedDataParallel`, of which it is a subclass so that `isinstance` and
-    the frameworks that rely on it see what they look for; nothing of torch's reducer runs. What is synchronized when
-    is printed by `print(ddp.contract)`; what happened in the last step, by `print(ddp.explain())`.
-    `docs/compatibility.md` goes through torch's arguments and methods one by one.
+    It replaces `torch.nn.parallel.DistributedDataParallel` without other changes to your code. It is a subclass of that
+    class, so `isinstance` checks in frameworks succeed, but torch's reducer never runs.
+
+    `print(ddp.contract)` shows what is synchronized and when. `print(ddp.explain())` shows what happened in the last
+    step. `docs/compatibility.md` describes torch's arguments and methods one by one.
 
     Args:
-        module: the replica on this rank; at least one parameter requires grad. Names, shapes, dtypes, strides,
+        module: the module of this rank. At least one parameter must require grad. Names, shapes, dtypes, strides,
             `requires_grad` and order of parameters and buffers must be the same on all ranks.
-        device_ids: for a module on one accelerator, the one device its inputs are moved to. None on CPU and for
-            a module on several devices.
-        output_device: accepted as torch does (outputs stay where the module leaves them).
-        dim: accepted as torch does; not used.
-        broadcast_buffers: make buffers rank 0's, at construction and before a forward (None means True).
-        init_sync: broadcast parameters and buffers from rank 0 at construction. With False the caller vouches
-            that they are equal.
-        process_group: the group to synchronize over: a `torch.distributed` process group, a Syncline transport,
-            or None for the default group (or a world of one, where torch.distributed is not initialised).
-        bucket_cap_mb: the largest bucket in MiB (of 2**20 bytes). None lets Syncline choose: 8 MiB in shared memory;
-            over Gloo on one host whose cores all compute, few large buckets; elsewhere 1 MiB first and 25 MiB after,
-            as torch.
-        find_unused_parameters: a parameter without gradient counts as zero instead of being an error; one that no
-            rank used keeps its `.grad` untouched.
-        check_reduction: deprecated in torch; accepted, not used.
-        gradient_as_bucket_view: after a synchronized backward `.grad` is a view of the bucket, which saves the
-            memory of one copy of all gradients, and time.
-        static_graph: which parameters get gradients, and how often in one backward, does not change over time: it is
-            learnt in the first. Allows re-entrant and repeated checkpoints; implies find_unused_parameters.
-        delay_all_reduce_named_params: named parameters whose gradients travel last, in buckets of their own.
-        param_to_hook_all_reduce: torch's trigger for those; given with them or not at all.
-        mixed_precision: torch's `_MixedPrecision`: forward on low-precision copies of the parameters.
-        device_mesh: a mesh of one dimension instead of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`, a bucket that no rank used is not sent; which
-            ones these are, the ranks tell each other in one small collective at the start of backward.
-        bucket_cap_mb_list: caps in MiB of the first buckets, one by one; the last goes on. `bucket_cap_mb` then
-            counts no more.
-        batched_grad_copy: accepted; gradients are copied in batches in any case.
-        forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward: with
-            False, buffers are still broadcast at construction. Wins over `broadcast_buffers`.
-        lazy_bucket_allocation: torch 2.15's; accepted, buckets are allocated here.
-        buffers: what becomes of buffers before a forward: "broadcast" (rank 0's, as in torch), "average" (running
-            statistics pooled, see `docs/buffers.md`) or "none". Not together with torch's two arguments for it.
-        compression: how gradients are encoded to be averaged, one of `sl.compression`; None sends them as they are. See
+        device_ids: for a module on one accelerator, the device to which its inputs are moved. None on CPU and for a
+            module on several devices.
+        output_device: accepted for compatibility with torch. Outputs stay where the module leaves them.
+        dim: accepted for compatibility with torch. Not used.
+        broadcast_buffers: broadcast buffers from rank 0 at construction and before a forward. None means True.
+        init_sync: broadcast parameters and buffers from rank 0 at construction. With False, you guarantee that they
+            are equal.
+        process_group: the group to synchronize over: a `torch.distributed` process group or a Syncline transport. None
+            is the default group, or a world of one rank if torch.distributed is not initialised.
+        bucket_cap_mb: the largest size of a bucket in MiB (2**20 bytes). None lets Syncline choose. In shared memory
+            it uses 8 MiB. Over Gloo, on one host whose cores all compute, it uses few large buckets. Elsewhere it uses
+            1 MiB for the first bucket and 25 MiB for the rest, as in torch.
+        find_unused_parameters: count a missing gradient as zero instead of raising an error. The `.grad` of a parameter
+            that no rank used does not change.
+        check_reduction: deprecated in torch. Accepted, not used.
+        gradient_as_bucket_view: make `.grad` a view of the bucket after a synchronized backward. This saves time, and
+            the memory of one copy of all gradients.
+        static_graph: state that the same parameters get gradients in every backward, each the same number of times. The
+            first backward records this. It allows re-entrant and repeated checkpoints, and implies
+            `find_unused_parameters`.
+        delay_all_reduce_named_params: named parameters whose gradients are reduced last, in separate buckets.
+        param_to_hook_all_reduce: torch's trigger for the delayed parameters. Give both arguments or neither.
+        mixed_precision: torch's `_MixedPrecision`. Forward runs on low-precision copies of the parameters.
+        device_mesh: a mesh of one dimension, instead of `process_group`.
+        skip_all_reduce_unused_params: with `find_unused_parameters`, do not send a bucket that no rank used. The ranks
+            find these buckets with one small collective at the start of backward.
+        bucket_cap_mb_list: caps of the first buckets in MiB, in order. The last cap applies to all further buckets, and
+            `bucket_cap_mb` is not used.
+        batched_grad_copy: accepted. Gradients are copied in batches in any case.
+        forward_sync_buffers: torch 2.13's name for the part of `broadcast_buffers` that concerns forward. With False,
+            buffers are still broadcast at construction. It overrides `broadcast_buffers`.
+        lazy_bucket_allocation: accepted for compatibility with torch 2.15. Not used.
+        buffers: how buffers are synchronized before a forward: "broadcast" (from rank 0, as in torch), "average"
+            (running statistics are pooled, see `docs/buffers.md`) or "none". It cannot be combined with
+            `broadcast_buffers` or `forward_sync_buffers`.
+        compression: how gradients are encoded, one of `sl.compression`. None sends them unchanged. See
             `docs/compression.md`.
-        ignore: names or shell patterns (`"head.*"`) of parameters and buffers that are left alone: neither broadcast
-            nor reduced. The same on all ranks.
-        reduce_dtype: what floating gradients are added up in, say torch.float32 for a bfloat16 module; None means
-            their own type.
-        sharded: each rank reduces its share of the gradients and steps the optimizer for it (`attach` it); on one host
-            the parameters are one copy for all ranks. See `docs/sharded.md`.
-        strategy: when and how parameters meet: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`, `sl.ParameterServer`,
-            `sl.Manual`; None is `sl.EveryStep()`. Under the others replicas drift apart between two meetings, and
-            buffers meet when parameters do, by default pooled (`buffers="average"`). See `docs/strategies.md`.
-        replica_check: `sl.ReplicaCheck(every=100)` compares replicas while training, a slice in each step. See
+        ignore: names or shell patterns (`"head.*"`) of parameters and buffers that are neither broadcast nor reduced.
+            The same on all ranks.
+        reduce_dtype: the dtype in which floating-point gradients are summed, such as torch.float32 for a bfloat16
+            module. None is the dtype of each gradient.
+        sharded: let each rank reduce only its shard of the gradients, and step the optimizer only for that shard
+            (`attach` the optimizer). On one host, all ranks use one copy of the parameters. See `docs/sharded.md`.
+        strategy: when and how parameters are synchronized: `sl.LocalSGD`, `sl.DiLoCo`, `sl.Gossip`,
+            `sl.ParameterServer` or `sl.Manual`. None is `sl.EveryStep()`. Under the other strategies replicas drift
+            apart between two parameter syncs. Buffers are then synchronized together with the parameters, by default
+            pooled (`buffers="average"`). See `docs/strategies.md`.
+        replica_check: `sl.ReplicaCheck(every=100)` compares the replicas during training, one slice per step. See
             `docs/replica-check.md`.
-        on_nonfinite: what all ranks do where a gradient of one of them is NaN or infinite. "ignore": nothing, and the
-            mean is not finite either. "raise": `NonFiniteGradient` at the end of this backward. "skip": the step of
-            every optimizer is left undone (`attach` each of them). "zero": such elements count as zero. Rank and
-            parameter are named. A `torch.amp.GradScaler` that is in use looks after it by itself, so that these
-            policies stand back. See `docs/nothing-silent.md`.
+        on_nonfinite: what all ranks do if a gradient of any rank is NaN or infinite. "ignore" does nothing, so the mean
+            is not finite either. "raise" raises `NonFiniteGradient` at the end of this backward. "skip" discards the
+            step of every optimizer (`attach` each of them). "zero" counts such elements as zero. All but "ignore"
+            name the rank and the parameter. While a `torch.amp.GradScaler` is in use, it handles such gradients, and
+            these policies do not apply. See `docs/nothing-silent.md`.
 
     Raises:
         TypeError: `module` is not a `torch.nn.Module`.
         ValueError: `device_ids` does not fit the module, a size is not positive, a pattern matches nothing,
             parameters are on several types of device, or torch's own SyncBatchNorm is used on CPU.
         RuntimeError: nothing requires grad, or the module has tensors without a shape or without values.
-        ContractMismatch: the ranks were given different modules or arguments; the same text on every rank.
+        ContractMismatch: the ranks were given different modules or arguments. The text is the same on every rank.
 
     Example:
         >>> import torch, syncline as sl
@@ -178,7 +182,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         replica_check: ReplicaCheck | None = None,
         on_nonfinite: OnNonFinite = "ignore",
     ) -> None:
-        nn.Module.__init__(self)  # torch's own __init__ would build its reducer
+        nn.Module.__init__(self)  # because torch's own __init__ would build its reducer
         Joinable.__init__(self)
         transport = transport_of(group_of_mesh(process_group, device_mesh, module))
         try:
@@ -285,14 +289,14 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             compression=compression,
             replica_check=replica_check,
         )
-        if sharded and transport.size == 1:  # so that sl.write_shared is the same alone
+        if sharded and transport.size == 1:  # so that sl.write_shared also works with one rank
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
 
     # ------------------------------------------------------------------ a step
 
     @NotTraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, buffers synchronized first where that is due."""
+        """Run the module's forward. Synchronize buffers first if that is due."""
         replica = self._replica
         synchronizes = torch.is_grad_enabled() and replica.gradients.enabled
         board = replica.transport.board
@@ -323,7 +327,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
                 Tensor, lambda t: t.to(device, non_blocking=True), (inputs, kwargs)
             )
         if self._lowered is None:
-            output = self._run_ddp_forward(*inputs, **kwargs)  # torch's, which subclasses replace
+            output = self._run_ddp_forward(*inputs, **kwargs)  # torch's method, which subclasses override
         else:
             with while_in_forward_of_ddp(self):
                 output = self._lowered(inputs, kwargs)
@@ -334,57 +338,59 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         if replica.buffer_hook is not None and replica.buffer_hook.after_forward:
             self._run_buffer_hook(replica.buffer_hook)
         if self.static_graph and torch.is_grad_enabled():
-            # A re-entrant checkpoint's backward runs inside of the one that begins at an output.
+            # The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
             when_backward_reaches_any(output, replica.gradients.outermost_hook())
         if (
             synchronizes
             and self.training
             and replica.transport.size > 1
             and (
-                replica.gradients.decide is None or replica.reduces()  # asked where it is a question
+                replica.gradients.decide is None or replica.reduces()  # None: always reduce
             )
         ):
             replica.gradients.forwards.forward_ended(output)
         board.phase = "after forward"
         return output
 
-    # ------------------------------------------------------------------ what is registered
+    # ------------------------------------------------------------------ registration
 
     def attach(
         self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None
     ) -> AnyOptimizer:
-        """Let the optimizer's settings and steps be checked against the other ranks'.
+        """Attach an optimizer, so that its settings and steps are compared between ranks.
 
-        With each synchronized backward the ranks compare learning rates and other numbers of `param_groups`, and how
-        often `step` was called: a difference is an error on all ranks, before anyone steps. A step whose gradients
-        were not reduced (the last backward ran under `no_sync`) is an error too. Attach on all ranks.
+        In each synchronized backward the ranks compare the learning rates and other numbers of `param_groups`, and the
+        number of calls of `step`. A difference raises an error on all ranks, before any optimizer steps. A step is also
+        an error if its gradients were not reduced, because the last backward ran under `no_sync`. Attach the optimizer
+        on all ranks.
 
-        Under `on_nonfinite="skip"` an attached optimizer leaves a step undone whose gradients are not finite.
+        Under `on_nonfinite="skip"`, an attached optimizer discards a step whose gradients are not finite.
 
-        With `sharded=True` every optimizer has to be attached: it gets this rank's shards for parameters, and state it
-        has is cut to them. Its `state_dict()` becomes a collective call.
+        With `sharded=True` you must attach every optimizer. Its parameters become this rank's shards, and its state is
+        cut to match them. Its `state_dict()` becomes a collective call.
 
-        Several may be attached. A new one is added to those that have other parameters of this module. It takes the
-        place of one whose parameters it all has, as when a notebook makes its optimizer anew: that one is no longer
-        compared, nor kept in memory, and its `step` raises. For one that has some of its parameters and others,
-        `replace` says which of the two is meant.
+        You may attach several optimizers. A new one is added if the attached ones have other parameters of this module.
+        It replaces an attached one if it has all parameters of that one, as when a notebook creates its optimizer
+        again. The replaced optimizer is no longer compared or kept in memory, and its `step` raises. If the new one has
+        only some of the parameters of an attached one, use `replace` to choose.
 
         Args:
-            optimizer: of parameters of this module (others may be among them). A scheduler or a GradScaler may be
-                made before or after.
+            optimizer: an optimizer of parameters of this module. It may also have other parameters. You may create
+                schedulers and GradScalers before or after this call.
             elementwise: with `sharded=True`, whether the optimizer treats all elements alike, so that a shard may be a
-                flat span of several parameters. None: so it is known of torch's own (AdamW, SGD and others); any other
-                steps whole parameters, which is right if each one's update depends on that parameter alone.
-            replace: whether it takes the place of those that have parameters of it. False: it steps beside them, which
-                `sharded=True` does not allow. None: as said above.
+                flat span of several parameters. None: Syncline knows this of torch's optimizers (AdamW, SGD and
+                others). Any other optimizer then steps whole parameters, which is correct if the update of each
+                parameter depends on that parameter alone.
+            replace: True replaces all attached optimizers that have any parameter of the new one. False keeps them, so
+                that both step, which `sharded=True` does not allow. None applies the rule above.
 
         Returns:
-            The same object; its `step` is replaced by a function that checks first. Attached again, it stays as it is.
+            The same object. Its `step` is replaced by a function that checks first. Attaching it again has no effect.
 
         Raises:
-            TypeError: not an optimizer.
-            ValueError: it has none of this module's parameters; it has some of those of an attached one, which has
-                others, and `replace` is None; or it cannot be sharded.
+            TypeError: it is not an optimizer.
+            ValueError: it has no parameter of this module; it has only some parameters of an attached one, and
+                `replace` is None; or it cannot be sharded.
             RuntimeError: the module's optimizers step inside backward.
 
         Example:
@@ -404,24 +410,24 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the norm of all reduced gradients together, as `torch.nn.utils.clip_grad_norm_`.
+        """Clip the total norm of all reduced gradients, as `torch.nn.utils.clip_grad_norm_` does.
 
-        Reduced gradients are equal on all ranks, and so is the norm: nothing is sent. With `sharded=True` the ranks
-        add up the norms of their shares, in one small collective. Gradients of parameters under `ignore=` are left out,
-        for they differ. Under a GradScaler, call `scaler.unscale_(optimizer)` first.
+        Reduced gradients are equal on all ranks, so their norm is equal too, and nothing is sent. With `sharded=True`,
+        the ranks combine the norms of their shards in one small collective. Gradients of parameters under `ignore=`
+        are left out, because they differ between ranks. With a GradScaler, call `scaler.unscale_(optimizer)` first.
 
         Args:
             max_norm: the largest norm.
-            norm_type: of the norm; `math.inf` for the largest element.
-            error_if_nonfinite: raise where the norm is NaN or infinite.
-            foreach: use the multi-tensor implementation; None chooses.
+            norm_type: the order of the norm. `math.inf` takes the largest element.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+            foreach: use the multi-tensor implementation. None chooses automatically.
 
         Returns:
             The norm before clipping, of shape ().
 
         Raises:
-            SynclineError: the gradients have not been reduced: the last backward ran under `no_sync`.
-            RuntimeError: the norm is not finite, if asked.
+            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
 
         Example:
             >>> import torch, syncline as sl
@@ -449,20 +455,20 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket in place of all_reduce, as in torch.
+        """Register a communication hook: `hook(state, bucket)` reduces each bucket instead of all_reduce, as in torch.
 
-        The hook gets undivided gradients (a `GradBucket` with torch's methods), divides by itself, and returns a
-        `torch.futures.Future` of the reduced flat tensor. Register it on all ranks, once, between the
-        same two backwards. The hooks that torch ships call torch.distributed themselves, over the group they are given.
+        The hook receives undivided gradients, as a `GradBucket` with torch's methods. It must divide them, and return
+        a `torch.futures.Future` of the reduced flat tensor. Register it once, on all ranks, between the same two
+        backwards. The hooks that torch ships call torch.distributed directly, over the group they are given.
 
         Args:
-            state: handed to the hook in each call.
+            state: passed to the hook in each call.
             hook: the hook.
 
         Raises:
-            TypeError: not callable.
-            ValueError: annotations that say it is something else.
-            RuntimeError: there is one already, or a backward is running.
+            TypeError: it is not callable.
+            ValueError: its annotations are not those of a communication hook.
+            RuntimeError: a hook is already registered, or a backward is running.
 
         Example:
             >>> import torch, syncline as sl
@@ -479,9 +485,10 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards that *run* inside only accumulate; the next one outside reduces all of it.
+        """Accumulate gradients in `.grad` without reducing them.
 
-        What counts is where the backward runs. (torch's class reads the switch in forward.)
+        `no_sync` applies to backward passes that *run* inside the block. (torch's class decides this in forward.) The
+        next backward outside the block reduces everything that was accumulated.
 
         Example:
             >>> import torch, syncline as sl
@@ -501,23 +508,23 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
 
     @contextmanager
     def normalize_by(self, num_items: int) -> Iterator[None]:
-        """Divide by the global number of items instead of averaging over ranks.
+        """Divide gradients by the global number of items, instead of averaging them over ranks.
 
-        Put it around forward and backward of a loss that is the *sum* over `num_items` (tokens, samples).
-        `.grad` becomes the sum of the gradients over ranks and accumulated micro-batches, divided by the sum of
-        their items: exact, however unequal the batches are. The counts travel with the last bucket.
+        Put this block around forward and backward of a loss that is the *sum* over `num_items` (tokens, samples).
+        `.grad` becomes the sum of the gradients over ranks and accumulated micro-batches, divided by the total number
+        of items. This is exact for batches of unequal size. The counts are sent with the last bucket.
 
-        In float16 the undivided sums must fit: 65,504 is the largest number there.
+        In float16 the undivided sums must fit: the largest float16 is 65,504.
 
         Args:
-            num_items: items behind this rank's loss; 0 is fine on some ranks (run the backward all the same), on
-                all of them it is an error.
+            num_items: the number of items in this rank's loss. Some ranks may have 0 items, but they must still run
+                the backward. 0 items on all ranks is an error.
 
         Raises:
-            TypeError: not an integer.
-            ValueError: negative; nested blocks; 0 items on all ranks; counted and uncounted micro-batches mixed; a
-                communication hook was registered.
-            SynclineError: used on some ranks only.
+            TypeError: `num_items` is not an integer.
+            ValueError: `num_items` is negative, or 0 on all ranks; blocks are nested; micro-batches inside and outside
+                of a block are mixed; or the registered communication hook divides the gradients.
+            SynclineError: only some ranks use it.
 
         Example:
             >>> import torch, syncline as sl
@@ -539,22 +546,22 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             yield
 
     def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
-        """Let the means of metrics over all ranks ride behind the next gradients, at no collective of their own.
+        """Average metrics over all ranks. They are sent with the next gradients, without a collective of their own.
 
-        Call it on all ranks, with the same names, between the forward and the backward. After a synchronized backward
-        the means are in `ddp.last_step.metrics`, the same bits on every rank. Values of micro-batches under `no_sync`
-        are averaged with those of the backward that synchronizes. `sl.mean` is for everything else.
+        Call it on all ranks, with the same names, between forward and backward. After a synchronized backward the
+        means are in `ddp.last_step.metrics`, with the same bits on every rank. Values of micro-batches under `no_sync`
+        are averaged together with those of the backward that synchronizes. For other values use `sl.mean`.
 
         Args:
-            weight: how much this rank counts, say the number of samples behind its values: finite, at least 0.
-            metrics: by name, numbers or tensors of one element, on any device. They are read when the last bucket is
-                sent, and travel as float32.
+            weight: the weight of this rank's values, such as its number of samples. Finite, at least 0.
+            metrics: numbers or tensors of one element on any device, by name. They are read when the last bucket is
+                sent, and are sent as float32.
 
         Raises:
-            TypeError: a value is no real number.
-            ValueError: the weight is negative, infinite or NaN; or there is no metric.
-            ContractMismatch: ranks report different names; raised by the next backward, on every rank.
-            SynclineError: a new name inside of `join`, where ranks without inputs cannot follow.
+            TypeError: a value is not a real number.
+            ValueError: the weight is negative, infinite or NaN; or no metric was given.
+            ContractMismatch: ranks report different names. The next backward raises it, on every rank.
+            SynclineError: a name is new inside `join`, where ranks without inputs cannot report it.
 
         Example:
             >>> import torch, syncline as sl
@@ -572,10 +579,10 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         self._replica.report(values, weight, inside_join=is_in_join(self))
 
     def sync_buffers_(self) -> None:
-        """Make the buffers of all ranks equal now, by their policy ("none": rank 0's); a collective call.
+        """Make the buffers of all ranks equal now, by their policy. A collective call.
 
-        After the last step each rank has the running statistics of its own last batch: call it before a checkpoint
-        or an evaluation.
+        Under the policy "none", the buffers of rank 0 are broadcast. Call this before a checkpoint or an evaluation,
+        because after the last step the running statistics of each rank include its own last batch.
 
         Example:
             >>> import torch, syncline as sl
@@ -589,14 +596,14 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         replica.buffers.equalize()
 
     def sync_parameters_(self) -> None:
-        """Make the replicas of all ranks equal now, out of turn; a collective call.
+        """Make the replicas of all ranks equal now, outside the strategy's schedule. A collective call.
 
-        Under a strategy that lets replicas drift, run a round of it (an average, an outer step): before an evaluation,
-        before a checkpoint, at the end. Buffers are synchronized by their policy. Under `EveryStep` parameters are
-        equal already, and only buffers are synchronized.
+        Under a strategy that lets replicas drift, this runs one of its parameter syncs (an average, an outer step).
+        Call it before an evaluation, before a checkpoint, and at the end of training. Buffers are synchronized by their
+        policy. Under `EveryStep` the parameters are already equal, so only buffers are synchronized.
 
         Raises:
-            ContractMismatch: the ranks have done different numbers of steps, or attached optimizers differ.
+            ContractMismatch: the ranks have run different numbers of steps, or their attached optimizers differ.
 
         Example:
             >>> import torch, syncline as sl
@@ -611,20 +618,21 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
 
     @property
     def last_round(self) -> RoundRecord | None:
-        """The most recent meeting of parameters as it was recorded on this rank; None before the first."""
+        """The record of the most recent parameter sync on this rank; None before the first."""
         return None if self._replica.rounds is None else self._replica.rounds.last
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
-        """Under `DiLoCo`, the outer optimizer, for a schedule of its learning rate, say; otherwise None."""
+        """The outer optimizer under `DiLoCo`, for example to schedule its learning rate; otherwise None."""
         rounds = self._replica.rounds
         return None if rounds is None else rounds.outer_optimizer
 
     def sync_state_dict(self) -> dict[str, Any]:
-        """Return the state of synchronization beside the module and its optimizer: save it with them, on each rank.
+        """Return the state of synchronization. Save it on each rank, with the states of module and optimizer.
 
-        The strategy's progress and, under `DiLoCo`, what the ranks agreed on last and the outer optimizer; residuals of
-        compression, which are this rank's own. Call it on all ranks, between two steps.
+        It contains the progress of the strategy and, under `DiLoCo`, the parameters last agreed on and the state of the
+        outer optimizer. It also contains the residuals of a compression, which differ per rank. Call it on all ranks,
+        between two steps.
 
         Example:
             >>> import torch, syncline as sl
@@ -634,10 +642,10 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         return self._replica.sync_state_dict()
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `sync_state_dict` returned, on the same rank of as many; local.
+        """Load a state that `sync_state_dict` returned, on the same rank of a world of the same size. A local call.
 
         Raises:
-            ValueError: it was saved under another strategy or compression, or of another module.
+            ValueError: the state was saved under another strategy or compression, or from another module.
         """
         self._replica.load_sync_state_dict(state)
 
@@ -649,16 +657,16 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[Any]:
-        """A context in which ranks may run out of inputs at different times, as in torch.
+        """Return a context in which ranks may run out of inputs at different times, as in torch.
 
-        A rank that leaves its loop early takes part in the others' collectives with zeros until all are done; then
-        the model of the last one becomes everybody's.
+        A rank that leaves its loop early takes part in the collectives of the other ranks, with zeros, until all ranks
+        are done. Then the model of the last rank is broadcast to all.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks; with False, by that of the
-                ranks that still have inputs.
-            enable: with False the context does nothing.
-            throw_on_early_termination: raise on every rank as soon as one has no inputs left.
+            divide_by_initial_world_size: divide gradients by the number of all ranks. With False, divide by the number
+                of ranks that still have inputs.
+            enable: with False, the context does nothing.
+            throw_on_early_termination: raise on every rank as soon as one rank has no inputs left.
 
         Raises:
             ValueError: the module is not synchronized over a torch.distributed group.
@@ -686,7 +694,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.join.Join`, also beside other joinables."""
+        """Return the hook for `torch.distributed.algorithms.join.Join`, which may also hold other joinables."""
         replica = self._replica
         replica.refuse_sharded(NOT_WITH_JOIN)
         self._has_joined = True
@@ -696,12 +704,12 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` puts its own tensors."""
+        """The device on which `Join` creates its tensors."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """What `Join` counts over."""
+        """The process group over which `Join` counts ranks."""
         assert self.process_group is not None
         return self.process_group
 
@@ -710,15 +718,15 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         replica = self._replica
         broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
 
-    # ------------------------------------------------------------------ what is, and what was
+    # ------------------------------------------------------------------ contract and records
 
     @property
     def contract(self) -> Contract:
-        """What is synchronized, when and how; after the first step, with what was last done."""
+        """The contract: what is synchronized, when and how. After the first step it includes what was last done."""
         return contract_of(self._replica.plan, self._replica.evidence())
 
     def explain(self) -> str:
-        """One step as a timeline, in words: recorded after the first step, planned before it."""
+        """Return a timeline of one step, in words: the last recorded step, or the plan before the first step."""
         gradients = self._replica.gradients
         return explain(
             self._replica.plan,
@@ -729,25 +737,25 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
 
     @property
     def last_step(self) -> BackwardRecord | None:
-        """The most recent backward as it was recorded on this rank; None before the first.
+        """The record of the most recent backward on this rank; None before the first.
 
-        Printed, a summary; `pprint.pprint(ddp.last_step)` prints all of it.
+        `print(ddp.last_step)` prints a summary, `pprint.pprint(ddp.last_step)` prints every field.
         """
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:
-        """Collectives, bytes and time waiting, of everything that used this module's transport on this rank."""
+        """Return the collectives, bytes and waiting time of all uses of this module's transport on this rank."""
         return self._replica.transport.statistics()
 
     def train(self, mode: bool = True) -> Self:
-        """As `torch.nn.Module.train`."""
+        """Set the training mode, as `torch.nn.Module.train` does."""
         nn.Module.train(self, mode)
         return self
 
-    # ------------------------------------------------------------------ saved and loaded
+    # ------------------------------------------------------------------ saving and loading
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Keys come with `module.` before them, as torch's class writes them, or without."""
+        """Load keys that begin with `module.`, as torch's class writes them, or keys without it."""
         keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if are_of_the_bare_module(keys, self.module):
             values = {key: state_dict.pop(prefix + key) for key in keys}
@@ -761,5 +769,5 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         return with_join_disabled(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Over the default group. Hooks and optimizers have to be registered again."""
-        nn.Module.__setstate__(self, state)  # torch's own would build its reducer
+        """Restore the wrapper over the default group. Hooks and optimizers must be registered again."""
+        nn.Module.__setstate__(self, state)  # because torch's own would build its reducer

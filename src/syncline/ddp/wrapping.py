@@ -1,4 +1,4 @@
-"""What happens once, when a module is wrapped: the ranks agree on it, and start from the same values."""
+"""The steps that run once, when a module is wrapped: the ranks agree on it, and broadcast its first values."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ __all__ = [
 
 
 TITLE = "sl.DistributedDataParallel"
-"""What ranks agree on; the module's name is part of the lines."""
+"""The title under which ranks agree. The module's name is in the lines that they compare."""
 
 _HOST = struct.Struct("<16sII")
 
 
 class Hosts(NamedTuple):
-    """On which hosts the ranks are."""
+    """The hosts of the ranks."""
 
     loads: list[HostLoad]
+    """The load of each host, sorted by a hash of the host's name."""
     of_rank: tuple[int, ...]
-    """The number of each rank's host, in the order in which they first occur."""
+    """The number of each rank's host. Hosts are numbered in the order in which they first occur."""
 
 
 def gather_hosts(transport: Transport) -> Hosts:
-    """Who shares a host with whom, and how busy its cores are; the same on every rank."""
+    """Return the hosts of all ranks and the load on their cores, the same on every rank. A collective call."""
     host = hashlib.sha256(world().host.encode()).digest()[:16]
     mine = _HOST.pack(host, len(os.sched_getaffinity(0)), torch.get_num_threads())
     rows = [_HOST.unpack_from(row) for row in exchange(transport, TITLE, [], payload=mine)]
@@ -75,10 +76,13 @@ def gather_hosts(transport: Transport) -> Hosts:
 
 
 def refuse(transport: Transport, fault: Exception) -> NoReturn:
-    """This rank's arguments make no sense: so that no other waits for it, take part in `gather_hosts` and say why.
+    """Raise an error about this rank's arguments on all ranks. A collective call.
+
+    The error is sent in place of this rank's part in `gather_hosts`, so that no other rank waits.
 
     Raises:
-        TypeError, ValueError: on every rank.
+        TypeError, ValueError, SynclineError: the text of `fault`, on every rank. The class is SynclineError if `fault`
+            is neither of the other two. With one rank, `fault` itself is raised.
     """
     if transport.size > 1:
         exchange(transport, TITLE, [], fault=fault)
@@ -99,7 +103,7 @@ def plan_of(
     compression: str | None,
     replica_check: ReplicaCheck | None,
 ) -> Plan:
-    """What is known when a module is wrapped."""
+    """Return the plan of a module: the facts that are known when it is wrapped."""
     return Plan(
         module=type(module).__name__,
         transport=transport.name,
@@ -125,7 +129,7 @@ def plan_of(
 
 
 def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
-    """What a strategy is told of the situation."""
+    """Return the situation, which is passed to the strategy: ranks, hosts and parameter sizes."""
     return Spec(
         rank=transport.rank,
         num_ranks=transport.size,
@@ -135,7 +139,7 @@ def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
 
 
 def plan_after_change(plan: Plan, chosen: Selection) -> Plan:
-    """The plan of a module whose tensors have changed since it was wrapped."""
+    """Return the plan of a module whose tensors have changed since it was wrapped."""
     return replace(plan, sizes=_sizes(chosen))
 
 
@@ -148,10 +152,18 @@ def agree_on_module(
     new_values: Sequence[str] = (),
     remedy: str = "Build the same module with the same arguments on every rank, then wrap it.",
 ) -> None:
-    """Check that every rank wraps the same; a collective call.
+    """Check that every rank wraps the same module with the same options. A collective call.
+
+    Args:
+        chosen: the tensors that take part.
+        contract: the contract of the module.
+        options: how gradients are reduced.
+        transport: connects the ranks.
+        new_values: further lines to compare, from `describe_new_values`.
+        remedy: advice to the user, for the error.
 
     Raises:
-        ContractMismatch: they do not; the same text on every rank.
+        ContractMismatch: the ranks differ. The text is the same on every rank.
     """
     lines = [
         f"contract: {contract.title}",
@@ -174,13 +186,13 @@ def agree_on_module(
 
 
 def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:
-    """Make parameters, and buffers if asked, those of rank `src`."""
+    """Broadcast parameters from rank `src`, and buffers too if `buffers` is True. A collective call."""
     tensors = [p for _, p in chosen.parameters] + ([b for _, b in chosen.buffers] if buffers else [])
     TensorBroadcaster([t.detach() for t in tensors], transport).start(src).wait()
 
 
 def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
-    """One line for each tensor that `before` did not have yet, with a fingerprint of its values."""
+    """Return one line for each tensor that is not in `before`, with a fingerprint of its values."""
     known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
     new = [(name, t.detach()) for name, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
     numbers = fingerprints([tensor for _, tensor in new])
@@ -188,7 +200,7 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
 
 
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
-    """Whether keys of a state_dict are the module's own, without the wrapper's `module.` before them.
+    """Return whether the keys of a state_dict are those of the bare module, without the wrapper's prefix `module.`.
 
     Example:
         >>> net = nn.Sequential()
