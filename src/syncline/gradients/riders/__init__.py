@@ -1,18 +1,18 @@
-"""Riders: small facts of each rank that travel behind the gradients, a file each.
+"""Riders: small facts of each rank that travel behind the gradients, one file per rider.
 
-To add one: a subclass of Rider in a file here, and a line in `GradientSync._make_riders` (`../reducer.py`).
+To add one, write a subclass of Rider in a file here, and add a line to `GradientSync._make_riders` (`../reducer.py`).
 
-base.py           Rider: what each one says, hears and concludes; all riders of a reducer
+base.py           Rider, the interface of one rider; Riders, all riders of a reducer
 coverage.py       which slice of a replica is compared in which step
 discarded.py      gradients that must not be applied
 forwards.py       rider: forwards in training mode that had no backward
 items.py          rider: the items behind gradients, under `normalize_by`
-metrics.py        rider: means over ranks of what `ddp.report` was given
+metrics.py        rider: means over ranks of the metrics given to `ddp.report`
 missing.py        riders: parameters without a gradient; static graphs that changed
 nonfinite.py      rider: gradients that are NaN or infinite
-replica_watch.py  compare a slice of the replica in each step
+replica_watch.py  comparison of one slice of the replica per step
 replicas.py       rider: the fingerprint of that slice
-same_data.py      rider: a hash of gradients, to warn if all ranks train on the same data
+same_data.py      rider: a hash of gradients, to detect that all ranks train on the same data
 settings.py       rider: the settings of attached optimizers
-stop.py           rider: was this process asked to stop?
+stop.py           rider: this rank's vote on stopping
 """

@@ -1,4 +1,4 @@
-"""What a rider is: a small fact that every rank must learn of every other rank in the same step."""
+"""The rider interface: a rider is a small fact that every rank must learn from every other rank in the same step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Holder(Protocol):
         ...
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return what was reduced, all in one, and what `.grad` is now, by parameter index."""
+        """Return the reduced values as one tensor, and the present `.grad` tensors by parameter index."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What all ranks reported of one rider in one step; the same on every rank.
+    """The words that all ranks reported for one rider in one step; the same on every rank.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -44,11 +44,11 @@ class Words:
     """
 
     of_rank: tuple[int | None, ...]
-    """By rank; None for a rank that has no inputs left and takes part with zeros (see `join`)."""
+    """One word per rank; None for a rank that has no inputs left and takes part with zeros (see `join`)."""
     step: int
     """The step that has just been reduced."""
     transport: Transport
-    """For details, which all ranks exchange or none."""
+    """The transport over which details are exchanged, by all ranks or by none."""
 
     @property
     def rank(self) -> int:
@@ -56,7 +56,7 @@ class Words:
 
     @property
     def active(self) -> Mapping[int, int]:
-        """The words of the ranks that have inputs."""
+        """The words of the ranks that have inputs, by rank."""
         return {rank: word for rank, word in enumerate(self.of_rank) if word is not None}
 
     @property
@@ -69,35 +69,36 @@ class Words:
         return any(self.of_rank)
 
     def exchange(self, lines: Sequence[str]) -> list[list[str]]:
-        """Gather lines of text from all ranks; a collective call. A rank without inputs sends none."""
+        """Gather lines of text from all ranks; a collective call. A rank without inputs sends no lines."""
         mine = [] if self.of_rank[self.rank] is None else list(lines)
         return [json.loads(row) for row in self.transport.all_gather_bytes(json.dumps(mine).encode())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """What a step left in `.grad`."""
+    """The result that a step left in `.grad`."""
 
     step: int
     buckets: Sequence[Holder]
-    """Those that were handed out; none on a rank that took part with zeros."""
+    """The buckets that were handed out; empty on a rank that took part with zeros."""
     can_overflow: bool
-    """Whether a mean of finite gradients may not be finite: a sum was sent, or a hook reduced."""
+    """Whether finite gradients may have given a result that is not finite, because a sum was sent or a hook reduced."""
     is_mean: bool
-    """Whether each bucket holds the mean of all ranks, the same on each of them."""
+    """Whether each bucket holds the mean over all ranks, the same on every rank."""
     any_nonfinite: bool
     """Whether some rank reported that its own gradients are not finite."""
 
 
 class Rider:
-    """One fact: this rank's word in each step, and the conclusion that all ranks draw from the words of all.
+    """One fact per rank and step: a word that this rank reports, and a conclusion that all ranks draw from all words.
 
-    A synchronized backward calls, in this order: `begin_step`; `look_at` for each bucket before it is sent; `word` when
-    the last bucket leaves; `hear`, or `hear_silence` if no rank reported anything; `conclude` when `.grad` holds the
-    result; `forget`, however it ended. `hear` and `conclude` may raise, on every rank alike.
+    A synchronized backward calls these methods in this order: `begin_step`; `look_at` for each bucket before it is
+    sent; `word` when the last bucket is sent; `hear`, or `hear_silence` if no rank reported anything; `conclude` when
+    `.grad` holds the result; and `forget`, even after an error. If `hear` or `conclude` raises, it raises on every
+    rank.
 
     Attributes:
-        num_bits: of a word.
+        num_bits: the number of bits of a word.
     """
 
     num_bits: int
@@ -106,27 +107,27 @@ class Rider:
         """Prepare for a backward that is reduced.
 
         Args:
-            step: the one that begins.
+            step: the step that begins.
         """
 
     def look_at(self, bucket: Holder) -> None:
         """Read this rank's gradients before they are sent."""
 
     def word(self) -> int:
-        """Return what this rank reports, from 0 (nothing) to 2**num_bits - 1."""
+        """Return this rank's word, from 0 (nothing to report) to 2**num_bits - 1."""
         return 0
 
     def hear(self, words: Words) -> None:
-        """Draw the conclusion, before anything is applied."""
+        """Read the words of all ranks, and draw the conclusion before anything is applied."""
 
     def hear_silence(self, step: int) -> None:
-        """No rank reported anything in this step, by no rider."""
+        """Note that no rank reported anything in this step, for any rider."""
 
     def conclude(self, reduced: Reduced) -> None:
-        """Act on what `.grad` holds now. Called after `hear` in each reduced step."""
+        """Act on the result in `.grad`. Called after `hear` in each reduced step."""
 
     def forget(self) -> None:
-        """The backward is over."""
+        """Reset what belongs to one backward; called when it is over."""
 
 
 class Riders:
@@ -134,10 +135,10 @@ class Riders:
 
     def __init__(self, riders: Sequence[Rider], transport: Transport) -> None:
         self.widths = tuple(rider.num_bits for rider in riders)
-        """The bits of each word."""
+        """The number of bits of each word."""
         self._riders = riders
         self._transport = transport
-        # A call that does nothing costs as much as one that does little, so only those that do something are called.
+        # Calling an empty method costs about as much as calling a short one, so only overridden methods are called.
         self._beginning = [one for one in riders if type(one).begin_step is not Rider.begin_step]
         self._looking = [one for one in riders if type(one).look_at is not Rider.look_at]
         self._hearing_silence = [one for one in riders if type(one).hear_silence is not Rider.hear_silence]
@@ -159,10 +160,10 @@ class Riders:
         return [rider.word() for rider in self._riders]
 
     def hear(self, rows: Sequence[Sequence[int] | None], step: int) -> None:
-        """Let each rider hear its words of all ranks.
+        """Give each rider its words from all ranks.
 
         Args:
-            rows: the words of each rank; None for one that has no inputs left. Empty if no rank reported anything.
+            rows: the words of each rank; None for a rank without inputs. Empty if no rank reported anything.
             step: the step that was reduced.
         """
         if not rows:
@@ -174,11 +175,11 @@ class Riders:
             rider.hear(Words(of_rank, step, self._transport))
 
     def conclude(self, reduced: Reduced) -> None:
-        """Let the riders act on what `.grad` holds now."""
+        """Let the riders act on the result in `.grad`."""
         for rider in self._concluding:
             rider.conclude(reduced)
 
     def forget(self) -> None:
-        """End the backward, however it ended."""
+        """Reset all riders after a backward, even after an error."""
         for rider in self._forgetting:
             rider.forget()

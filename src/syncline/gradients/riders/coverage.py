@@ -1,6 +1,7 @@
-"""What a replica consists of, one tensor or number after the other, and which of it has its turn in which step.
+"""The parts of a replica, and the schedule by which they are compared.
 
-Which part of a replica is looked at in which step, so that all of it has had its turn after so many steps.
+A replica is a list of leaves: tensors and integers. They are divided into slices, and each step compares one slice, so
+that the whole replica has been compared after a fixed number of steps.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ __all__ = ["Coverage", "Leaf", "Piece", "optimizer_leaves_of", "parameter_leaves
 
 
 _OVERHEAD_BYTES = 1 << 14
-"""What looking at one more tensor costs, however small it is: about as much as so many of its bytes."""
+"""Fixed cost of hashing one more tensor of any size, as the number of bytes that take as long to hash."""
 
 _LEAST_BYTES = 1 << 18
-"""A slice of less is not worth the look: then there are fewer of them."""
+"""Least cost of a slice. If there is less to compare per slice, there are fewer slices."""
 
 _ALIGNMENT_NUMEL = 64
-"""Tensors are cut at multiples of this, so that each piece but the last is made of whole words."""
+"""Tensors are cut at multiples of this number of elements, so that each piece but the last consists of whole words."""
 
 
 class Piece(NamedTuple):
-    """Some elements of one tensor, in the order in which they lie in memory."""
+    """A range of elements of one tensor, in memory order."""
 
     leaf: int
-    """Which tensor."""
+    """Index of the tensor."""
     start: int
     stop: int
 
 
 def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Piece, ...]]:
-    """Deal tensors out to slices of about the same cost, in order; large ones are cut.
+    """Divide tensors among slices of about the same cost, in order; large tensors are cut.
 
     Args:
-        sizes: (numel, itemsize) of each tensor. One without elements is a piece all the same.
-        num_slices: how many; some may be empty.
+        sizes: (numel, itemsize) of each tensor. A tensor without elements is one piece, too.
+        num_slices: the number of slices; some may be empty.
 
     Example:
         >>> [[tuple(piece) for piece in pieces] for pieces in rotation([(10_000, 4), (3, 8)], 2)]
@@ -73,7 +74,7 @@ def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Pi
 
 
 def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece, ...]]:
-    """The same for a number of turns; where there is little, some turns, evenly spread, have nothing.
+    """Divide tensors among turns, as `rotation` does; if there is little data, some turns are empty, evenly spread.
 
     Example:
         >>> [len(pieces) for pieces in spread([(50_000, 4), (50_000, 4)], 5)]
@@ -88,26 +89,26 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
 
 
 class Leaf(NamedTuple):
-    """One tensor or integer of the replica, and where it is to be found when its turn comes."""
+    """One tensor or integer of the replica, and the path at which it is looked up when its turn comes."""
 
     name: str
     root: Any
-    """A parameter; or what has it inside, for what may be replaced is looked up."""
+    """A parameter, or a container of the leaf. A leaf that may be replaced is looked up in its container each time."""
     keys: tuple[Any, ...] = ()
-    """The way from there: keys of dicts, places in lists, attributes of tensors that are made of others."""
+    """The path from the root: keys of dicts, indices of lists, attributes of tensors that consist of other tensors."""
     has_agreed_strides: bool = False
-    """Whether ranks have agreed on its strides, so that it can be read as it lies in memory."""
+    """Whether the ranks have agreed on the strides, so that the tensor can be read in memory order."""
 
     def value(self) -> Any:
-        """What it is now; None where it is gone."""
+        """Return the present value; None if it no longer exists."""
         found = self.root
         for key in self.keys:
-            # Nearly always a dict: asking for Mapping takes as long as all the rest.
+            # It is nearly always a dict, and isinstance(found, Mapping) takes as long as everything else here.
             found = found.get(key) if isinstance(found, dict) else _child(found, key)
         return found if isinstance(found, Tensor | int) else None
 
     def write(self, value: int) -> None:
-        """Replace an integer; tuples around it are made anew."""
+        """Replace an integer; tuples that contain it are rebuilt."""
         holders = [self.root]
         for key in self.keys[:-1]:
             holders.append(_child(holders[-1], key))
@@ -122,9 +123,8 @@ class Leaf(NamedTuple):
 
 def _child(holder: Any, key: Any) -> Any:
     if isinstance(holder, Mapping):
-        return holder.get(
-            key
-        )  # an optimizer's state is a defaultdict: asking it otherwise would make an entry
+        # An optimizer's state is a defaultdict, in which holder[key] would create an entry.
+        return holder.get(key)
     if isinstance(holder, Tensor):
         return getattr(holder, key, None)
     if isinstance(holder, list | tuple) and key < len(holder):
@@ -133,10 +133,11 @@ def _child(holder: Any, key: Any) -> Any:
 
 
 def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Names and ways of the tensors and integers in a tree."""
+    """Yield the name and the path of each tensor and integer in a tree."""
     if isinstance(tree, Tensor):
         if hasattr(tree, "__tensor_flatten__"):
-            if not hasattr(tree, "device_mesh"):  # a DTensor is a rank's part
+            # A DTensor holds a different shard on each rank.
+            if not hasattr(tree, "device_mesh"):
                 for inner in tree.__tensor_flatten__()[0]:
                     yield from _walk(getattr(tree, inner), (*keys, inner), f"{name}.{inner}")
         elif _has_own_memory(tree):
@@ -152,13 +153,16 @@ def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tu
 
 
 def _has_own_memory(tensor: Tensor) -> bool:
-    """Whether values can be read as they lie there; not of a subclass that may have none, for it does all by itself."""
+    """Return whether the values can be read from the tensor's own memory.
+
+    A subclass with its own `__torch_dispatch__` may have no memory, because it handles every operation itself.
+    """
     is_ordinary = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(tensor)
     return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
-    """Of parameters or buffers that ranks have agreed on."""
+    """Return the leaves of parameters or buffers that the ranks have agreed on."""
     return [
         Leaf(path, parameter, keys, has_agreed_strides=True)
         for name, parameter in named
@@ -167,13 +171,13 @@ def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
 
 
 def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[Leaf]:
-    """Of optimizers' state: tensors and integers, of their own parameters and of what belongs to none.
+    """Return the leaves of optimizers' state: tensors and integers, kept for a parameter or for the optimizer itself.
 
-    Floats are left out: those that are known of optimizers (LBFGS's last loss) are a rank's own.
+    Floats are left out, because the floats that known optimizers keep (the last loss of LBFGS) differ between ranks.
 
     Args:
-        optimizers: whose.
-        own: ids of the parameters that are kept equal; what is remembered of others is left out.
+        optimizers: the optimizers.
+        own: ids of the parameters that are kept equal; state of other parameters is left out.
     """
     leaves = []
     for number, optimizer in enumerate(optimizers):
@@ -192,15 +196,15 @@ def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[
 
 
 class Coverage:
-    """Some leaves, dealt out to slices whose turns follow from the step alone.
+    """Leaves divided into slices, where the step number alone determines which slice has its turn.
 
-    Which leaves there are may be found out at different times on different ranks; so nothing is counted here, and what
-    is dealt out depends on names and sizes alone.
+    Ranks may list their leaves at different times. So nothing is counted here, and the division depends only on names
+    and sizes.
 
     Args:
-        leaves: the same on all ranks.
-        num_slices: in which all have had their turn.
-        agreed_at: the step at which all ranks agreed on them last; None where that is not known.
+        leaves: the leaves; the same on all ranks.
+        num_slices: the number of slices, and so of steps until every leaf has had its turn.
+        agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
     """
 
     def __init__(self, leaves: Sequence[Leaf], num_slices: int, agreed_at: int | None) -> None:
@@ -210,7 +214,7 @@ class Coverage:
         self._agreed_at = [agreed_at] * num_slices
 
     def found_again(self, leaves: Sequence[Leaf]) -> Coverage:
-        """Of the leaves as they are now: the same where they are cut alike."""
+        """Return the coverage of the leaves as they are now: this object if names and sizes have not changed."""
         if _forms(leaves) == self._forms:
             self.leaves = leaves
             return self
@@ -230,15 +234,15 @@ class Coverage:
         return [_earliest(agreed) for agreed in found]
 
     def pieces(self, steps: range) -> list[Piece]:
-        """What has its turn in these steps."""
+        """Return the pieces whose turn it is in these steps."""
         return [piece for index in self._indices(steps) for piece in self._slices[index]]
 
     def all_agreed(self, at: int | None) -> None:
-        """All ranks had the same in all of it; None: that is not known any more."""
+        """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
         self._agreed_at = [at] * len(self._slices)
 
     def agreed(self, steps: range, at: int) -> None:
-        """All ranks had the same in what has its turn in these steps."""
+        """Record that the slices of these steps were equal on all ranks at step `at`."""
         for index in self._indices(steps):
             self._agreed_at[index] = at
 
@@ -246,12 +250,12 @@ class Coverage:
         return sorted({step % len(self._slices) for step in steps[: len(self._slices)]})
 
     def agreed_at(self, leaf: int) -> int | None:
-        """The step at which all ranks agreed on all of a leaf."""
+        """Return the last step at which all ranks agreed on every piece of a leaf; None if unknown."""
         return self._agreed_by_leaf()[leaf]
 
     @property
     def all_agreed_at(self) -> int | None:
-        """The step at which all ranks agreed on all of it."""
+        """The last step at which all ranks agreed on every leaf; None if unknown."""
         return _earliest(
             agreed for agreed, pieces in zip(self._agreed_at, self._slices, strict=True) if pieces
         )

@@ -1,4 +1,4 @@
-"""Which gradients may not be stepped: tensors that were judged, and none that comes in their place."""
+"""Gradients that must not be applied."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _numbers = itertools.count(1)
 
 
 class DiscardedGradients:
-    """Recognizes the gradients of a step that is to be left undone, as long as they are in `.grad`.
+    """Marks on the gradients of a discarded step, by which they are recognized as long as they are in `.grad`.
 
-    What is done to such a tensor, clipping say, makes it no better. It is no more in the way once `zero_grad()` has
-    dropped it, whatever `.grad` is set to then.
+    A marked tensor stays marked when it is changed in place (by clipping, for example). Once `zero_grad()` has dropped
+    it, a new tensor in `.grad` is not marked.
 
-    The mark is an attribute of the tensor: it goes where the tensor goes, keeps nothing alive, and is no weak
-    reference, which `torch.utils.swap_tensors` would refuse.
+    The mark is an attribute of the tensor. So it moves with the tensor and keeps nothing alive. A weak reference would
+    not do, because `torch.utils.swap_tensors` refuses tensors that have one.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ class DiscardedGradients:
         self._number = 0
 
     def are(self, gradients: Iterable[Tensor | None]) -> None:
-        """From now on these, and no earlier ones."""
+        """Mark these gradients as discarded; earlier marks no longer count."""
         self._number = 0
         for gradient in gradients:
             if gradient is not None:
@@ -49,5 +49,5 @@ class DiscardedGradients:
                 setattr(gradient, _MARK, self._number)
 
     def has_any_of(self, gradients: Iterable[Tensor | None]) -> bool:
-        """Whether some of them are those."""
+        """Return whether any of these gradients is marked."""
         return bool(self._number) and any(getattr(one, _MARK, 0) == self._number for one in gradients)

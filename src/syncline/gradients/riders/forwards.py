@@ -1,11 +1,12 @@
 """Rider: forwards in training mode that had no backward.
 
-A batch that was skipped on one rank alone cannot be seen in the gradients: its forward ran and its backward did not, so
-this rank's next batch is averaged with its peers' current one. Each rank reports how many forwards wait for a backward.
+The gradients do not show that one rank alone skipped a batch. Its forward ran and its backward did not, so this rank's
+next batch is averaged with the current batch of its peers. Each rank therefore reports how many forwards wait for a
+backward.
 
-A forward without a backward need not be wrong: rank 0 may compute an accuracy, and drop or keep the output. So ranks
-that differ in it are warned, once, and nothing raises: if a batch was skipped, its rank runs out of batches before the
-others do, and that is an error (`UnevenInputs`).
+A forward without a backward need not be wrong: rank 0 may compute an accuracy, and drop or keep the output. So a
+difference between ranks gives one warning, and no error. If a batch was skipped, that rank runs out of batches before
+the others do, which is an error (`UnevenInputs`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from syncline.user_code import warn_user
 __all__ = ["Forwards"]
 
 _MAX_WATCHED_TENSORS = 8
-"""An output of more tensors is not watched, for each costs a microsecond."""
+"""An output of more tensors is not watched, because each tensor costs a microsecond."""
 
 
 class Forwards(Rider):
-    """Counts forwards that wait for a backward; the most that it reports, 255, stands for more.
+    """Count of the forwards that wait for a backward; 255, the largest word, stands for 255 or more.
 
     Example:
         >>> import torch
@@ -43,7 +44,7 @@ class Forwards(Rider):
         self.num_waiting = 0
         """Forwards since the last reduction that no backward has reached."""
         self.era = 0
-        """Counts reductions that left forwards waiting; what is of an earlier one counts no more."""
+        """Number of reductions that left forwards waiting; forwards of an earlier era no longer count."""
         self._has_warned = False
 
     def forward_ended(self, output: object) -> None:
@@ -61,7 +62,7 @@ class Forwards(Rider):
             when_backward_reaches(tensor, watch)
 
     def word(self) -> int:
-        """Return the number of forwards that wait."""
+        """Return the number of waiting forwards, at most 255."""
         return min(self.num_waiting, 255)
 
     def hear(self, words: Words) -> None:
@@ -84,16 +85,16 @@ class Forwards(Rider):
         )
 
     def forget(self) -> None:
-        """A reduction ended: forwards that wait now do not count in the next one."""
+        """Reset the count after a reduction, so that forwards that wait now do not count in the next one."""
         if self.num_waiting:
             self.num_waiting = 0
             self.era += 1
 
 
 class _Watch:
-    """The hook on the tensors of one output; the first of them that gets a gradient counts."""
+    """The hook on the tensors of one output; it counts the first of them that gets a gradient."""
 
-    __torch_unserializable__ = True  # a pickled output leaves it behind
+    __torch_unserializable__ = True  # pickling an output leaves the hook out
 
     __slots__ = ("_era", "_forwards")
 

@@ -1,14 +1,15 @@
-"""`normalize_by`: divide summed gradients by the global number of items behind them.
+"""`normalize_by`: summed gradients divided by the global number of items behind them, and the bookkeeping for it.
 
-How many items stand behind the gradients in `.grad`: the bookkeeping of `normalize_by`.
+A loss that is the *sum* over items (tokens, samples) gives gradients that can be added over ranks and micro-batches.
+One division by the global number of items is then exact, even if batches have unequal sizes
+(huggingface/transformers issue 34242 shows the error of averaging means of means).
 
-A loss that is the *sum* over items (tokens, samples) gives gradients that may simply be added over ranks and
-micro-batches; dividing once by the global number of items then is exact, however unequal the batches are
-(huggingface/transformers issue 34242 shows what averaging means of means does instead).
+Three numbers are kept:
 
-Kept are the items of the `normalize_by` block that is open, those of micro-batches that have not been reduced yet,
-and the global total behind gradients that were reduced and are still in `.grad`: as a mean (`reduced_total`) or,
-once more is to be added to them, as this rank's share of the sum (carried).
+- the items of the open `normalize_by` block;
+- the items of micro-batches that have not been reduced yet;
+- the global total behind gradients that were reduced and are still in `.grad`. They are there as a mean
+  (`reduced_total`) or, once more gradients are to be added to them, as this rank's part of the sum ("carried").
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAX_ITEMS: int = 2**48 - 1
 
 
 def checked_num_items(num_items: Any) -> int:
-    """`num_items` as an int; integers of any kind (0-d tensors too) are accepted.
+    """Return `num_items` as an int; integers of any kind (0-d tensors too) are accepted.
 
     Raises:
-        TypeError: not an integer.
-        ValueError: negative, or too large to be sent exactly.
+        TypeError: `num_items` is not an integer.
+        ValueError: `num_items` is negative, or too large to be sent exactly.
     """
     is_tensor = isinstance(num_items, Tensor) and num_items.numel() == 1
     count = num_items.item() if is_tensor else num_items
@@ -58,7 +59,7 @@ class ItemCount:
 
     @property
     def anything_behind_gradients(self) -> bool:
-        """Whether earlier backwards may have left something in `.grad` that this bookkeeping knows of."""
+        """Whether this bookkeeping knows of earlier backwards that may have left gradients in `.grad`."""
         totals = (self._unreduced, self._carried_total, self.reduced_total)
         return totals != (None, None, None) or self._num_uncounted_backwards > 0
 
@@ -93,25 +94,25 @@ class ItemCount:
 
     @property
     def unreduced(self) -> int | None:
-        """Items behind what was not reduced yet; None where nothing was counted."""
+        """Items behind gradients that were not reduced yet; None if no items were counted."""
         return self._unreduced
 
     @property
     def num_uncounted_backwards(self) -> int:
-        """Backwards outside of `normalize_by` since the last reduction."""
+        """Number of backwards outside of `normalize_by` since the last reduction."""
         return self._num_uncounted_backwards
 
     @property
     def carried_total(self) -> int | None:
-        """Global items behind a mean that was turned into this rank's share of the sum."""
+        """Global items behind a mean that was turned into this rank's part of the sum; None if there is none."""
         return self._carried_total
 
     def take_for_reduction(self) -> int | None:
-        """The items to report with a synchronized backward, or None where nothing was counted.
+        """Return the items to report with a synchronized backward; None if no items were counted.
 
         Raises:
-            ValueError: some micro-batches were counted and others not: their gradients are already added up
-                and no divisor is right for both.
+            ValueError: some micro-batches were counted and others were not. Their gradients are already added up, and
+                no divisor is right for both.
         """
         counted, uncounted = self._unreduced, self._num_uncounted_backwards
         self._unreduced, self._num_uncounted_backwards = None, 0
@@ -123,26 +124,26 @@ class ItemCount:
         return counted
 
     def reduced(self, num_items: int) -> int:
-        """A reduction of `num_items` (over all ranks) is done; returns the items behind it, carried ones too."""
+        """Record a reduction of `num_items` (over all ranks); return the items behind its result, carried ones too."""
         self.reduced_total = num_items + (self._carried_total or 0)
         self._carried_total = None
         return self.reduced_total
 
     def carry(self, num_ranks: int) -> float:
-        """The factor that turns the reduced mean into each rank's share of the sum it came from."""
+        """Mark the reduced mean as carried; return the factor that turns it into each rank's part of the sum."""
         assert self.reduced_total is not None
         self._carried_total, self.reduced_total = self.reduced_total, None
         return self._carried_total / num_ranks
 
     def uncarry(self, num_ranks: int) -> float:
-        """Take `carry` back, nothing was added; returns the factor that `carry` returned."""
+        """Undo `carry`, because nothing was added; return the factor that `carry` returned."""
         assert self._carried_total is not None
         total = self._carried_total
         self._carried_total, self.reduced_total = None, total
         return total / num_ranks
 
     def forget(self) -> None:
-        """`.grad` was cleared: nothing stands behind it any more."""
+        """Reset all counts after `.grad` was cleared."""
         self._unreduced = None
         self._num_uncounted_backwards = 0
         self._carried_total = None
@@ -150,26 +151,26 @@ class ItemCount:
 
 
 class Standing(NamedTuple):
-    """What stands behind `.grad`, for a reduction outside of a backward."""
+    """The counts behind `.grad`, for a reduction outside of a backward."""
 
     num_items: int | None
-    """Items behind what was not reduced yet; None where nothing was counted."""
+    """Items behind gradients that were not reduced yet; None if no items were counted."""
     is_uncounted: bool
-    """Whether backwards outside of `normalize_by` are not reduced yet."""
+    """Whether there were backwards outside of `normalize_by` that are not reduced yet."""
     total: int | None
-    """Global items behind what was reduced and is still there."""
+    """Global items behind reduced gradients that are still in `.grad`; None if there are none."""
     is_mean: bool
-    """Whether that is there as a mean, not as this rank's share of the sum."""
+    """Whether those reduced gradients are a mean, not this rank's part of the sum."""
     is_changed: bool
-    """Whether a mean was changed since."""
+    """Whether that mean was changed after the reduction."""
 
 
 class ItemNormalizer:
-    """Keeps the item count true to what is in `.grad`, also when gradients are added to, cleared or changed.
+    """The item count and its link to `.grad`: it stays right when gradients are added to, cleared or changed.
 
     Args:
-        parameters: whose gradients are counted.
-        num_ranks: how many ranks add theirs.
+        parameters: the parameters whose gradients are counted.
+        num_ranks: the number of ranks whose gradients are added up.
     """
 
     def __init__(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
@@ -179,7 +180,7 @@ class ItemNormalizer:
         self._versions: list[int | None] = []
 
     def follow(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
-        """Go on with others, for the module or its group has changed; also inside of a block."""
+        """Use other parameters from now on, because the module or its group has changed; also inside of a block."""
         before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
         if before:
             self._versions = [
@@ -202,15 +203,15 @@ class ItemNormalizer:
             self.count.close()
 
     def backward_is_done(self) -> None:
-        """Inside a block: remember `.grad`'s version counters, to notice what is done to it before the next one."""
+        """Inside a block, remember the version counters of `.grad`, to detect changes before the next block."""
         if self.count.is_open:
             self._versions = self._current_versions()
 
     def standing(self) -> Standing:
-        """What stands behind `.grad` now; nothing, where it was cleared.
+        """Return the counts behind the present `.grad`; they are empty if it was cleared.
 
         Raises:
-            ValueError: a block is open, so nobody knows whether its items are complete.
+            ValueError: a block is open, so its gradients may be incomplete.
         """
         count = self.count
         if count.is_open:
@@ -229,23 +230,27 @@ class ItemNormalizer:
         )
 
     def carry(self) -> None:
-        """Turn a mean that is in `.grad` into this rank's share of the sum, to be summed with what is added."""
+        """Turn a mean in `.grad` into this rank's part of the sum, so that it can be summed with new gradients."""
         if self.count.reduced_total is not None:
             self._scale(self.count.carry(self._num_ranks))
 
     def was_reduced_outside(self, *, is_known: bool) -> None:
-        """All of `.grad` is a mean now; `is_known`: of the items that `total` returned, this time or before."""
+        """Record that all of `.grad` is now a mean.
+
+        Args:
+            is_known: whether it is the mean over the items that `total` returned, in this reduction or an earlier one.
+        """
         self.count.take_for_reduction()
         if is_known:
             self._versions = self._current_versions()
 
     def total(self, num_items: Sequence[int], *, step: int) -> int:
-        """The divisor: the items of all ranks, and those behind gradients that were carried over.
+        """Return the divisor: the sum of all ranks' items and of the items behind carried gradients.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the sum is 0.
         """
-        self._num_ranks = len(num_items)  # one, where gradients stay local
+        self._num_ranks = len(num_items)  # one if gradients stay local
         total = self.count.reduced(sum(num_items))
         if not total:
             raise ValueError(
@@ -255,10 +260,10 @@ class ItemNormalizer:
         return total
 
     def _carry_reduced_gradients(self) -> bool:
-        """Prepare what earlier backwards left in `.grad` for being added to; whether anything was changed.
+        """Prepare `.grad` so that gradients can be added to it; return whether it was scaled.
 
-        Reduced gradients are a mean already, the same on every rank. Turned back into this rank's share of the
-        sum they can be summed again with what is added now, and divided by the items of both.
+        Reduced gradients are already a mean, the same on every rank. They are turned back into this rank's part of the
+        sum. Then they can be summed again together with the new gradients, and divided by the items of both.
         """
         if not self.count.anything_behind_gradients:
             return False
@@ -277,7 +282,7 @@ class ItemNormalizer:
         return True
 
     def _were_cleared(self, *, unchanged: bool) -> bool:
-        """Whether somebody has cleared the gradients."""
+        """Return whether the gradients were cleared: none is left, or all were changed to zeros."""
         present = [p.grad for p in self._parameters if p.grad is not None]
         return not present or (not unchanged and not any(bool(_values(g).any()) for g in present))
 
@@ -294,15 +299,15 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class Items(Rider):
-    """Reports the items behind this rank's gradients, under `normalize_by`."""
+    """Report of the items behind this rank's gradients, under `normalize_by`."""
 
     num_bits = 49
 
     def __init__(self) -> None:
         self.num_items: int | None = None
-        """Of the backward under way; None outside of `normalize_by`."""
+        """Items of the present backward; None outside of `normalize_by`."""
         self.of_ranks: tuple[int, ...] = ()
-        """The items of all ranks in the step that was heard last; 0 for a rank without inputs."""
+        """The items of all ranks in the step that was reported last; 0 for a rank without inputs."""
         self.any_counted = False
         """Whether the gradients of that step are sums over items."""
 
@@ -311,7 +316,7 @@ class Items(Rider):
         return 0 if self.num_items is None else self.num_items + 1
 
     def hear(self, words: Words) -> None:
-        """Take the counts of all ranks.
+        """Store the counts of all ranks.
 
         Raises:
             SynclineError: some ranks ran under `normalize_by` and others did not.
@@ -328,5 +333,5 @@ class Items(Rider):
         self.of_ranks = tuple(word - 1 if word else 0 for word in words.of_rank)
 
     def forget(self) -> None:
-        """The backward is over."""
+        """Reset the counts at the end of a backward."""
         self.num_items, self.of_ranks, self.any_counted = None, (), False

@@ -1,7 +1,7 @@
 """Rider: metrics that are averaged over ranks, see `DistributedDataParallel.report`.
 
-Each rank's word is its own means since the last synchronized backward, and their weight, as float32. Every rank gets
-the words of all, so it can compute the mean in float64, in rank order: the same bits on every rank.
+Each rank's word holds its own means since the last synchronized backward, and their weights, as float32. Every rank
+receives all words and computes the means in float64, in rank order. So the means have the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOAT_BITS = 32
 
 
 class Metrics(Rider):
-    """Means over ranks of what each rank reported.
+    """Means over ranks of the metrics that each rank reported.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -40,12 +40,12 @@ class Metrics(Rider):
     def __init__(self) -> None:
         self.num_bits = 0
         self.last: Mapping[str, float] = {}
-        """The means of the last backward that had any reports; empty if that was not the last one."""
+        """The means of the last backward; empty if no rank reported a metric for it."""
         self._names: tuple[str, ...] = ()
         self._reports: list[tuple[Mapping[str, Any], float]] = []
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Keep values for the next synchronized backward. Nothing is read from a device before that."""
+        """Keep values for the next synchronized backward. They are not read from a device before that."""
         self._reports.append((values, weight))
 
     def has_names(self, names: Iterable[str]) -> bool:
@@ -53,36 +53,36 @@ class Metrics(Rider):
         return set(names) <= set(self._names)
 
     def wanted_names(self) -> list[str]:
-        """Return all names: those that were agreed on, and new ones in the order of the reports."""
+        """Return all names: first those that were agreed on, then new ones in the order of the reports."""
         return list(dict.fromkeys([*self._names, *(name for values, _ in self._reports for name in values)]))
 
     def use_names(self, names: Sequence[str]) -> None:
-        """Report these metrics from now on; the same on all ranks. The tail has to be laid out anew."""
+        """Report these metrics from now on; the same on all ranks. The caller must lay out the tail again."""
         self._names = tuple(names)
         self.num_bits = 2 * _FLOAT_BITS * len(names)
 
     def word(self) -> int:
-        """Return this rank's mean and weight of each metric; weight 0 where it reported none."""
+        """Return this rank's mean and weight of each metric; the weight is 0 if this rank did not report it."""
         word = 0
         for name in self._names:
             word = word << 2 * _FLOAT_BITS | _packed(*self._own(name))
         return word
 
     def hear(self, words: Words) -> None:
-        """Compute the means."""
+        """Compute the means over ranks."""
         self._average(list(words.active.values()))
 
     def hear_silence(self, step: int) -> None:
-        """No rank reported anything."""
+        """Clear the means, because no rank reported anything."""
         self.last = {}
 
     def conclude_alone(self) -> None:
-        """Take this rank's own means: there is one rank, or gradients are not reduced in this backward."""
+        """Use this rank's own means, because there is one rank or this backward is not reduced."""
         self._average([self.word()] if self._reports else [])
         self._reports.clear()
 
     def forget(self) -> None:
-        """The backward is over: what was reported before it is used up."""
+        """Drop the reported values at the end of a backward, because they have been averaged."""
         self._reports.clear()
 
     def _own(self, name: str) -> tuple[float, float]:
@@ -101,10 +101,10 @@ class Metrics(Rider):
 
 
 def check_metric(name: str, value: Any) -> Any:
-    """Return a metric as it is kept: a number, or a detached tensor of one element.
+    """Return a metric in the form in which it is kept: a number, or a detached tensor of one element.
 
     Raises:
-        TypeError: neither of them.
+        TypeError: `value` is neither a real number nor a tensor of one element.
     """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
@@ -124,13 +124,14 @@ def _weighted_mean(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if not total:
         return 0.0, 0.0
     products = [value * weight for value, weight in counted]
-    # math.fsum refuses infinities of both signs; their sum is NaN in any order.
+    # math.fsum raises for infinities of both signs, and their sum is NaN in any order.
     return (math.fsum(products) if all(map(math.isfinite, products)) else sum(products)) / total, total
 
 
 def _packed(mean: float, weight: float) -> int:
     """Return two numbers as the bits of two float32."""
-    numbers = torch.tensor([mean, weight], dtype=torch.float64).float()  # too large a number is infinite
+    # A number that is too large for float32 becomes infinity.
+    numbers = torch.tensor([mean, weight], dtype=torch.float64).float()
     return int.from_bytes(struct.pack(">2f", *numbers.tolist()), "big")
 
 

@@ -1,4 +1,4 @@
-"""Riders: parameters without a gradient, and graphs that were said to be static and have changed."""
+"""Riders: parameters without a gradient, and graphs that changed under `static_graph=True`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["MissingGradients", "StaticGraph"]
 
 
 class MissingGradients(Rider):
-    """Reports whether a parameter that should get a gradient got none.
+    """Report of whether a parameter that should get a gradient got none.
 
     Args:
-        names: of all parameters, by index.
+        names: names of all parameters, by index.
     """
 
     num_bits = 1
 
     def __init__(self, names: Sequence[str]) -> None:
         self.indices: frozenset[int] = frozenset()
-        """Of this rank's parameters without a gradient, in the backward under way."""
+        """Indices of this rank's parameters without a gradient in the present backward."""
         self._names = names
 
     def word(self) -> int:
@@ -34,16 +34,16 @@ class MissingGradients(Rider):
         return [self._names[index] for index in sorted(self.indices)]
 
     def hear(self, words: Words) -> None:
-        """Check the step.
+        """Check the step on all ranks.
 
         Raises:
-            UnreducedGradients: gradients are missing on some rank; the same on every rank.
+            UnreducedGradients: gradients are missing on some rank; raised with the same text on every rank.
         """
         if words.any_set:
             raise self._error(words.exchange(self.named()), words.step)
 
     def check_alone(self, *, rank: int, num_ranks: int, step: int) -> None:
-        """Check the step of one rank: there is one, or gradients are not reduced in this backward.
+        """Check this rank's step, because there is one rank or this backward is not reduced.
 
         Raises:
             UnreducedGradients: gradients are missing.
@@ -61,11 +61,11 @@ class MissingGradients(Rider):
 
 
 class StaticGraph(Rider):
-    """Reports whether, under `static_graph=True`, a parameter got another number of gradients than was learnt.
+    """Report of whether, under `static_graph=True`, a parameter got another number of gradients than was learnt.
 
     Args:
-        names: of all parameters, by index.
-        static: counts the gradients of each parameter.
+        names: names of all parameters, by index.
+        static: the counts of each parameter's gradients.
     """
 
     num_bits = 1
@@ -79,16 +79,16 @@ class StaticGraph(Rider):
         return int(self._static.has_changed())
 
     def hear(self, words: Words) -> None:
-        """Check the step.
+        """Check the step on all ranks.
 
         Raises:
-            ContractMismatch: the graph of some rank has changed; the same text on every rank.
+            ContractMismatch: the graph of some rank has changed; raised with the same text on every rank.
         """
         if words.any_set:
             raise self._error(words.exchange(self._lines()), words.step)
 
     def check_alone(self, *, rank: int, num_ranks: int, step: int) -> None:
-        """Check the step of one rank alone.
+        """Check this rank's step, because there is one rank or this backward is not reduced.
 
         Raises:
             ContractMismatch: its graph has changed.

@@ -8,17 +8,17 @@ from syncline.gradients.riders.replica_watch import NUM_FINGERPRINT_BITS, Replic
 __all__ = ["Replicas"]
 
 _NUM_SAMPLES = 64
-"""Elements of each bucket that are looked at."""
+"""Number of elements of each bucket that are checked for finiteness."""
 
 
 class Replicas(Rider):
-    """Reports the fingerprint of the slice whose turn it is."""
+    """Report of the fingerprint of the slice whose turn it is."""
 
     num_bits = NUM_FINGERPRINT_BITS
 
     def __init__(self) -> None:
         self.watch: ReplicaWatch | None = None
-        """What compares them; None where that was not asked for."""
+        """The object that compares replicas; None without `replica_check`."""
         self._reported: list[int] | None = None
 
     def begin_step(self, step: int) -> None:
@@ -28,18 +28,18 @@ class Replicas(Rider):
             self.watch.begin(range(at, at + 1))
 
     def word(self) -> int:
-        """Return the fingerprint; 0 if nothing has its turn."""
+        """Return the fingerprint; 0 if no part of the replica has its turn."""
         return 0 if self.watch is None else self.watch.fingerprint()
 
     def hear(self, words: Words) -> None:
-        """Keep the fingerprints: replicas are compared last, for `.grad` may be applied all the same."""
+        """Keep the fingerprints for `conclude`; replicas are compared last, because `.grad` may be applied even so."""
         self._reported = None if words.any_joined else list(words.active.values())
 
     def conclude(self, reduced: Reduced) -> None:
         """Compare the replicas.
 
         Raises:
-            ReplicaDivergence: they differ, and so it was wanted; on every rank.
+            ReplicaDivergence: replicas differ, and the policy is to raise, or they cannot be repaired; on every rank.
         """
         if self.watch is None or self._reported is None:
             return
@@ -51,13 +51,13 @@ class Replicas(Rider):
             self.watch.mean_is(is_finite, step)
 
     def forget(self) -> None:
-        """The backward is over."""
+        """Drop the fingerprints at the end of a backward."""
         self._reported = None
         if self.watch is not None:
             self.watch.forget()
 
 
 def _looks_finite(bucket: Holder) -> bool:
-    """Return whether some elements of what was reduced, evenly spread, are all finite."""
+    """Return whether a sample of the reduced elements, evenly spread, is finite."""
     values, _ = bucket.handed_out()
     return bool(values[:: max(1, len(values) // _NUM_SAMPLES)].isfinite().all())

@@ -1,8 +1,9 @@
-"""Do all ranks train on the same data? A plain DataLoader without a sampler makes them, and nothing else would say so.
+"""Rider: a hash of gradients, to detect that all ranks train on the same data.
 
-In the first synchronized backwards each rank sends, with the control data, one number for some elements of its own
-gradients, taken before they are reduced. Where the data differ, so do the numbers: nearly always in the first step, and
-then nothing more is sent. Only if they are equal on all ranks in several steps in a row is there a warning.
+A plain DataLoader without a sampler gives all ranks the same data, and no error shows it. So in the first synchronized
+backwards each rank reports a hash of some elements of its own gradients, read before they are reduced. If the data
+differ, the hashes nearly always differ in the first step, and nothing more is reported. If they are equal on all ranks
+in `_NUM_STEPS` steps, there is a warning.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ __all__ = [
 
 
 _NUM_STEPS = 10
-"""So many steps in a row are no chance."""
+"""Number of steps with equal hashes after which chance is ruled out."""
 
 _MAX_STEPS = 30
-"""Steps that say nothing, for all gradients are zero, are waited for no longer."""
+"""Number of steps after which the comparison ends, because steps whose gradients are all zero decide nothing."""
 
 _NUM_SAMPLES = 64
-"""Elements of each bucket that are looked at."""
+"""Number of elements of each bucket that are hashed."""
 
 
 class SameData(Rider):
-    """Compares this rank's gradients with those of the others until it is known whether they differ.
+    """Comparison of this rank's gradients with those of the others, until it is known whether they differ.
 
     Example:
         >>> SameData().is_open
@@ -41,14 +42,14 @@ class SameData(Rider):
 
     def __init__(self) -> None:
         self.is_open = True
-        """Whether it is still to be found out."""
+        """Whether the comparison goes on."""
         self._seen = 0
         self._is_zero = True
         self._equal_steps: list[int] = []
         self._num_steps = 0
 
     def look_at(self, bucket: Holder) -> None:
-        """Read some elements of a dense bucket of this rank's gradients, before they are reduced."""
+        """Hash some elements of this rank's gradients in a dense bucket, before they are reduced."""
         if not self.is_open or bucket.is_sparse:
             return
         gradients = bucket.own()
@@ -57,11 +58,11 @@ class SameData(Rider):
         self._seen = zlib.crc32(repr(sample).encode(), self._seen)
 
     def word(self) -> int:
-        """Return a number for what was looked at, 1 to 255; 0 if all of it is zero, or nothing more is asked."""
+        """Return the hash of the sampled elements, 1 to 255; 0 if all of them are zero, or the comparison is over."""
         return 0 if self._is_zero or not self.is_open else 1 + self._seen % 255
 
     def hear(self, words: Words) -> None:
-        """Decide, on all ranks alike, whether the data differ; warn on rank 0 if all train on the same data."""
+        """Decide, with the same result on all ranks, whether the data differ; warn on rank 0 if they do not."""
         self._compare({0 if word is None else word for word in words.of_rank}, words.step)
         if len(self._equal_steps) == _NUM_STEPS and self.is_open:
             self.is_open = False
@@ -69,7 +70,7 @@ class SameData(Rider):
                 warn_user(_text(self._equal_steps, len(words.of_rank)), SameDataWarning)
 
     def hear_silence(self, step: int) -> None:
-        """Count a step in which all gradients that were looked at are zero."""
+        """Count a step in which all sampled gradients are zero."""
         self._compare(set(), step)
 
     def _compare(self, found: set[int], step: int) -> None:

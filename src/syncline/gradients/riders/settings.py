@@ -1,8 +1,8 @@
 """Rider: the settings of attached optimizers.
 
-An optimizer that does something else with the same mean on one rank (another learning rate, a step more or less) cannot
-be seen in the gradients. Each rank reports one number for the settings of its optimizers; only if these differ are the
-settings themselves exchanged.
+The gradients do not show that an optimizer on one rank applies the same mean differently (with another learning rate,
+or a step more or less). So each rank reports a hash of the settings of its optimizers. The settings themselves are
+exchanged only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX: int = 2**_NUM_BITS - 1
 
 
 class Settings(Rider):
-    """Compares learning rates and other numbers of attached optimizers, and how often they stepped."""
+    """Comparison of the settings of attached optimizers: learning rates, other numbers, and how often they stepped."""
 
     num_bits = _NUM_BITS
 
@@ -29,7 +29,7 @@ class Settings(Rider):
         self.optimizers: list[AttachedOptimizer] = []
 
     def word(self) -> int:
-        """Return a number that is equal on two ranks if their optimizers' settings are; 0 if none is attached."""
+        """Return a hash of the settings of all attached optimizers; 0 if none is attached."""
         if not self.optimizers:
             return 0
         for optimizer in self.optimizers:
@@ -38,14 +38,14 @@ class Settings(Rider):
         return 1 + zlib.crc32(repr(settings).encode()) % _MAX
 
     def facts(self) -> list[str]:
-        """Return the settings as text, one line each."""
+        """Return the settings as lines of text."""
         return [line for at, optimizer in enumerate(self.optimizers) for line in optimizer.describe(at)]
 
     def hear(self, words: Words) -> None:
         """Compare the settings.
 
         Raises:
-            ContractMismatch: attached optimizers differ; the same text on every rank.
+            ContractMismatch: attached optimizers differ; raised with the same text on every rank.
         """
         if len(set(words.active.values())) < 2:
             return

@@ -1,7 +1,7 @@
-"""Which ranks were asked to stop, as all ranks know it after the same step.
+"""Rider: this rank's vote on stopping, by which all ranks stop after the same step.
 
-One rank gets the signal, and no rank may act on what it alone knows. So each votes, with the control data of a
-backward that is reduced (`control.py`), which costs nothing, or where there is none, in a collective of its own.
+A single rank may get the signal, and it must not act before the others know. So each rank votes. The votes travel with
+a backward that is reduced, at no extra cost, or else in a collective of their own.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["Stop", "StopVote", "VoteRoute"]
 
 
 class VoteRoute(Enum):
-    """How the votes travel; the same on all ranks."""
+    """The way in which the votes travel; the same on all ranks."""
 
     GRADIENTS = "with gradients"
     """Each synchronized backward carries them."""
     COLLECTIVE = "in a collective of their own"
     GRADIENTS_ONLY = "with gradients only"
-    """Synchronized backwards carry them; a collective would miss ranks without inputs (inside of `join`)."""
+    """Synchronized backwards carry them. Ranks without inputs (inside of `join`) would not enter a collective."""
 
 
 class StopVote:
     """This rank's vote on stopping, and the outcome of all votes.
 
     Args:
-        request: whether this process was asked.
+        request: the record of whether this process was asked to stop.
 
     Example:
         >>> vote = StopVote(StopRequest())
@@ -45,13 +45,13 @@ class StopVote:
     def __init__(self, request: StopRequest) -> None:
         self.request = request
         self.asked_ranks: tuple[int, ...] = ()
-        """The ranks that were asked when it was agreed to stop; empty before."""
+        """The ranks that had been asked when all ranks agreed to stop; empty before."""
         self.num_received = 0
-        """How many backwards carried the votes."""
+        """Number of backwards that carried the votes."""
 
     def receive(self, words: Words) -> None:
-        """Take the words of a backward that was reduced."""
-        # A rank without inputs left is where it cannot stop; the others report again once it is back.
+        """Read the votes that a reduced backward carried."""
+        # A rank without inputs is at a place where it cannot stop. The others vote again once it has returned.
         if words.any_set and not words.any_joined and not self.asked_ranks:
             self.asked_ranks = tuple(rank for rank, word in words.active.items() if word)
 
@@ -64,7 +64,7 @@ class StopVote:
 
 
 class Stop(Rider):
-    """Reports whether this process was asked to stop, once something would act on it."""
+    """Report of whether this process was asked to stop; the word is 0 until a vote is set."""
 
     num_bits = 1
 
@@ -76,12 +76,12 @@ class Stop(Rider):
         return int(self.vote is not None and self.vote.request.is_asked)
 
     def hear(self, words: Words) -> None:
-        """Hand the words to the vote."""
+        """Pass the words to the vote."""
         if self.vote is not None:
             self.vote.num_received += 1
             self.vote.receive(words)
 
     def hear_silence(self, step: int) -> None:
-        """No rank was asked."""
+        """Count a backward in which no rank reported a request to stop."""
         if self.vote is not None:
             self.vote.num_received += 1
