@@ -162,7 +162,7 @@ class ReplicaWatch:
     # ------------------------------------------------------------------ each step
 
     def buffers_are_equal(self, step: int) -> None:
-        """Hash the slice of buffers whose turn it is. Called after they are synchronized, before forward writes them."""
+        """Hash the slice of buffers whose turn it is. Called after they are synchronized, before forward."""
         coverage = self._buffer_coverage
         if coverage is None:
             coverage = self._buffer_coverage = Coverage(
