@@ -1,8 +1,8 @@
-"""Backwards of torch's distributed autograd (over RPC), whose gradients are in a context of their own, not in `.grad`.
+"""Support for torch's distributed autograd (over RPC), which keeps gradients in a context instead of in `.grad`.
 
-Its engine does not run the hooks that ordinary backwards run, only those on the node that would accumulate into
-`.grad`. So a wrapper that is made while RPC is in use puts hooks there, too. When all gradients of such a backward are
-there, they take the place of `.grad` until they are reduced; nothing overlaps.
+Its engine does not run the hooks that ordinary backwards run. It only runs hooks on the nodes that would accumulate
+into `.grad`. So a wrapper that is made while RPC is in use registers hooks there, too. When all gradients of such a
+backward are ready, they replace `.grad` until they are reduced. The reduction does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["AutogradContexts"]
 
 
 class AutogradContexts:
-    """Watches the gradients that some parameters get in contexts of distributed autograd.
+    """Hooks for the gradients that parameters get in contexts of distributed autograd.
 
     Args:
-        parameters: which.
+        parameters: the parameters to watch.
         gradient_is_ready: called with a parameter's index and the context's id.
     """
 
@@ -30,7 +30,7 @@ class AutogradContexts:
         self._parameters = parameters
         self._gradient_is_ready = gradient_is_ready
         self._ids: set[int] = set()
-        # The nodes are held, for the engine knows them by identity and a parameter holds its own weakly.
+        # The nodes are held here, because the engine knows them by identity and a parameter holds its own weakly.
         self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.handles = [node.register_hook(self._make_hook(index)) for index, node in enumerate(self._nodes)]
 
@@ -38,11 +38,11 @@ class AutogradContexts:
     def of_this_process(
         parameters: Sequence[Tensor], gradient_is_ready: Callable[[int, int], None]
     ) -> AutogradContexts | None:
-        """None where this process has not joined torch's RPC."""
+        """Register hooks on the parameters; return None if this process has not joined torch's RPC."""
         return AutogradContexts(parameters, gradient_is_ready) if is_rpc_in_use() else None
 
     def forward_begins(self) -> None:
-        """Remember the context of this thread: a backward runs in other threads, which cannot tell theirs."""
+        """Remember the context of this thread, because a backward runs in threads that cannot look up their context."""
         self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}
         here = current_context_id()
         if here is not None:
@@ -61,7 +61,7 @@ class AutogradContexts:
 
     @contextmanager
     def as_grad(self, context_id: int) -> Iterator[None]:
-        """Let `.grad` be what the context holds; in the end it holds what became of that, and `.grad` is as before."""
+        """Put the context's gradients into `.grad`; at the end, copy the results back and restore `.grad`."""
         in_context = gradients_in_context(context_id) or {}
         before = [parameter.grad for parameter in self._parameters]
         theirs = [in_context.get(parameter) for parameter in self._parameters]

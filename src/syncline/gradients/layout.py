@@ -1,5 +1,6 @@
-"""Where each gradient lies: buckets are laid out at the start, and once more in the order that the first backward
-has shown.
+"""The layout of gradients in buckets.
+
+Buckets are laid out at the start, and once more in the order in which gradients were ready in the first backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["BucketLayout", "parameter_specs"]
 
 
 POOL_BYTES = 96 * 1024 * 1024
-"""Sharded buckets that are more take turns in this much memory, or in that of three buckets if that is more."""
+"""Memory that sharded buckets use in turn if they need more in total; at least the memory of three buckets."""
 
 _MIN_TURNS = 3
 
@@ -32,7 +33,7 @@ _MIN_TURNS = 3
 def parameter_specs(
     named_parameters: Sequence[tuple[str, Tensor]], options: GradientOptions
 ) -> list[ParameterSpec]:
-    """What bucket planning needs to know of the parameters."""
+    """Return the facts about the parameters that bucket planning needs."""
     specs = []
     for name, parameter in named_parameters:
         dtype = parameter.dtype
@@ -57,8 +58,8 @@ class BucketLayout:
 
     Args:
         named_parameters: the parameters, each once.
-        transport: what the buckets travel by.
-        options: how.
+        transport: the transport that reduces the buckets.
+        options: the options of gradient synchronization.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class BucketLayout:
     ) -> None:
         self.buckets: list[Bucket | SparseBucket] = []
         self.places: list[tuple[Bucket | SparseBucket, Tensor | None]] = []
-        """By parameter: its bucket, and where its gradient is copied as soon as it is ready (None: at launch). The
-        list stays the same object, for hooks hold on to it."""
+        """By parameter: its bucket, and the view into which its gradient is copied as soon as it is ready (None if it
+        is copied at launch). The list stays the same object, because hooks refer to it."""
         self.control: TailMessage | None = None
-        """What carries the tail where no bucket can."""
+        """The message that carries the tail if no bucket can; None if the last bucket carries it."""
         self.form = TailForm(
             num_ranks=transport.size,
             widths=(),
             num_tracked=len(named_parameters) if options.allow_unused else 0,
         )
-        """How the tail is laid out."""
+        """The layout of the tail."""
         self.order_is_learnt = False
         self._parameters = [parameter for _, parameter in named_parameters]
         self._specs = parameter_specs(named_parameters, options)
@@ -88,29 +89,30 @@ class BucketLayout:
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
-        """Let the tail hold one word of each rank for each of these widths, in bits. Takes effect with `build`."""
+        """Set the widths, in bits, of the words that each rank writes into the tail. Takes effect with `build`."""
         self.form = replace(self.form, widths=tuple(widths))
 
     def build(self, comm_hook: CommHook | None) -> None:
-        """Lay out the buckets: what is used last in forward is usually ready first in backward.
+        """Lay out the buckets in reverse order of the parameters; a collective call if they are sharded.
 
-        Of sharded ones this is a collective call.
+        The parameters used last in forward are usually ready first in backward.
         """
         self._comm_hook = comm_hook
         self.order_is_learnt = False
-        # Shards lie where they lie from the start, so these buckets do not wait for an order to be learnt.
+        # Shards keep their place from the start, so these buckets do not wait for an order to be learnt.
         in_place = self._options.sharded and self._transport.reduces_in_place
         self._build(list(reversed(range(len(self._parameters)))), in_place=in_place)
 
     def learn_order(self, ready: Sequence[int]) -> None:
-        """Lay the buckets out anew in the order in which rank 0's gradients were ready.
+        """Lay the buckets out again, in the order in which rank 0's gradients were ready.
 
-        Once, at the end of the first synchronized backward; every rank gets rank 0's order, because buckets must
-        be the same everywhere. Only now do they take their memory from the transport: before, ranks need not be at
-        the same place (one may copy a wrapped module that the others never see).
+        This happens once, at the end of the first synchronized backward. Every rank uses rank 0's order, because
+        buckets must be the same on all ranks. Only now do the buckets take their memory from the transport, which is a
+        collective call. Before, ranks may execute different code (one may copy a wrapped module that the others never
+        see).
 
         Args:
-            ready: parameter indices in the order of this rank's gradients.
+            ready: parameter indices in the order in which this rank's gradients were ready.
         """
         self.order_is_learnt = True
         if self._options.sharded:
@@ -130,10 +132,10 @@ class BucketLayout:
     def build_again(self) -> None:
         """Lay the buckets out again for a tail of another size, in the same order, between two backwards.
 
-        A collective call where buckets lie in memory of the transport.
+        A collective call if buckets lie in memory of the transport.
         """
         if not self.buckets:
-            return  # nothing is sent
+            return  # this world sends no gradients
         if self.control is not None:
             self.control = TailMessage(self._transport, self.form.numel)
             return
@@ -141,7 +143,7 @@ class BucketLayout:
         self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters], in_place=in_place)
 
     def _build_anew(self, order: Sequence[int], *, in_place: bool) -> None:
-        """Build the buckets, and let `.grad` that was a view of a former bucket be one of the new bucket."""
+        """Build the buckets; replace each `.grad` that was a view of a former bucket by a view of the new one."""
         former_views = {id(view) for bucket in self._dense() for view in bucket.views}
         self._build(order, in_place=in_place)
         if self._options.as_bucket_view:
@@ -151,21 +153,22 @@ class BucketLayout:
                         parameter.grad = view.copy_(parameter.grad)  # type: ignore[arg-type]
 
     def give_back_views(self) -> None:
-        """Let `.grad` be a tensor of its own where it is a view of a bucket."""
+        """Replace each `.grad` that is a view of a bucket by a tensor of its own."""
         for bucket in self._dense():
             bucket.give_back_views()
 
     def fits(self) -> bool:
-        """Whether the parameters are still of the type and on the device that the buckets were made for.
+        """Return whether the parameters still have the dtype and the device that the buckets were made for.
 
-        Looks at one parameter a bucket: a module moves as a whole.
+        Only one parameter per bucket is checked, because a module is converted or moved as a whole.
         """
         return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
 
     def _build(self, order: Sequence[int], *, in_place: bool = False) -> None:
         numel = self.form.numel
-        # A hook's buffer holds gradients alone. Beside sparse ones the last dense bucket may be gone too early. And
-        # where unused buckets are not sent, the last one may be such. Of a sharded one each rank reads a part only.
+        # The tail is sent apart from buckets in four cases: a communication hook's buffer must hold gradients only;
+        # beside sparse gradients the last dense bucket may be sent too early; the last bucket may be unused and not be
+        # sent; and of a sharded bucket each rank reads only its shard.
         sharded = self._options.sharded
         is_apart = (
             self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
@@ -211,7 +214,7 @@ class BucketLayout:
         return self._transport.team(self._parameters[0].device).size
 
     def _pool(self, plans: Sequence[BucketPlan], *, in_place: bool) -> list[Tensor]:
-        """Memory for sharded buckets to take turns in; none where all of them may have their own."""
+        """Return the memory that sharded buckets use in turn; an empty list if each may have its own memory."""
         kinds = {(plan.dtype, plan.device) for plan in plans}
         largest = max(plans, key=lambda plan: plan.payload_bytes)
         num_turns = max(_MIN_TURNS, POOL_BYTES // max(1, largest.payload_bytes))
@@ -228,9 +231,10 @@ class BucketLayout:
         return [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
 
     def _take_turns(self, plans: Sequence[BucketPlan], pool: Sequence[Tensor]) -> list[Bucket | SparseBucket]:
-        """Sharded buckets in the memory of a pool: what a rank does not reduce for itself need not be kept.
+        """Return sharded buckets that use the memory of a pool in turn.
 
-        A bucket is filled when it is launched, not before, for only then is the one before it waited for.
+        This is possible because a rank need not keep the parts of a bucket outside of its shard. A bucket is filled
+        only when it is launched, because the bucket that used the memory before it is waited for only then.
         """
         buckets: list[Bucket] = []
         for at, plan in enumerate(plans):
@@ -256,7 +260,7 @@ class BucketLayout:
         self._kinds = [(first, first.dtype, first.device) for first in firsts]
 
     def _has_views(self, dtype: str) -> bool:
-        """Whether `.grad` can be a view of a bucket: not of one in another type than the parameters'."""
+        """Return whether `.grad` can be a view of a bucket; it cannot if the parameters' dtype is another one."""
         if not self._options.as_bucket_view:
             return False
         return all(
@@ -265,11 +269,11 @@ class BucketLayout:
         )
 
     def shares(self) -> list[Share]:
-        """This rank's share of each bucket, in order; none where nothing is sharded."""
+        """Return this rank's shard of each bucket, in order; an empty list if gradients are not sharded."""
         return [bucket.share for bucket in self._dense() if bucket.share is not None]
 
     def stand_in_of(self, index: int) -> Tensor | None:
-        """What takes the place of a parameter's `.grad` once it is in its bucket; None where nothing does."""
+        """Return the stand-in for a parameter's `.grad` once that is copied into its bucket; None if there is none."""
         for share in self.shares():
             if index in share.plan.parameters:
                 return share.stand_ins[share.plan.parameters.index(index)]

@@ -1,4 +1,4 @@
-"""How gradients are synchronized: the part of the arguments that hooks and buckets need to know."""
+"""Options of gradient synchronization: the arguments that hooks and buckets need."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ __all__ = ["GradientOptions", "OnNonFinite"]
 
 
 OnNonFinite = Literal["ignore", "raise", "skip", "zero"]
-"""What becomes of gradients that are not finite, see `nonfinite.py`."""
+"""The policies for gradients that are not finite, see `riders/nonfinite.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientOptions:
-    """How gradients are synchronized; equal on all ranks."""
+    """The options of gradient synchronization; equal on all ranks."""
 
     caps: BucketCaps
-    """How large buckets may grow."""
+    """The maximum sizes of buckets."""
     as_bucket_view: bool
-    """After the backward `.grad` is a view of the bucket, not a tensor of its own."""
+    """Whether `.grad` is a view of the bucket after a backward, not a tensor of its own."""
     allow_unused: bool
-    """A parameter without gradient counts as zero instead of being an error."""
+    """Whether a parameter without a gradient counts as zero instead of being an error."""
     skip_unused: bool = False
-    """Buckets of parameters that no rank uses are not sent; the ranks tell each other at the start of backward."""
+    """Whether buckets of parameters that no rank uses are not sent; ranks exchange their use when a backward begins."""
     static_graph: bool = False
-    """Which parameters get a gradient, and how often in one backward, is learnt in the first and stays."""
+    """Whether every backward gives each parameter as many gradients as the first one, which is learnt from."""
     reduce_dtype: torch.dtype | None = None
-    """What floating gradients are added up in; None means each in its own type."""
+    """The dtype in which floating-point gradients are summed; None for each parameter's own dtype."""
     sparse: frozenset[str] = frozenset()
     """Names of the parameters whose gradients are sparse."""
     delayed: frozenset[str] = frozenset()
-    """Names of the parameters whose gradients travel last."""
+    """Names of the parameters whose gradients are sent last."""
     sharded: bool = False
-    """Each rank reduces its share of every bucket, and steps the optimizer for it."""
+    """Whether each rank reduces only its shard of every bucket, and steps the optimizer for that shard."""
     compares_replicas: bool = False
-    """Fingerprints of replicas travel with the gradients."""
+    """Whether fingerprints of replicas travel with the gradients."""
     on_nonfinite: OnNonFinite = "ignore"
-    """What all ranks do where a gradient of one of them is not finite."""
+    """The policy of all ranks if a gradient of one of them is not finite."""

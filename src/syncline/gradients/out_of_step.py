@@ -1,4 +1,4 @@
-"""Errors after which ranks are out of step: raised with all that is known, and again for a caller that goes on."""
+"""Errors after which ranks are out of step. They are raised with all known facts, and again if the caller continues."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _CHECKPOINTING = "torch.utils.checkpoint(..., use_reentrant=False), or static_gr
 
 
 class Trouble:
-    """The first error after which one rank has sent what another has not.
+    """The error after which one rank has sent data that another has not.
 
     Args:
-        rank: this rank.
-        names: of all parameters.
+        rank: the number of this rank.
+        names: names of all parameters, by index.
     """
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self.text: str | None = None
-        """The error; None while all is well."""
+        """The text of the error; None if there was none."""
         self._rank = rank
         self._names = names
 
     def raise_again(self) -> None:
-        """Raise the error, if there is one."""
+        """Raise the error again, if there was one."""
         if self.text is not None:
             raise SynclineError(self.text)
 
     def add_place(self, error: Exception, step: int, bucket: BucketPlan) -> None:
-        """Say in `error` which rank, step, phase and parameters it hit.
+        """Add the rank, step, phase and parameters to `error`.
 
-        The same exception goes on, so that a user sees one traceback.
+        The caller raises the same exception again, so that a user sees one traceback.
         """
         names = [self._names[i] for i in bucket.parameters]
         shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
@@ -42,13 +42,13 @@ class Trouble:
         self.text = f"{place}: {error}"
         if isinstance(error, SynclineError):
             error.args = (self.text,)
-        else:  # a user's hook raised: its error is his
+        else:  # a user's hook raised it, so its text stays as it is
             error.add_note(f"at {place}")
 
-    # The errors that follow are returned, to be raised.
+    # The methods below return an error, which the caller raises.
 
     def too_late(self, step: int) -> SynclineError:
-        """The backward was taken for ended inside of another one, and a gradient came after all."""
+        """Return the error for a gradient that came after its backward, inside of another one, was taken for ended."""
         return self._error(
             step,
             "a gradient came after all parameters had theirs and were reduced, from another re-entrant checkpoint of "
@@ -56,7 +56,7 @@ class Trouble:
         )
 
     def from_outside(self, step: int, index: int) -> SynclineError:
-        """A parameter that the graph would not reach got a gradient."""
+        """Return the error for a gradient of a parameter that the graph would not reach."""
         return self._error(
             step,
             f"{self._names[index]} received a gradient from outside of the graph that this backward began with. With "
@@ -64,7 +64,7 @@ class Trouble:
         )
 
     def twice(self, step: int, indices: Sequence[int]) -> SynclineError:
-        """Parameters got two gradients in one backward."""
+        """Return the error for parameters that got more than one gradient in one backward."""
         names = ", ".join(sorted(self._names[index] for index in indices))
         return self._error(
             step,
@@ -73,7 +73,7 @@ class Trouble:
         )
 
     def interrupted(self, step: int, num_sent: int) -> SynclineError:
-        """A backward began though the one before had sent something and not ended."""
+        """Return the error for a backward that began before the previous one, which had sent data, was over."""
         return self._error(
             step,
             f"a backward began before the previous one had ended, when {num_sent} bucket(s) of it had been sent "

@@ -1,4 +1,4 @@
-"""The tensors in whatever a forward returns."""
+"""Functions that find the tensors in a forward's output, and call back when a backward reaches them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["tensors_in", "when_backward_reaches", "when_backward_reaches_any"]
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, dictionaries and dataclasses; other objects are not looked into.
+    """Yield the tensors in nested lists, tuples, dictionaries and dataclasses; other objects are not searched.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def tensors_in(output: object) -> Iterator[Tensor]:
 
 
 def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
-    """Let `call` be called when a backward comes to `tensor`, which requires grad.
+    """Register `call` to be called when a backward reaches `tensor`, which requires grad.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ def when_backward_reaches(tensor: Tensor, call: Callable[[Any], None]) -> None:
 
 
 def when_backward_reaches_any(output: object, call: Callable[[Any], None]) -> None:
-    """Let `call` be called at each tensor of `output` that requires grad, when a backward comes to it."""
+    """Register `call` to be called when a backward reaches any tensor of `output` that requires grad."""
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             when_backward_reaches(tensor, call)

@@ -1,18 +1,19 @@
-"""Gradient synchronization: hooks fill buckets, buckets are reduced while backward goes on.
+"""Gradient synchronization: hooks fill buckets, and buckets are reduced while backward is running.
 
 One backward, in order (`docs/architecture.md` has the picture):
 
-1. the first gradient that is ready begins the backward: whether it synchronizes is decided here and now, and a
-   callback for the end of this backward is queued in the autograd engine;
-2. each ready gradient is counted, and copied into its bucket (large ones at once, small ones at launch);
-3. a bucket whose gradients are all ready is launched, strictly in index order;
-4. at the end of backward the remaining buckets are launched with zeros for what is missing, all are waited for,
-   the control tail of the last one is read, and `.grad` gets the mean.
+1. The first gradient that is ready begins the backward. This decides if the backward synchronizes, and a callback for
+   its end is queued in the autograd engine.
+2. Each ready gradient is counted and copied into its bucket (large ones at once, small ones at launch).
+3. A bucket whose gradients are all ready is launched, strictly in index order.
+4. At the end of backward the remaining buckets are launched, with zeros for missing gradients. All buckets are waited
+   for, the control tail of the last one is read, and `.grad` gets the mean.
 
-The number of Python calls is what this costs: one per parameter, a handful per bucket. Nothing here is done per
-parameter that can be done per bucket.
+The cost is the number of Python calls: one per parameter, a few per bucket. So work is done per bucket wherever it need
+not be done per parameter.
 
-Which gradient synchronizations there are, so that a bare module's is found by its parameters.
+A registry of all gradient synchronizations stands at the end of the file. It finds the one of a bare module by the
+module's parameters.
 """
 
 from __future__ import annotations
@@ -61,15 +62,16 @@ _NONE: frozenset[int] = frozenset()
 
 
 class GradientSync:
-    """Reduces the gradients of some parameters in each backward.
+    """The reducer of some parameters' gradients, active in each backward.
+
+    It stays active until `remove_hooks`. It is not safe for two backwards of the same parameters at once.
 
     Args:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
-        transport: what the buckets travel by.
-        options: how.
-        has_own_connection: whether nothing else ever travels by `transport`, not even what a communication hook starts.
-
-    It stays active until `remove_hooks`. Not safe for two backwards of the same parameters at once.
+        transport: the transport that reduces the buckets.
+        options: the options of gradient synchronization.
+        has_own_connection: whether `transport` is used for nothing else, not even for collectives that a communication
+            hook starts.
     """
 
     def __init__(
@@ -84,10 +86,10 @@ class GradientSync:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.transport = transport
         self.main_lane = transport
-        """What the ranks agree by where gradients are reduced outside of a backward."""
+        """The transport on which ranks agree if gradients are reduced outside of a backward."""
         self.options = options
         self.enabled = True
-        """What `no_sync` switches off. Read when the first gradient of a backward is ready."""
+        """Whether backwards synchronize; False under `no_sync`. Read when the first gradient of a backward is ready."""
         self.normalizer = ItemNormalizer(self.parameters, transport.size)
         self.ledger = Ledger(self.names)
         self.layout = BucketLayout(named_parameters, transport, options)
@@ -107,37 +109,38 @@ class GradientSync:
         self._static_graph = None if self._static is None else StaticGraph(self.names, self._static)
         self._make_riders()
         self.step = 0
-        """Steps of the run so far, as messages and records count them: those before it went on here, too."""
+        """Number of steps of the run so far, as used in messages and records; includes steps before a resume."""
         self._steps_before = 0
         self.comm_hook: CommHook | None = None
         self._has_own_connection = has_own_connection
         self.num_contributing: int | None = None
-        """Ranks whose gradients count in the next backward, where that is not all of them (see `join`)."""
+        """Number of ranks whose gradients count in the next backward; None for all ranks (see `join`)."""
         self.num_ranks_using: Sequence[int] = ()
-        """How many ranks used each parameter in the last backward, where unused ones are looked for."""
+        """Number of ranks that used each parameter in the last backward; empty if unused ones are not detected."""
         self.decide: Callable[[], bool] | None = None
-        """Asked when a backward begins, whether it is to be reduced; None: each one is."""
+        """Called when a backward begins; returns whether it is reduced. None: each backward is."""
         self.before_reduction: Callable[[], None] | None = None
-        """Called when a backward that synchronizes begins, until it returns: something has to be compared before it."""
+        """Called when a backward that synchronizes begins, to compare what ranks must agree on before the first one.
+        If it raises, the next backward calls it again; once it has returned, it is not called any more."""
         self.on_reduced: Callable[[], None] | None = None
-        """Called when `.grad` holds what was reduced, inside of backward."""
+        """Called inside of backward when `.grad` holds the reduced gradients."""
         self.pending_futures: list[torch.futures.Future[Any]] = []
-        """What the end of the next backward waits for besides (a buffer hook's, say)."""
+        """Further futures that the end of the next backward waits for (those of a buffer hook, for example)."""
         self._usage = (
             GraphUsage(self.parameters) if options.allow_unused and not options.static_graph else None
         )
         self._shared = SharedUsage(transport, len(self.parameters)) if options.skip_unused else None
         self._turns = Turns()
         self.ownership = Ownership(self.parameters)
-        """Tells a backward of this wrapper from one of another wrapper with some of the same parameters."""
+        """Tells backwards of this wrapper apart from those of another wrapper with some of the same parameters."""
         self._context_id: int | None = None
-        """Of the distributed autograd that the backward under way belongs to; None for an ordinary one."""
-        # Rebuilt hooks would be slow, so the lists that hooks close over are only ever changed in place.
+        """The distributed autograd context of the present backward; None for an ordinary one."""
+        # Rebuilding hooks would be slow, so the lists that hooks close over are only changed in place.
         self._ready: list[int] = []
         self._used_since_reduction: set[int] = set()
         self._synchronizing = False
         self._is_deferred = False
-        """Whether the backward under way is reduced at its end: under create_graph=True hooks must not copy."""
+        """Whether the present backward is reduced at its end, because hooks must not copy under create_graph=True."""
         self._has_warned_of_graph = False
         self._absent = _NONE
         self._missing_at_end: frozenset[int] | None = None
@@ -182,7 +185,7 @@ class GradientSync:
         self.layout.build_again()
 
     def continues(self, former: GradientSync) -> None:
-        """Take the place of another, whose parameters or transport have changed; its hooks are removed."""
+        """Take over the state of a former object, whose parameters or transport have changed, and remove its hooks."""
         former.remove_hooks()
         self.step, self._steps_before = former.step, former._steps_before
         self.enabled = former.enabled
@@ -219,16 +222,16 @@ class GradientSync:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether `.grad` holds what no other rank knows: the last backwards ran under `no_sync`."""
+        """Whether `.grad` holds gradients that were not reduced, because the last backwards ran under `no_sync`."""
         return bool(self._used_since_reduction) and self._sends
 
     def reduced_outside(self, indices: Collection[int], *, num_items: int | None, was_changed: bool) -> None:
-        """`.grad` of these parameters was reduced by other means than a backward; of all of them if items count.
+        """Record that `.grad` of these parameters was reduced outside of a backward.
 
         Args:
-            indices: of the parameters.
-            num_items: what the sum was divided by, if not by the number of ranks.
-            was_changed: whether a mean that an earlier reduction left had been changed before, see `Standing`.
+            indices: indices of the parameters; all of them if items are counted.
+            num_items: the number of items that the sum was divided by; None if it was divided by the number of ranks.
+            was_changed: whether a mean left by an earlier reduction was changed before this one, see `Standing`.
         """
         self._used_since_reduction.difference_update(indices)
         if not self._used_since_reduction:
@@ -241,9 +244,9 @@ class GradientSync:
         self.nonfinite.act()
 
     def discards_step(self) -> bool:
-        """Whether attached optimizers are to leave their step undone, for `.grad` is not finite."""
+        """Return whether attached optimizers must skip their step, because `.grad` is not finite."""
         if self._used_since_reduction and not self._sends and self.nonfinite.last is not None:
-            # A world of one, in which what ran under no_sync may be stepped without any reduction.
+            # In a world of one rank, gradients of backwards under no_sync may be applied without any reduction.
             self._used_since_reduction.clear()
             self._conclude_alone()
             self.ledger.note_judgement(self.nonfinite.last)
@@ -251,22 +254,22 @@ class GradientSync:
         return self.nonfinite.discards_step()
 
     def _conclude_alone(self) -> None:
-        """Judge all that is in `.grad`: there is one rank."""
+        """Check all of `.grad` for values that are not finite, because there is one rank."""
         self.nonfinite.conclude_alone([(i, p.grad) for i, p in enumerate(self.parameters)], step=self.step)
 
     def remove_hooks(self) -> None:
-        """Leave the parameters as they were found."""
+        """Remove all hooks from the parameters."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         self.ownership.withdraw()
 
     def use_comm_hook(self, hook: CommHook) -> None:
-        """Reduce buckets by `hook` from now on. It gets undivided gradients and divides by itself.
+        """Reduce buckets by `hook` from now on. The hook gets undivided gradients, and has to divide them.
 
         Raises:
-            RuntimeError: there is one already, or a backward has begun and not ended.
-            ValueError: it is registered inside of `normalize_by`.
+            RuntimeError: there is a hook already, or a backward has begun and not ended.
+            ValueError: the hook does its own division and is registered inside of `normalize_by`.
         """
         if self.comm_hook is not None:
             raise RuntimeError(
@@ -288,14 +291,14 @@ class GradientSync:
 
     @property
     def num_backwards(self) -> int:
-        """Synchronized ones so far, by this object and those whose place it took."""
+        """Number of synchronized backwards so far, of this object and of those whose state it took over."""
         return self.step - self._steps_before
 
     def resume_from_step(self, step: int) -> None:
-        """Count steps from here on: the parameters have been loaded, and were saved after this step.
+        """Continue to count from a step, because parameters that were saved after it have been loaded.
 
-        Only messages and records may depend on it: one rank may load alone, and broadcast to the others what it has
-        loaded.
+        Only messages and records may depend on this number. One rank may load alone and broadcast the loaded values, so
+        ranks may differ in it.
         """
         self.step, self._steps_before = step, step - self.num_backwards
         if (watch := self.replicas.watch) is not None:
@@ -340,7 +343,7 @@ class GradientSync:
         return gradient_is_ready
 
     def _make_static_hook(self, index: int, static: StaticUsage) -> Callable[[Tensor], None]:
-        """As above, where a parameter may get several gradients in one backward."""
+        """Return a hook for a static graph, in which a parameter may get several gradients in one backward."""
         ready, places, turns = self._ready, self.layout.places, self._turns
         counts, expected = static.counts, static.expected
         current_task = current_graph_task_id
@@ -364,7 +367,10 @@ class GradientSync:
         return gradient_is_ready
 
     def _context_gradient_is_ready(self, index: int, context_id: int) -> None:
-        """A gradient may be one of distributed autograd; that of an ordinary backward has just been here."""
+        """Mark a gradient of distributed autograd as ready.
+
+        An ordinary backward runs this hook, too. It is ignored then, because the ordinary hook has marked the gradient.
+        """
         if self._turns.is_running and self._context_id is None:
             return
         if current_graph_task_id() != self._turns.current:
@@ -374,7 +380,7 @@ class GradientSync:
         self._ready.append(index)
 
     def _mark_ready(self, index: int) -> None:
-        """What a hook does, for a gradient whose hook could not know yet."""
+        """Put a ready gradient into its bucket, as a hook does, if its hook could not do so."""
         bucket, view = self.layout.places[index]
         if view is not None:
             copy_scaled(view, self.parameters[index].grad, self._scale)
@@ -383,17 +389,17 @@ class GradientSync:
             self._launch_complete()
 
     def forward_begins(self) -> None:
-        """So whatever backward comes next is not the rest of the last one."""
+        """Note that a forward begins, so that the next backward starts a new step."""
         self._turns.forward_begins()
         if self._contexts is not None:
             self._contexts.forward_begins()
 
     def outermost_hook(self) -> Callable[[object], None]:
-        """A hook for a forward's outputs: the graph task that comes to one is not inside of another one."""
+        """Return a hook for a forward's outputs; a graph task that reaches one is not inside of another task."""
         turns, current_task = self._turns, current_graph_task_id
 
         def backward_begins(_: object) -> None:
-            if current_task() != turns.outermost and self.handles:  # not one whose hooks were removed
+            if current_task() != turns.outermost and self.handles:  # no handles: the hooks were removed
                 turns.outermost = current_task()
                 if is_accumulating(self.parameters):
                     self._begin()
@@ -401,7 +407,7 @@ class GradientSync:
         return backward_begins
 
     def _begin(self) -> bool:
-        """A graph task shows itself: a new backward begins, or one goes on inside or outside of where it began.
+        """Register a graph task: it begins a new backward, or continues one in an inner or outer task.
 
         Returns:
             Whether it is a backward of this wrapper.
@@ -449,7 +455,11 @@ class GradientSync:
         return True
 
     def _check_graph(self) -> None:
-        """The backward runs under create_graph=True: only values are reduced."""
+        """Raise or warn, because the backward runs under create_graph=True and only values are reduced.
+
+        Raises:
+            SynclineError: gradients are sharded.
+        """
         if self.options.sharded:
             raise SynclineError(
                 f"rank {self.transport.rank}, step {self.step + 1}: backward(create_graph=True) is not possible with "
@@ -467,7 +477,7 @@ class GradientSync:
         )
 
     def _uses(self, now: set[int]) -> list[int]:
-        """1 for each parameter that this rank will have something for: from `now`, or from backwards under no_sync."""
+        """Return 1 for each parameter that this rank will have a gradient for, from `now` or from no_sync, else 0."""
         seen = self._used_since_reduction
         return [
             int(index in now or (index in seen and parameter.grad is not None))
@@ -484,7 +494,7 @@ class GradientSync:
         self._riders.begin_step(self._step_under_way)
 
     def _mark_absent(self, absent: frozenset[int]) -> None:
-        """What this backward will not reach need not be waited for."""
+        """Mark parameters that this backward will not reach, so that their buckets do not wait for them."""
         self._absent = absent
         for index in absent:
             self.layout.places[index][0].num_pending -= 1
@@ -494,7 +504,11 @@ class GradientSync:
         queue_callback(partial(self._end_of_task, task))
 
     def _abandon(self) -> None:
-        """An earlier backward never came to its end: user code in it raised, or it is still going on."""
+        """Abandon an earlier backward that has not ended, because user code in it raised or because it still runs.
+
+        Raises:
+            SynclineError: that backward had sent data, so the ranks are out of step.
+        """
         num_launched = self._next_to_launch if self._synchronizing else 0
         is_under_way = self._synchronizing or self._is_deferred
         are_out_of_step = num_launched or (is_under_way and self._shared is not None)
@@ -508,7 +522,7 @@ class GradientSync:
         while self._next_to_launch < len(buckets):
             bucket = buckets[self._next_to_launch]
             if bucket.num_pending or (self._static is not None and bucket.plan.tail_numel):
-                return  # whether a static graph has changed is known at its end, and told with the last bucket
+                return  # the last bucket reports if a static graph has changed, which is known only at the end
             missing = self._absent.intersection(bucket.plan.parameters) if self._absent else _NONE
             self._launch_next(trigger=self._ready[-1], missing=missing)
 
@@ -546,14 +560,14 @@ class GradientSync:
 
     @torch.no_grad()
     def _end_of_task(self, task: int, *, is_copied: bool = False) -> None:
-        """One graph task has ended; the backward has, unless it goes on around this one."""
+        """Finish the backward if it has ended with this graph task; it has not if an outer task continues it."""
         if not is_copied:
             if not self._turns.ends_backward(task, is_complete=len(self._ready) >= len(self.parameters)):
                 return
             self._synchronizing = self._synchronizing or self._is_deferred
         try:
             if self.ownership.rivals and not is_copied and self._synchronizing and self._context_id is None:
-                # The backward may be another wrapper's, too: each copies its gradients before any changes `.grad`.
+                # The backward may be another wrapper's, too. So each copies its gradients before any changes `.grad`.
                 self._launch_rest()
                 queue_callback(partial(self._end_of_task, task, is_copied=True))
                 return
@@ -580,7 +594,7 @@ class GradientSync:
             self.on_reduced()
 
     def _finish_alone(self) -> None:
-        """A world of one rank, or gradients that stay local: nothing to send, the same rules."""
+        """Finish a backward of a world of one rank, or one that stays local, by the same rules but without sending."""
         missing = self._missing()
         self.step += 1
         self._missing_gradients.indices = _NONE if self.options.allow_unused else missing
@@ -604,7 +618,7 @@ class GradientSync:
         self._record(divisor=divisor)
 
     def _finish_in_context(self, context_id: int) -> None:
-        """The gradients are those of a distributed autograd; none of them is in a bucket yet."""
+        """Finish a backward of distributed autograd, whose gradients are not in buckets yet."""
         assert self._contexts is not None
         if self.options.sharded:
             raise SynclineError(
@@ -617,7 +631,7 @@ class GradientSync:
             self._finish_synchronized()
 
     def _launch_rest(self) -> frozenset[int]:
-        """Launch what is not launched yet, with zeros for gradients that are missing. Returns which are."""
+        """Launch the remaining buckets, with zeros for missing gradients; return the indices of the missing ones."""
         if self._missing_at_end is not None:
             return self._missing_at_end
         is_learning = self._static is not None and not self._static.is_learnt
@@ -633,13 +647,13 @@ class GradientSync:
 
     def _finish_synchronized(self) -> None:
         missing = self._launch_rest()
-        # A view would let one wrapper scale in place what another one has not copied yet.
+        # With views, one wrapper could scale in place a gradient that another wrapper has not copied yet.
         keeps_tensors = self._is_deferred or bool(self.ownership.rivals)
         self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
         self.step += 1
         divisor = self.num_contributing or self.transport.size
         if self._items.num_items is None and not self.options.allow_unused and not missing:
-            # The common case: hand out each bucket while later ones are still on their way.
+            # The common case: hand out each bucket while later ones are still being reduced.
             left = 1.0 if self.comm_hook is None else self._left_to_divide(divisor)
             for bucket in self._sent:
                 self._wait(bucket)
@@ -672,17 +686,24 @@ class GradientSync:
             self.layout.learn_order(self._ready)
 
     def _left_to_divide(self, divisor: int) -> float:
-        """By what the result has to be divided yet: a user's hook divides by itself, one that encodes averages."""
+        """Return the divisor that is still to be applied to the result of the reduction.
+
+        A user's hook has already divided. A hook that encodes gradients has averaged over all ranks.
+        """
         if self.comm_hook is not None and self.comm_hook.averages:
             return divisor / self.transport.size
         return 1.0 if self._items.num_items is None else divisor
 
     def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
-        """Send the control data that no bucket carries, when it is time: before the buckets are waited for or after.
+        """Send the control data that no bucket carries, either before or after the buckets are waited for.
 
-        Before, so that all is under way at once; but where it travels by the connection that a communication hook
-        uses, it has to come after: a hook may start collectives of its own whenever one of its futures completes,
-        and ours would get in between.
+        Sending it before lets everything travel at once. It is sent after if it shares a connection with a
+        communication hook: the hook may start its own collectives whenever one of its futures completes, and the
+        control collective would get between them.
+
+        Args:
+            tail: returns the control data to send.
+            are_reduced: whether this call comes after the buckets were waited for.
         """
         control = self.layout.control
         must_be_last = self.comm_hook is not None and not self._has_own_connection
@@ -690,7 +711,7 @@ class GradientSync:
             control.launch(tail())
 
     def shadow(self) -> None:
-        """Take part in a synchronized backward of the other ranks with zeros: this one has no inputs left."""
+        """Take part in a synchronized backward of the other ranks with zeros, because this rank has no inputs left."""
         self._synchronizing = True
         self._start_step()
         self.nonfinite.backward_begins(has_hook=self.comm_hook is not None)
@@ -721,12 +742,12 @@ class GradientSync:
             self._forget_backward()
 
     def _missing(self) -> frozenset[int]:
-        """The parameters without a gradient in this backward."""
+        """Return the indices of the parameters without a gradient in this backward."""
         seen = set(self._ready)
         if len(seen) != len(self._ready):
             twice = [index for index in seen if self._ready.count(index) > 1]
             raise self.trouble.twice(self.step + 1, twice)
-        if self.options.allow_unused:  # an undefined gradient has a hook's call and no value
+        if self.options.allow_unused:  # the hook of an undefined gradient is called, but there is no value
             seen = {index for index in seen if self.parameters[index].grad is not None}
         if len(seen) == len(self.parameters):
             return _NONE
@@ -741,7 +762,7 @@ class GradientSync:
             raise
 
     def _hear(self) -> None:
-        """Let the riders hear what all ranks reported; raise, on every rank alike, what they conclude."""
+        """Read the tail, and give the riders the words of all ranks. If a rider raises, it raises on every rank."""
         if self.layout.control is not None:
             tail = self.layout.control.read()
         else:
@@ -754,13 +775,14 @@ class GradientSync:
         self._riders.hear(rows, self.step)
 
     def _conclude(self, buckets: Sequence[Bucket | SparseBucket]) -> None:
-        """Let the riders act on what `.grad` holds now, on every rank alike."""
+        """Let the riders act on the result in `.grad`. If a rider raises, it raises on every rank."""
         averages = self.comm_hook is None or self.comm_hook.averages
         self._riders.conclude(
             Reduced(
                 step=self.step,
                 buckets=buckets,
-                # A mean of 1/N each overflows only if a rank's own does; a sum, or the result of a hook, may.
+                # A mean of gradients scaled by 1/N overflows only if a rank's own gradient does. A sum, or the result
+                # of a hook, may overflow without that.
                 can_overflow=self.comm_hook is not None or self._items.any_counted,
                 is_mean=averages and not self.options.sharded,
                 any_nonfinite=self.nonfinite.was_reported,
@@ -797,7 +819,7 @@ class GradientSync:
 
 
 def _gradients_of(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
-    """What is in `.grad`; for shards, of which each rank has others, what stands for them until the next backward."""
+    """Yield the `.grad` of each parameter; with shards, the stand-ins that represent them until the next backward."""
     shares = layout.shares()
     for share in shares:
         yield from share.stand_ins
@@ -811,13 +833,13 @@ _known: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
 def remember_caretaker(caretaker: GradientSync) -> None:
-    """It is found while it lives and has its hooks."""
+    """Register a reducer for `caretakers_of`, which finds it as long as it exists and has its hooks."""
     with _lock:
         _known.add(caretaker)
 
 
 def caretakers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
-    """What synchronizes the gradients of any of these parameters."""
+    """Return the reducers that synchronize the gradients of any of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
     with _lock:
         known = list(_known)

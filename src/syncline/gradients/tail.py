@@ -1,15 +1,16 @@
-"""The tail of the last gradient bucket: the words of all riders (`riders/`), of every rank.
+"""The tail of the last gradient bucket, which holds the words of all riders (`riders/`) from every rank.
 
-The bucket is reduced by SUM in the gradients' own dtype. Each rank writes only into slots of its own and zeros
-elsewhere, so a sum is a gather. Each slot holds one base-256 digit, which every floating point dtype down to bfloat16
-represents exactly (bf16 turns 4097 into 4096, but keeps all integers to 256). So the words cost no collective of their
-own and survive the reduction bit by bit.
+The bucket is reduced by SUM in the gradients' own dtype. Each rank writes only into its own slots, and zeros elsewhere,
+so the sum is a gather. Each slot holds one base-256 digit, which every floating-point dtype down to bfloat16 represents
+exactly (bf16 turns 4097 into 4096, but keeps all integers to 256). So the words need no collective of their own, and
+the reduction does not change a bit of them.
 
-Layout, in elements: the digits of rank 0, of rank 1, ...; then, where unused parameters are looked for, one element for
-each parameter: 1 from each rank on which it was used. The digits of a rank are one number, most significant digit
-first: the words of the riders, in their order, as bit fields, and one bit for a rank that has no inputs left.
+Layout, in elements: the digits of rank 0, of rank 1, and so on. If unused parameters are detected, one element for each
+parameter follows, into which each rank that used the parameter writes 1. The digits of a rank form one number, with the
+most significant digit first. Its bit fields are the words of the riders, in their order, and one last bit that is set
+for a rank without inputs.
 
-The sum of ones may stop growing at 256 in bfloat16; it is compared with zero only.
+In bfloat16 the sum of the ones may stop growing at 256. This does no harm, because it is only compared with zero.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ __all__ = ["TailForm", "TailMessage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailForm:
-    """How the tail is laid out; the same on all ranks.
+    """The layout of the tail; the same on all ranks.
 
     Attributes:
-        num_ranks: that report.
-        widths: the bits of each rider's word.
-        num_tracked: parameters for which each rank reports whether it used them; 0 where unused ones are no question.
+        num_ranks: the number of ranks that report.
+        widths: the number of bits of each rider's word.
+        num_tracked: the number of parameters for which each rank reports whether it used them; 0 if unused parameters
+            are not detected.
 
     Example:
         >>> form = TailForm(num_ranks=2, widths=(1, 14))
@@ -47,21 +49,21 @@ class TailForm:
 
     @property
     def num_digits(self) -> int:
-        """Digits of each rank."""
+        """Number of digits of each rank."""
         return -(-(sum(self.widths) + 1) // 8)
 
     @property
     def numel(self) -> int:
-        """Elements of the tail."""
+        """Number of elements of the tail."""
         return self.num_ranks * self.num_digits + self.num_tracked
 
     def encode(self, words: Sequence[int] | None, *, rank: int, used: Sequence[int] = ()) -> list[int]:
         """Return this rank's tail: its own digits, zeros elsewhere, then the `used` flags.
 
         Args:
-            words: one of each rider; None for a rank that has no inputs left.
-            rank: this one.
-            used: one flag for each tracked parameter.
+            words: one word per rider; None for a rank that has no inputs left.
+            rank: the number of this rank.
+            used: one flag per tracked parameter.
 
         Raises:
             OverflowError: a word does not fit into its bits.
@@ -77,9 +79,9 @@ class TailForm:
         return [*tail, *used]
 
     def decode(self, tail: Sequence[float]) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[int, ...]]:
-        """Return the words of each rank (None: it has no inputs left), and how many ranks used each parameter.
+        """Return the words of each rank (None if it has no inputs left), and how many ranks used each parameter.
 
-        Of the latter, 256 stands for more.
+        In bfloat16 a number of 256 may stand for more.
         """
         ranks = []
         for at in range(0, self.num_ranks * self.num_digits, self.num_digits):
@@ -94,14 +96,14 @@ class TailForm:
 
 
 class TailMessage:
-    """A tail that travels by itself, where no bucket can carry it: one small asynchronous collective a step.
+    """A tail that no bucket can carry, sent as one small asynchronous collective per step.
 
-    Under a communication hook, beside sparse gradients (before the end it is not known what is missing), and with
-    `sharded=True`.
+    It is used with a communication hook, beside sparse gradients (the missing gradients are known only at the end of
+    backward), with `skip_unused`, and with `sharded=True`.
 
     Args:
-        transport: what it travels by.
-        numel: elements, see `TailForm.numel`.
+        transport: the transport between the ranks.
+        numel: the number of elements, see `TailForm.numel`.
     """
 
     def __init__(self, transport: Transport, numel: int) -> None:

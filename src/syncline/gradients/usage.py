@@ -1,4 +1,4 @@
-"""Which parameters a backward will give a gradient to, and how often: asked of the engine, or learnt once."""
+"""The parameters that get a gradient in a backward, and how often: read from the autograd engine, or learnt once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["GraphUsage", "SharedUsage", "StaticUsage", "is_accumulating"]
 
 
 def is_accumulating(parameters: Sequence[Tensor]) -> bool:
-    """Whether the graph task that runs now gives gradients to some of `parameters`: not one of torch.autograd.grad.
+    """Return whether the running graph task writes gradients of some of `parameters`.
 
-    Also one in which checkpoints with `use_reentrant=True` run tasks of their own, which give the gradients.
+    A task of torch.autograd.grad does not. A task counts, too, if checkpoints with `use_reentrant=True` run tasks of
+    their own inside it, and these write the gradients.
     """
     if reaches_all_leaves():  # a backward without `inputs=`
         return True
@@ -26,41 +27,41 @@ def is_accumulating(parameters: Sequence[Tensor]) -> bool:
         return GraphUsage(parameters).num_reached() > 0
     except SynclineError:
         raise
-    except RuntimeError:  # raised where a parameter is what torch.autograd.grad was asked for
+    except RuntimeError:  # raised if torch.autograd.grad was called for one of the parameters
         return False
 
 
 class GraphUsage:
-    """Asks the autograd engine, in a running backward, which parameters it will not reach.
+    """The parameters that a running backward will not reach, as the autograd engine reports them.
 
-    So outputs of any type will do: nobody walks the graph from them, and nothing is cloned.
+    The forward's outputs may have any type, because the graph is not walked from them. Nothing is cloned.
 
     Args:
-        parameters: those to ask about.
+        parameters: the parameters to look up.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        # Held here, for the engine knows a parameter's node by identity and a parameter holds it weakly.
+        # The nodes are held here, because the engine knows them by identity and a parameter holds its own weakly.
         self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
 
     def absent(self) -> frozenset[int]:
-        """Indices of the parameters that get no gradient in the graph task that runs now."""
+        """Return the indices of the parameters that get no gradient in the running graph task."""
         return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
     def num_reached(self) -> int:
-        """How many parameters get one."""
+        """Return the number of parameters that get a gradient in the running graph task."""
         return len(self._nodes) - len(self.absent())
 
 
 class SharedUsage:
-    """Which parameters any rank will give a gradient to: told at the start of a backward, read where it matters.
+    """The parameters that any rank has a gradient for: exchanged when a backward begins, read only when needed.
 
-    For torch's `skip_all_reduce_unused_params`. torch's class looks at each rank alone and may hang where ranks
-    differ; one small collective makes it right whatever the ranks use.
+    For torch's `skip_all_reduce_unused_params`. torch's class decides on each rank alone and may hang if ranks differ.
+    One small collective makes the decision the same on all ranks.
 
     Args:
-        transport: what it travels by.
-        num_parameters: how many there are.
+        transport: the transport between the ranks.
+        num_parameters: the number of parameters.
     """
 
     def __init__(self, transport: Transport, num_parameters: int) -> None:
@@ -69,49 +70,49 @@ class SharedUsage:
         self._all: Sequence[float] | None = None
 
     def tell(self, used: Sequence[int]) -> None:
-        """Start to exchange: 1 for each parameter that this rank has something for, 0 for others."""
+        """Start the exchange, with 1 for each parameter that this rank has a gradient for and 0 for the others."""
         self._mine, self._all = used, None
         self._message.launch(used)
 
     def is_unused_by_all(self, parameters: Sequence[int]) -> bool:
-        """Whether no rank has anything for these; waits only where this one has not."""
+        """Return whether no rank has a gradient for any of these; wait only if this rank has none."""
         if any(self._mine[index] for index in parameters):
             return False
         used = self.wait()
         return not any(used[index] for index in parameters)
 
     def wait(self) -> Sequence[float]:
-        """How many ranks have something for each parameter."""
+        """Wait, then return the number of ranks that have a gradient for each parameter."""
         if self._all is None:
             self._all = self._message.read()
         return self._all
 
 
 class StaticUsage:
-    """Counts how often each parameter gets a gradient in one backward; the first backward's counts are what comes.
+    """Counts of the gradients that each parameter gets in one backward; the first backward's counts are expected later.
 
     Args:
-        num_parameters: how many there are.
+        num_parameters: the number of parameters.
     """
 
     def __init__(self, num_parameters: int) -> None:
         self.is_learnt = False
-        # Hooks close over these lists, which are only ever changed in place.
+        # Hooks close over these lists, so they are only changed in place.
         self.counts = [0] * num_parameters
-        """Gradients in this backward."""
+        """Number of gradients of each parameter so far in this backward."""
         self.expected = [1] * num_parameters
-        """The last of how many gradients completes a parameter; while learning, the first does."""
+        """Number of gradients that completes each parameter; 1 until it is learnt."""
 
     def reset(self) -> None:
-        """A backward begins."""
+        """Set the counts to 0 when a backward begins."""
         self.counts[:] = [0] * len(self.counts)
 
     def has_changed(self) -> bool:
-        """Whether any parameter got another number of gradients in this backward than was learnt. 0 is fine."""
+        """Return whether any parameter got another number of gradients than was learnt; 0 gradients are allowed."""
         return self.is_learnt and self.counts != self.expected and bool(self.changed())
 
     def changed(self) -> list[tuple[int, int, int]]:
-        """Those parameters: index, learnt, got."""
+        """Return (index, learnt count, count in this backward) of each parameter whose number of gradients changed."""
         return [
             (index, expected, count)
             for index, (expected, count) in enumerate(zip(self.expected, self.counts, strict=True))
@@ -119,7 +120,7 @@ class StaticUsage:
         ]
 
     def learn(self) -> None:
-        """Take the counts of the backward that ends as those of every backward to come; once."""
+        """Store the counts of the first backward, when it ends, as those expected of all later ones."""
         if not self.is_learnt:
             self.is_learnt = True
             self.expected[:] = [max(1, count) for count in self.counts]

@@ -1,11 +1,11 @@
-"""How code below the wrapper finds it, and what it may ask of it.
+"""The interface by which lower layers recognize a wrapper and call it.
 
-`DistributedDataParallel` stands above nearly everything, so verbs, checkpoints and stopping cannot import it. They
-know its base class, `SynchronizedModule`, and call what stands here: `replica_of(module)` for what the library asks,
-and the public methods that a subclass may override on the module itself.
+`DistributedDataParallel` is above nearly every other layer, so verbs, checkpoints and stopping cannot import it. They
+use its base class, `SynchronizedModule`, and two kinds of calls: methods of `replica_of(module)`, which are internal,
+and methods of the module itself, which are public and may be overridden by a subclass.
 
-The base class is nominal on purpose. A `runtime_checkable` Protocol looks for attributes by name, and would take any
-module of a user's that happens to have them for a wrapper.
+The base class is nominal on purpose. A `runtime_checkable` Protocol compares attribute names only, so any user's module
+that happens to have these attributes would pass for a wrapper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ReplicaProtocol", "SynchronizedModule", "replica_of"]
 
 
 class ReplicaProtocol(Protocol):
-    """What the library asks of a wrapped module's `Replica`."""
+    """The methods of a wrapped module's `Replica` that the library calls."""
 
     @property
     def transport(self) -> Transport:
@@ -31,32 +31,32 @@ class ReplicaProtocol(Protocol):
 
     @property
     def has_sync_state(self) -> bool:
-        """Whether `sync_state_dict` of the wrapper has anything to save: of a strategy, or of a compression."""
+        """Whether `sync_state_dict` of the wrapper has state of a strategy or of a compression to save."""
 
     @property
     def is_drifting(self) -> bool:
-        """Whether ranks step their replicas differently: by a strategy, or since `sl.diverge` until they are equal."""
+        """Whether ranks step their replicas differently, by a strategy, or after `sl.diverge` until they are equal."""
 
     @property
     def drift_reason(self) -> str:
-        """The reason why replicas may differ now; "" where parameters have to be equal."""
+        """The reason why replicas may differ now; "" if parameters have to be equal."""
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that the contract says are equal on all ranks at this moment, by name.
+        """Return the tensors that must be equal on all ranks now according to the contract, by name.
 
-        Parameters (under a strategy that lets replicas drift: right after a round that makes them equal), and buffers
-        that were made equal since the last forward.
+        These are parameters (under a strategy that lets replicas drift, only right after a round that makes them
+        equal), and buffers that were made equal since the last forward.
         """
 
     def refuse_sharded(self, why: str) -> None:
-        """Raise ValueError if each rank steps its shard only."""
+        """Raise ValueError if each rank steps only its shard."""
 
     def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """Let synchronized backwards carry a vote on stopping; return how the vote travels.
+        """Send a vote on stopping with synchronized backwards, if possible; return the route that it takes.
 
         Args:
-            vote: sent, and filled in with the other ranks' votes.
-            transport: between the ranks that have to agree.
+            vote: the vote of this rank, which also receives the other ranks' votes.
+            transport: the transport between the ranks that have to agree.
             inside_join: whether the wrapper is inside of `join`.
 
         Raises:
@@ -65,13 +65,13 @@ class ReplicaProtocol(Protocol):
 
 
 class SynchronizedModule(ABC):
-    """Base class of modules that Syncline synchronizes, by which code below the wrapper recognizes them."""
+    """Base class of modules that Syncline synchronizes, by which lower layers recognize them."""
 
     _replica: ReplicaProtocol
 
     @abstractmethod
     def sync_state_dict(self) -> dict[str, Any]:
-        """Return the state of synchronization beside the module's own."""
+        """Return the state of synchronization, which is not part of the module's own state."""
 
     @abstractmethod
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,13 +1,14 @@
-"""Gradients that hold NaN or infinity: found on the rank that has them, answered by all ranks alike.
+"""Rider: gradients that hold NaN or infinity, detected on the rank that has them and handled by all ranks alike.
 
-A mean tells that some rank's gradient was not finite, not whose. So each rank looks at its own, bucket by bucket,
-between filling and sending. Whether there was anything is one bit behind the last bucket (`control.py`); only then do
-the ranks tell each other which parameters. All decide by the same facts, before any optimizer steps.
+A mean that is not finite does not show which rank caused it. So each rank checks its own gradients, bucket by bucket,
+after a bucket is filled and before it is sent. The result is one bit behind the last bucket (`tail.py`). Only if a
+bit is set do the ranks exchange the names of the parameters. All ranks decide by the same facts, before any optimizer
+steps.
 
-On the CPU a sum is the sieve: it is not finite if an element is not, at the cost of reading the bucket once. The rest
-is done only if it is not: a sum of finite numbers may overflow, extremes do not. On an accelerator nothing may wait for
-a bucket. There the largest magnitude of each parameter is computed, by kernels that are waited for together when the
-last bucket is about to leave.
+On the CPU the first check is the sum of the bucket, which reads it once. The sum is not finite if an element is not.
+Only then is there a second check, by the extremes, because a sum of finite numbers may overflow and extremes do not.
+On an accelerator nothing may wait for a bucket. There, kernels compute the largest magnitude of each parameter's
+gradient, and one wait for all of them follows just before the last bucket is sent.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ __all__ = [
 
 
 _Parts = Sequence[tuple[int, Tensor]]
-"""Gradients by parameter index; several of one parameter are parts of it."""
+"""Gradients with their parameter indices; several tensors of one index are parts of one gradient."""
 
 _Found = Mapping[int, str]
-"""By parameter index, what is not finite, in words."""
+"""A description of the elements that are not finite, by parameter index."""
 
 _OUTCOMES = {"raise": "raised", "skip": "discarded", "zero": "zeroed"}
 
@@ -62,49 +63,50 @@ _REDUCED_OUTSIDE = (
 
 
 class NonFinite(Rider):
-    """Gradients that are not finite are ignored: `on_nonfinite="ignore"`. Nothing is looked at or reported."""
+    """The policy `on_nonfinite="ignore"`: no gradients are checked, and nothing is reported."""
 
     num_bits = 1
 
     last: NonFiniteRecord | None = None
-    """Of the last reduction; None where nothing is looked for."""
+    """The record of the last reduction; None if gradients are not checked."""
     was_reported = False
     """Whether some rank reported in the last step that its own gradients are not finite."""
 
     def continues(self, former: NonFinite) -> None:
-        """Take the place of another, for the module has changed."""
+        """Take over the state of a former object, because the module has changed."""
 
     def backward_begins(self, *, has_hook: bool) -> None:
         """Prepare for a backward, reduced or not."""
 
     def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Judge all of `.grad`: there is one rank."""
+        """Check all of `.grad`, because there is one rank."""
 
     def conclude_outside(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """Judge gradients that were reduced after a backward."""
+        """Check gradients that were reduced after a backward."""
 
     def act(self) -> None:
-        """Raise or warn, if there is anything to say."""
+        """Raise or warn if gradients were not finite."""
 
     def failed(self) -> None:
-        """The backward has ended by an error."""
+        """Handle a backward that ended with an error."""
 
     def discards_step(self) -> bool:
-        """Return whether an optimizer is to leave its step undone."""
+        """Return whether an optimizer must skip its step."""
         return False
 
 
 class NonFiniteWatch(NonFinite):
-    """Looks at the gradients of one module, and applies a policy to those that are not finite.
+    """A check of one module's gradients, with a policy for those that are not finite.
 
-    One backward is `backward_begins`, `look_at` for each bucket, `word` when the last bucket leaves, `conclude` when
-    `.grad` holds the mean, and `act`, which raises or warns when all else is done; or `failed`.
+    The calls of one backward are `backward_begins`, `look_at` for each bucket, `word` when the last bucket is sent,
+    `conclude` when `.grad` holds the mean, and `act`, which raises or warns when everything else is done. If the
+    backward ends with an error, the last call is `failed`.
 
     Args:
         policy: "raise", "skip" or "zero".
-        names: of all parameters, by index.
-        gradients: asked for the tensors that are in `.grad`, or stand for them.
-        transport: between the ranks.
+        names: names of all parameters, by index.
+        gradients: called for the tensors in `.grad`, or for their stand-ins.
+        transport: the transport between the ranks.
     """
 
     def __init__(
@@ -120,25 +122,25 @@ class NonFiniteWatch(NonFinite):
         self._gradients = gradients
         self._discarded = DiscardedGradients()
         self._is_bad: bool | None = None
-        """Whether what the backward under way leaves in `.grad` must not be stepped; None before that is decided."""
+        """Whether the result of the present backward must not be applied; None while that is undecided."""
         self._transport = transport
         self._scalers = ScalerFinder()
         self._replaces = False
-        """Whether what is not finite travels as zero."""
+        """Whether elements that are not finite are sent as zeros."""
         self._own: dict[int, str] = {}
         self._sizes: list[tuple[int, Tensor]] = []
         """On accelerators: the largest magnitude of each parameter's gradient, not yet waited for."""
         self._step = 0
         self._text: str | None = None
-        """What `act` has to say."""
+        """The text of the error or warning that `act` gives; None if there is none."""
         self._why_in_mean = _OVERFLOWED
         self._told: set[tuple[int, str]] = set()
-        """Of which rank (-1: of the mean) and parameter there was a warning."""
+        """The ranks (-1 for the mean) and parameters that a warning has already named."""
         self._warns_from = 1
-        """The number of steps from which on there is a warning again, even if it names nothing new."""
+        """Number of affected steps at which the next warning comes, even if it names no new parameter."""
 
     def continues(self, former: NonFinite) -> None:
-        """Take the place of another, for the module has changed."""
+        """Take over the state of a former object, because the module has changed."""
         assert isinstance(former, NonFiniteWatch)
         self._discarded, self.last = former._discarded, former.last
         self._told, self._warns_from = former._told, former._warns_from
@@ -146,11 +148,11 @@ class NonFiniteWatch(NonFinite):
     # ------------------------------------------------------------------ this rank's own
 
     def backward_begins(self, *, has_hook: bool) -> None:
-        """A backward begins.
+        """Prepare for a backward, reduced or not.
 
         Args:
-            has_hook: whether a communication hook or a compression gets the gradients, which may remember what it
-                could not send: nothing that is not finite may come to it.
+            has_hook: whether a communication hook or a compression gets the gradients. It may remember what it could
+                not send, so it must never get values that are not finite.
         """
         self._replaces = self._policy == "zero" or has_hook
         self._own = {}
@@ -160,7 +162,7 @@ class NonFiniteWatch(NonFinite):
         self.last = _nothing_found("not reduced", num_steps=self.last.num_steps)
 
     def look_at(self, bucket: Holder) -> None:
-        """Look at what this rank is about to send; where it must not travel, it is zero afterwards."""
+        """Check a bucket that this rank is about to send; replace values that must not be sent by zeros."""
         values = bucket.own()
         if values.device.type != "cpu":
             self._look_later(bucket.own_parts())
@@ -172,7 +174,7 @@ class NonFiniteWatch(NonFinite):
             _zero_nonfinite_(values)
 
     def _look_later(self, parts: _Parts) -> None:
-        """Measure, without waiting."""
+        """Start to compute the largest magnitudes, without waiting."""
         parts = [(index, values) for index, values in parts if values.numel()]
         if parts:
             sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)
@@ -183,15 +185,15 @@ class NonFiniteWatch(NonFinite):
         return int(self.has_found())
 
     def hear(self, words: Words) -> None:
-        """Keep whether any rank found something."""
+        """Store whether any rank's own gradients are not finite."""
         self.was_reported = words.any_set
 
     def hear_silence(self, step: int) -> None:
-        """No rank found anything."""
+        """Store that all ranks' own gradients are finite."""
         self.was_reported = False
 
     def has_found(self) -> bool:
-        """Whether this rank has something that is not finite. Waits for an accelerator, once for all buckets."""
+        """Return whether this rank's own gradients are not finite; wait for the device, once for all buckets."""
         for device in {size.device for _, size in self._sizes}:
             here = [(index, size) for index, size in self._sizes if size.device == device]
             for (index, _), size in zip(here, torch.stack([size for _, size in here]).tolist(), strict=True):
@@ -200,24 +202,24 @@ class NonFiniteWatch(NonFinite):
         self._sizes = []
         return bool(self._own)
 
-    # ------------------------------------------------------------------ what all ranks make of it
+    # ------------------------------------------------------------------ the decision of all ranks
 
     def conclude(self, reduced: Reduced) -> None:
-        """Decide what becomes of this step. A collective call where anything was found, or can overflow."""
+        """Decide about this step; a collective call if some rank reported a bit, or if the result can overflow."""
         found: list[_Found] = []
         in_mean: _Found = {}
         self._why_in_mean = _OVERFLOWED
         has_scaler = False
         if self.was_reported:
             found, has_scaler = self._exchange(self._own)
-        # Of a step that is not taken, nobody asks what else is wrong with it.
+        # A step that is already discarded needs no second check.
         if reduced.can_overflow and not has_scaler and (not found or self._policy == "zero"):
             in_mean, has_scaler = self._in_mean(reduced.buckets)
         parts = (part for bucket in reduced.buckets for part in bucket.handed_out()[1])
         self._decide(found, in_mean, parts, step=reduced.step, has_scaler=has_scaler)
 
     def conclude_alone(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """The same where there is one rank, whose gradients are in no bucket."""
+        """Check and decide where there is one rank, whose gradients are in no bucket."""
         parts = _present(gradients)
         on_cpu = [(index, values) for index, values in parts if values.device.type == "cpu"]
         self._own.update(describe([part for part in on_cpu if not is_finite(part[1])]))
@@ -235,9 +237,9 @@ class NonFiniteWatch(NonFinite):
         self._decide(found, {}, parts, step=step, has_scaler=has_scaler)
 
     def conclude_outside(self, gradients: Iterable[tuple[int, Tensor | None]], *, step: int) -> None:
-        """The same of gradients that were reduced after a backward, so that nobody has looked at each rank's own.
+        """Check and decide for gradients that were reduced after a backward, when no rank has checked its own.
 
-        A collective call where the mean, the same on every rank, is not finite.
+        A collective call if the mean, which is the same on every rank, is not finite.
         """
         self.backward_begins(has_hook=False)
         parts = _present(gradients)
@@ -249,7 +251,7 @@ class NonFiniteWatch(NonFinite):
         self._decide([], in_mean, parts, step=step, has_scaler=has_scaler)
 
     def _in_mean(self, buckets: Sequence[Holder]) -> tuple[_Found, bool]:
-        """What is not finite in the mean; and whether a scaler is in use. A collective call."""
+        """Return the parameters whose mean is not finite, and whether a scaler is in use; a collective call."""
         mine: dict[int, str] = {}
         for bucket in buckets:
             values, parts = bucket.handed_out()
@@ -263,7 +265,7 @@ class NonFiniteWatch(NonFinite):
         return {index: text for row in reversed(told) for index, text in row.items()}, has_scaler
 
     def _exchange(self, mine: _Found) -> tuple[list[_Found], bool]:
-        """What each rank has found; and whether any has a scaler in use. A collective call."""
+        """Return the findings of each rank, and whether any rank has a scaler in use; a collective call."""
         has_scaler = self._scalers.is_any_in_use()
         if self._transport.size == 1:
             return [mine], has_scaler
@@ -280,20 +282,20 @@ class NonFiniteWatch(NonFinite):
         step: int,
         has_scaler: bool,
     ) -> None:
-        """By facts that are the same on every rank.
+        """Decide about a step, by facts that are the same on every rank.
 
         Args:
-            found: by rank, its own; empty where nobody has anything.
-            in_mean: what is not finite though each rank's own is.
-            parts: of `.grad` on this rank.
-            step: this one.
-            has_scaler: whether somebody else takes care.
+            found: findings in the ranks' own gradients, by rank; empty if all of them are finite.
+            in_mean: findings in the mean, though each rank's own gradients are finite.
+            parts: parts of `.grad` on this rank.
+            step: the step that was reduced.
+            has_scaler: whether a GradScaler will handle the step.
         """
         num_steps, outcome = self.last.num_steps, "finite"
         is_any = bool(in_mean) or any(found)
         if is_any and has_scaler:
             outcome = _LEFT
-            if self._replaces:  # it has to find what has not travelled
+            if self._replaces:  # these values were sent as zeros, but the scaler has to find them
                 hidden = {index for row in found for index in row}
                 for index, values in parts:
                     if index in hidden:
@@ -315,31 +317,32 @@ class NonFiniteWatch(NonFinite):
             self._text = self._in_words(found, in_mean)
 
     def failed(self) -> None:
-        """The backward has ended by an error: what was not judged is not to be stepped either."""
+        """Handle a backward that ended with an error: mark gradients that were not checked as discarded."""
         if self._policy == "skip":
             self._settle(is_bad=self._is_bad is not False)
 
     def _settle(self, *, is_bad: bool) -> None:
-        """When nobody puts anything else into `.grad` any more."""
+        """Mark the gradients, or clear the mark. Called once `.grad` holds its final tensors."""
         self._is_bad = None
         self._discarded.are(self._gradients() if is_bad else ())
 
     def discards_step(self) -> bool:
-        """Whether an optimizer is to leave its step undone: `.grad` is what was found to be not finite."""
+        """Return whether an optimizer must skip its step, because `.grad` holds gradients marked as discarded."""
         return self._discarded.has_any_of(self._gradients())
 
     def _named(self, found: _Found) -> tuple[str, ...]:
         return tuple(self._names[index] for index in sorted(found))
 
-    # ------------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------------ the error or warning
 
     def act(self) -> None:
-        """Raise, or warn on rank 0, if there is anything to say.
+        """Raise, or warn on rank 0, if gradients were not finite.
 
-        A warning names what no warning has named before, or says that the number of such steps has doubled.
+        A warning comes if it names a rank or parameter that no warning has named before, or if the number of affected
+        steps has doubled since the last warning.
 
         Raises:
-            NonFiniteGradient: something was found, under "raise".
+            NonFiniteGradient: gradients are not finite, under "raise".
         """
         if self._is_bad is not None:
             self._settle(is_bad=self._is_bad)
@@ -390,11 +393,11 @@ class NonFiniteWatch(NonFinite):
 
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all elements are finite, as they are or as another type; waits.
+    """Return whether all elements are finite, in their own dtype or in another one; wait for the device.
 
     Args:
-        values: of any shape.
-        dtype: to which they will be converted; None: they stay as they are.
+        values: a tensor of any shape.
+        dtype: the dtype to which the values will be converted; None if they will not be.
 
     Example:
         >>> big = torch.full((2,), 3e38)
@@ -408,12 +411,12 @@ def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
         if math.isfinite(values.sum().item()):
             return True
         dtype = values.dtype
-    # Rounding keeps the order, so if the extremes fit, all do. NaN is an extreme.
+    # Rounding keeps the order, so all values fit if the extremes do. aminmax() returns NaN if there is one.
     return bool(torch.stack(values.aminmax()).to(dtype.to_real()).isfinite().all())
 
 
 def describe(parts: _Parts) -> dict[int, str]:
-    """What is not finite, by index, in words; waits.
+    """Describe the elements that are not finite, by parameter index; wait for the device.
 
     Example:
         >>> describe([(7, torch.ones(2)), (8, torch.tensor([1.0, float("nan"), float("-inf")]))])
@@ -429,12 +432,12 @@ def describe(parts: _Parts) -> dict[int, str]:
 
 
 def _present(gradients: Iterable[tuple[int, Tensor | None]]) -> list[tuple[int, Tensor]]:
-    """The memory of those that are there; of a sparse one, its rows."""
+    """Return the gradients that are not None; for a sparse gradient, its stored rows."""
     return [(i, stored_values(g) if g.is_sparse else g) for i, g in gradients if g is not None]
 
 
 def _as_real(values: Tensor) -> Tensor:
-    """The same memory; of complex numbers, real and imaginary parts."""
+    """Return a view of the same memory as real numbers; a complex number becomes its real and imaginary parts."""
     if not values.is_complex():
         return values
     return torch.view_as_real(values.conj() if values.is_conj() else values)

@@ -1,11 +1,11 @@
-"""Rotating fingerprints: in each step a slice of the replica is compared with the other ranks', by some bytes that
-travel with the gradients.
+"""Rotating fingerprints: each step compares one slice of the replica with the other ranks.
 
-A step's slice is hashed when its backward begins, for then nobody writes: parameters and optimizer state were last
-written by the optimizer's step, which all ranks have made. Which slice that is follows from the number of the step. The
-fingerprint travels with the gradients (`replicas.py`), so equal replicas send nothing else. Only where fingerprints
-differ do the ranks look for the elements (`replicas.py`).
-Buffers change in forward; those that were just synchronized are hashed before it.
+The step number determines the slice. It is hashed when the step's backward begins, because nothing writes to it then:
+the last write to parameters and optimizer state was the optimizer's step, which all ranks have made. Buffers change in
+forward, so those that were just synchronized are hashed before it.
+
+The fingerprint travels with the gradients (`replicas.py`), so equal replicas send nothing else. Only if fingerprints
+differ do the ranks search for the differing elements (`syncline.equality.locate`).
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ __all__ = [
 OnDivergence = Literal["raise", "repair", "warn"]
 
 NUM_FINGERPRINT_BITS = 48
-"""Of the fingerprint of a slice."""
+"""Number of bits of a slice's fingerprint."""
 
 _MAX_FINGERPRINT: int = 2**NUM_FINGERPRINT_BITS - 1
 
 _LISTED_ANEW = 8
-"""After so many rounds the tensors are listed anew, whatever has changed."""
+"""The tensors are listed again at least once in this many rotations of `every` steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
-    """Compare replicas while training: in each step a slice, and all of it within `every` steps.
+    """The settings of a replica comparison during training: one slice per step, the whole replica in `every` steps.
 
-    For `DistributedDataParallel(replica_check=...)`. Parameters, the state of attached optimizers (tensors and
-    integers), and buffers right after they were synchronized are boiled down to fingerprints, which travel with the
-    gradients. What the contract
-    lets differ (buffers that are a rank's own, parameters between two meetings of a strategy) is not compared.
+    For `DistributedDataParallel(replica_check=...)`. Fingerprints travel with the gradients. They cover parameters,
+    the state of attached optimizers (tensors and integers), and buffers right after they were synchronized. Values
+    that the contract allows to differ are not compared (each rank's own buffers, and parameters between two rounds of
+    a strategy).
 
     Args:
-        every: within so many steps all has had its turn, so that a difference is found.
-        on_divergence: "raise" `ReplicaDivergence` on every rank, before the optimizer steps; "repair": the majority's
-            values are broadcast, with a warning (where no more than half of the ranks agree, as of two ranks, that
-            would be a guess: it raises); "warn": a warning on rank 0, and training goes on.
+        every: the number of steps in which the whole replica has had its turn, so that a difference is detected.
+        on_divergence: "raise": `ReplicaDivergence` on every rank, before the optimizer steps. "repair": the values of
+            the majority are broadcast, with a warning; it raises if no more than half of the ranks agree (as always
+            with two ranks), because a repair would be a guess. "warn": a warning on rank 0, and training continues.
 
     Raises:
-        TypeError, ValueError: something else.
+        TypeError, ValueError: an argument is not one of these.
 
     Example:
         >>> import torch, syncline as sl
@@ -80,17 +80,17 @@ class ReplicaCheck:
 
 
 class ReplicaWatch:
-    """Compares the replicas of one module on one rank with those of its peers.
+    """Comparison of one module's replica on this rank with those of its peers.
 
     Args:
-        check: how often, and what to do.
-        title: of the module, for messages.
-        parameters: that have to be equal; the same on all ranks.
-        transport: between the ranks that have to be equal.
-        buffers: names of those that take part, and where they are: a module's dictionary, and the key in it.
-        optimizers: those whose state has to be equal, as they are now.
-        ranks: by what number the ranks of `transport` are known to users.
-        agreed_at: the step at which all were equal for sure; None where that is not known.
+        check: how often to compare, and what to do about a difference.
+        title: name of the module, for messages.
+        parameters: the parameters that have to be equal; the same on all ranks.
+        transport: the transport between the ranks that have to be equal.
+        buffers: the buffers that take part, as name, dictionary of the module that owns it, and key in that dictionary.
+        optimizers: returns the optimizers whose state has to be equal at present.
+        ranks: the numbers by which users know the ranks of `transport`.
+        agreed_at: the last step at which all replicas were known to be equal; None if unknown.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class ReplicaWatch:
     ) -> None:
         self.check = check
         self.last_compared: tuple[int, bool] | None = None
-        """The step of the last comparison, and whether all were equal."""
+        """The step of the last comparison, and whether all replicas were equal."""
         self.num_looks = 0
-        """Backwards so far, whether anything had its turn or not."""
+        """Number of backwards so far, including those whose slice was empty."""
         self.num_repairs = 0
         self.steps_before = 0
-        """What messages count besides: the steps before the run went on here."""
+        """Number of steps before the run was resumed, which messages add to the step."""
         self._title = title
         self._transport = transport
         self._ranks = ranks
@@ -125,7 +125,7 @@ class ReplicaWatch:
         ]
         self._optimizers = optimizers
         self._states: list[tuple[int, int]] = []
-        """By which changes of the optimizers' state are noticed."""
+        """Identities and sizes of the optimizers' state, by which changes of it are detected."""
         self._num_entries = 0
         self._coverage: Coverage | None = None
         self._buffer_coverage: Coverage | None = None
@@ -133,12 +133,12 @@ class ReplicaWatch:
         self._hash: SliceHash | None = None
         self._buffer_steps = range(0)
         self._buffer_hashes: list[SliceHash] = []
-        """Of each forward since the last backward."""
+        """One hash per forward since the last backward."""
         self._warned: set[str] = set()
         self._was_finite = True
 
     def continues(self, former: ReplicaWatch) -> None:
-        """Take the place of another, of the same module before it was changed."""
+        """Take over the state of a former object, because the module has changed."""
         self.last_compared, self.num_looks = former.last_compared, former.num_looks
         self.num_repairs, self._warned, self._was_finite = (
             former.num_repairs,
@@ -152,7 +152,7 @@ class ReplicaWatch:
             self._agreed_at, self._buffers_agreed_at = former._agreed_at, former._buffers_agreed_at
 
     def agreed_at(self, step: int | None) -> None:
-        """All ranks have compared parameters and optimizer state after this step; None: these were replaced."""
+        """Record that parameters and optimizer state were equal after a step; None if they were replaced."""
         self._agreed_at, self._buffers_agreed_at = step, None
         if self._coverage is not None:
             self._coverage.all_agreed(step)
@@ -162,7 +162,7 @@ class ReplicaWatch:
     # ------------------------------------------------------------------ each step
 
     def buffers_are_equal(self, step: int) -> None:
-        """Buffers have just been synchronized: look at the slice whose turn it is, before forward changes them."""
+        """Hash the slice of buffers whose turn it is. Called after they are synchronized, before forward."""
         coverage = self._buffer_coverage
         if coverage is None:
             coverage = self._buffer_coverage = Coverage(
@@ -176,16 +176,16 @@ class ReplicaWatch:
             self._buffer_hashes.append(_hashed(coverage.leaves, pieces))
 
     def begin(self, steps: range) -> None:
-        """A backward begins that is going to be reduced: look at the slices whose turn it is.
+        """Hash the slices whose turn it is. Called when a backward begins that will be reduced.
 
         Args:
-            steps: since the last comparison, up to the one under way; the same on all ranks.
+            steps: the steps since the last comparison, up to the present one; the same on all ranks.
         """
         self.num_looks += 1
         optimizers = self._optimizers()
         every = self.check.every
-        # State of an optimizer appears with its first step, and is replaced by what is loaded. To list it anew costs
-        # microseconds a tensor; so that is done where something was added, and from time to time.
+        # State of an optimizer appears with its first step, and loading replaces it. Listing it takes microseconds per
+        # tensor, so it is listed again only if something was added, and once in a number of rotations.
         states = [(id(optimizer.state), len(optimizer.state)) for optimizer in optimizers]
         if any(step % every == 0 for step in steps[:every]):
             kept = (one for optimizer in optimizers for one in optimizer.state.values())
@@ -204,7 +204,7 @@ class ReplicaWatch:
         self._hash = _hashed(self._coverage.leaves, pieces) if pieces else None
 
     def fingerprint(self) -> int:
-        """Of what was looked at; 0 where nothing has its turn."""
+        """Return the fingerprint of what was hashed; 0 if no part of the replica has its turn."""
         if self._hash is None and not self._buffer_hashes:
             return 0
         total = 0
@@ -213,14 +213,15 @@ class ReplicaWatch:
         return 1 + total % _MAX_FINGERPRINT
 
     def compare(self, told: Sequence[int], step: int) -> None:
-        """What all ranks told. Collective where it differs.
+        """Compare the fingerprints of all ranks; a collective call if they differ.
 
         Args:
             told: the fingerprint of each rank.
-            step: the step under way.
+            step: the present step.
 
         Raises:
-            ReplicaDivergence: replicas differ, and so it was wanted; on every rank.
+            ReplicaDivergence: values differ, and the policy is "raise", or "repair" without a majority; or the state of
+                optimizers has different names or shapes. Raised on every rank.
         """
         if not any(told):
             return
@@ -234,27 +235,32 @@ class ReplicaWatch:
             self._differ(step)
 
     def mean_is(self, finite: bool, step: int) -> None:
-        """What was reduced in this step is finite, as far as a sample tells; the same on all ranks.
+        """Compare the whole replica at once if the mean has just stopped being finite.
 
-        A bit that flips in an exponent can make gradients infinite, so that the next step would write NaN into all
-        replicas alike, and nothing would be left to find. So when it begins, all is compared at once.
+        A bit that flips in an exponent can make gradients infinite. The next step would then write NaN into all
+        replicas alike, and no difference would be left to detect.
+
+        Args:
+            finite: whether a sample of the mean is finite; the same on all ranks.
+            step: the present step.
 
         Raises:
-            ReplicaDivergence: replicas differ, and so it was wanted; on every rank.
+            ReplicaDivergence: values differ, and the policy is "raise", or "repair" without a majority; or the state of
+                optimizers has different names or shapes. Raised on every rank.
         """
         was_finite, self._was_finite = self._was_finite, finite
         if was_finite and not finite:
             self._differ(step, must=False)
 
     def forget(self) -> None:
-        """The backward is over."""
+        """Drop the hashes at the end of a backward."""
         self._hash = None
         self._buffer_hashes.clear()
 
     # ------------------------------------------------------------------ where replicas differ
 
     def _differ(self, step: int, *, must: bool = True) -> None:
-        """Look for what differs, all over the replica; `must`: something does."""
+        """Search the whole replica for differences; `must` says that fingerprints have shown one."""
         assert self._coverage is not None
         in_run = self.steps_before + step
         title = f"{self._title}, step {in_run}, replica check"
@@ -362,7 +368,7 @@ class ReplicaWatch:
         )
 
     def _differing_buffers(self) -> tuple[list[LocatedDifference], int, int | None]:
-        """Which of the slice's buffers differed before forward changed them; a collective call."""
+        """Return the slice's buffers that differed before forward changed them; a collective call."""
         assert self._buffer_coverage is not None
         hashes: dict[int, int] = {}
         for one in self._buffer_hashes:
@@ -373,10 +379,10 @@ class ReplicaWatch:
         found = locate(names, [None] * len(names), self._transport, mine=list(hashes.values()))
         return found, len(leaves), self._buffer_coverage.all_agreed_at
 
-    # ------------------------------------------------------------------ what is done about it
+    # ------------------------------------------------------------------ error, repair or warning
 
     def _act(self, error: ReplicaDivergence, names: set[str], repair: Callable[[], str] | None) -> None:
-        """Raise, or repair, or warn. Collective under "repair"."""
+        """Raise, repair or warn; a collective call under "repair"."""
         policy = self.check.on_divergence
         if policy == "raise" or (policy == "repair" and repair is None):
             raise error
@@ -384,14 +390,14 @@ class ReplicaWatch:
         if policy == "repair" and repair is not None:
             text += f"\nRepaired: {repair()} Training goes on."
         elif names <= self._warned:
-            return  # said before
+            return  # there was a warning before
         if policy == "warn":
             self._warned |= names
         if self._transport.rank == 0:
             warn_user(text)
 
     def _repaired(self, found: Sequence[LocatedDifference], leaves: Sequence[Leaf], step: int) -> str:
-        """Give all ranks the majority's values; what was done. A collective call."""
+        """Broadcast the values of the majority; return a sentence on what was done. A collective call."""
         assert self._coverage is not None
         sources = set()
         for one in found:
@@ -402,7 +408,7 @@ class ReplicaWatch:
             if isinstance(value, Tensor):
                 TensorBroadcaster([value.detach()], self._transport).start(src).wait()
             else:
-                # As text, for it may be a truth value, or more than 64 bits.
+                # It is sent as text, because it may be a bool or have more than 64 bits.
                 told = self._transport.all_gather_bytes(json.dumps(value).encode())
                 if value is not None:
                     leaf.write(json.loads(told[src]))

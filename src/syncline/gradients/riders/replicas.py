@@ -39,7 +39,7 @@ class Replicas(Rider):
         """Compare the replicas.
 
         Raises:
-            ReplicaDivergence: replicas differ, and the policy is to raise, or they cannot be repaired; on every rank.
+            ReplicaDivergence: replicas differ, see `ReplicaWatch.compare`; on every rank.
         """
         if self.watch is None or self._reported is None:
             return
