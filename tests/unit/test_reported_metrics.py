@@ -191,3 +191,19 @@ def test_a_strategy_under_which_gradients_stay_local_gives_this_ranks_own() -> N
         return ddp.last_step.synchronized, dict(ddp.last_step.metrics)
 
     assert run_ranks(2, program) == [(False, {"loss": 0.0}), (False, {"loss": 1.0})]
+
+
+def test_a_module_that_changes_keeps_its_metrics() -> None:
+    def program(t: Transport) -> list[dict[str, float]]:
+        ddp = sl.DistributedDataParallel(net(), process_group=t)
+        found = []
+        for at in range(4):
+            if at == 2:
+                ddp.module.append(nn.Linear(2, 2))
+                sl.broadcast_(ddp.module, group=t)
+            ddp.report(loss=float(at + t.rank))
+            step(ddp, t.rank)
+            found.append(dict(ddp.last_step.metrics))
+        return found
+
+    assert run_ranks(2, program) == [[{"loss": at + 0.5} for at in range(4)]] * 2

@@ -760,7 +760,7 @@ class Replica:
         vars(self).update(state)
         self.transport = self._gradient_lane = self._buffer_lane = transport_of(None)
         self.divergence = self._divergence()
-        self.plan = replace(self.plan, comm_hook=None, optimizers=())
+        self.plan = replace(self.plan, comm_hook=None, optimizers=(), metrics=())
         self._wire(self._chosen_again())
         if self.compression is not None:
             self._compress(self.compression)

@@ -72,7 +72,7 @@ class BucketLayout:
         self.places: list[tuple[Bucket | SparseBucket, Tensor | None]] = []
         """By parameter: its bucket, and the view into which its gradient is copied as soon as it is ready (None if it
         is copied at launch). The list stays the same object, because hooks refer to it."""
-        self.control: TailMessage | None = None
+        self.message: TailMessage | None = None
         """The message that carries the tail if no bucket can; None if the last bucket carries it."""
         self.form = TailForm(
             num_ranks=transport.size,
@@ -89,8 +89,22 @@ class BucketLayout:
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
-        """Set the widths, in bits, of the words that each rank writes into the tail. Takes effect with `build`."""
-        self.form = replace(self.form, widths=tuple(widths))
+        """Reserve space in the tail for one word per rank of each of these widths, in bits.
+
+        Buckets that are already laid out for a tail of another size are laid out again, in the same order. Call it
+        between two backwards. It is a collective call if buckets are in memory of the transport.
+        """
+        form = replace(self.form, widths=tuple(widths))
+        if form == self.form:
+            return
+        self.form = form
+        if not self.buckets:
+            return  # not laid out yet, or nothing is sent
+        if self.message is not None:
+            self.message = TailMessage(self._transport, form.numel)
+            return
+        in_place = self.order_is_learnt and self._transport.reduces_in_place and self._comm_hook is None
+        self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters], in_place=in_place)
 
     def build(self, comm_hook: CommHook | None) -> None:
         """Lay out the buckets in reverse order of the parameters; a collective call if they are sharded.
@@ -129,19 +143,6 @@ class BucketLayout:
             return
         self._build_anew(order, in_place=in_place)
 
-    def build_again(self) -> None:
-        """Lay the buckets out again for a tail of another size, in the same order, between two backwards.
-
-        A collective call if buckets lie in memory of the transport.
-        """
-        if not self.buckets:
-            return  # this world sends no gradients
-        if self.control is not None:
-            self.control = TailMessage(self._transport, self.form.numel)
-            return
-        in_place = self.order_is_learnt and self._transport.reduces_in_place and self._comm_hook is None
-        self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters], in_place=in_place)
-
     def _build_anew(self, order: Sequence[int], *, in_place: bool) -> None:
         """Build the buckets; replace each `.grad` that was a view of a former bucket by a view of the new one."""
         former_views = {id(view) for bucket in self._dense() for view in bucket.views}
@@ -173,7 +174,7 @@ class BucketLayout:
         is_apart = (
             self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
         )
-        self.control = TailMessage(self._transport, numel) if is_apart else None
+        self.message = TailMessage(self._transport, numel) if is_apart else None
         plans = plan_buckets(
             self._specs,
             order,

@@ -166,8 +166,14 @@ class GradientSync:
         remember_caretaker(self)
 
     def _make_riders(self) -> None:
-        riders: list[Rider] = [self.stop, self._same_data, self.forwards, self.settings]
-        riders.append(self._missing_gradients)
+        """Put the riders in order; the same on all ranks."""
+        riders: list[Rider] = [
+            self.stop,
+            self._same_data,
+            self.forwards,
+            self.settings,
+            self._missing_gradients,
+        ]
         if self._static_graph is not None:
             riders.append(self._static_graph)
         riders += [self._items, self.metrics]
@@ -182,7 +188,6 @@ class GradientSync:
         """Report these metrics from now on; the same on all ranks, between two backwards."""
         self.metrics.use_names(names)
         self._make_riders()
-        self.layout.build_again()
 
     def continues(self, former: GradientSync) -> None:
         """Take over the state of a former object, whose parameters or transport have changed, and remove its hooks."""
@@ -649,7 +654,7 @@ class GradientSync:
         missing = self._launch_rest()
         # With views, one wrapper could scale in place a gradient that another wrapper has not copied yet.
         keeps_tensors = self._is_deferred or bool(self.ownership.rivals)
-        self._launch_control(lambda: self._encode_tail(missing), are_reduced=False)
+        self._launch_message(lambda: self._encode_tail(missing), are_reduced=False)
         self.step += 1
         divisor = self.num_contributing or self.transport.size
         if self._items.num_items is None and not self.options.allow_unused and not missing:
@@ -660,14 +665,14 @@ class GradientSync:
                 if left != 1:
                     bucket.divide(left)
                 bucket.hand_out(_NONE, any_missing=False, keeps_tensor=keeps_tensors)
-            self._launch_control(lambda: self._encode_tail(_NONE), are_reduced=True)
+            self._launch_message(lambda: self._encode_tail(_NONE), are_reduced=True)
             self._hear()
         else:
             for bucket in self._sent:
                 self._wait(bucket)
             if self._shared is not None:
                 self._shared.wait()
-            self._launch_control(lambda: self._encode_tail(missing), are_reduced=True)
+            self._launch_message(lambda: self._encode_tail(missing), are_reduced=True)
             self._hear()
             if self._items.num_items is not None:
                 divisor = self.normalizer.total(self._items.of_ranks, step=self.step)
@@ -694,21 +699,21 @@ class GradientSync:
             return divisor / self.transport.size
         return 1.0 if self._items.num_items is None else divisor
 
-    def _launch_control(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
-        """Send the control data that no bucket carries, either before or after the buckets are waited for.
+    def _launch_message(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
+        """Send the tail if no bucket carries it, either before or after the buckets are waited for.
 
         Sending it before lets everything travel at once. It is sent after if it shares a connection with a
         communication hook: the hook may start its own collectives whenever one of its futures completes, and the
-        control collective would get between them.
+        tail's collective would get between them.
 
         Args:
-            tail: returns the control data to send.
+            tail: returns the tail to send.
             are_reduced: whether this call comes after the buckets were waited for.
         """
-        control = self.layout.control
+        message = self.layout.message
         must_be_last = self.comm_hook is not None and not self._has_own_connection
-        if control is not None and are_reduced == must_be_last:
-            control.launch(tail())
+        if message is not None and are_reduced == must_be_last:
+            message.launch(tail())
 
     def shadow(self) -> None:
         """Take part in a synchronized backward of the other ranks with zeros, because this rank has no inputs left."""
@@ -729,10 +734,10 @@ class GradientSync:
                 bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
                 self._sent.append(bucket)
             self.step += 1
-            self._launch_control(lambda: tail, are_reduced=False)
+            self._launch_message(lambda: tail, are_reduced=False)
             for bucket in self._sent:
                 self._wait(bucket)
-            self._launch_control(lambda: tail, are_reduced=True)
+            self._launch_message(lambda: tail, are_reduced=True)
             self._hear()
             self._conclude(())
             if not self.layout.order_is_learnt:
@@ -763,8 +768,8 @@ class GradientSync:
 
     def _hear(self) -> None:
         """Read the tail, and give the riders the words of all ranks. If a rider raises, it raises on every rank."""
-        if self.layout.control is not None:
-            tail = self.layout.control.read()
+        if self.layout.message is not None:
+            tail = self.layout.message.read()
         else:
             last = self.layout.buckets[-1]
             assert isinstance(last, Bucket)

@@ -20,7 +20,8 @@ from syncline.gradients.riders.base import Rider, Words
 
 __all__ = ["Metrics", "check_metric"]
 
-_FLOAT_BITS = 32
+_BITS = 64
+"""Bits of a metric: its mean and its weight."""
 
 
 class Metrics(Rider):
@@ -59,14 +60,16 @@ class Metrics(Rider):
     def use_names(self, names: Sequence[str]) -> None:
         """Report these metrics from now on; the same on all ranks. The caller must lay out the tail again."""
         self._names = tuple(names)
-        self.num_bits = 2 * _FLOAT_BITS * len(names)
+        self.num_bits = _BITS * len(names)
 
     def word(self) -> int:
         """Return this rank's mean and weight of each metric; the weight is 0 if this rank did not report it."""
-        word = 0
-        for name in self._names:
-            word = word << 2 * _FLOAT_BITS | _packed(*self._own(name))
-        return word
+        if not self._reports:
+            return 0
+        numbers = [number for name in self._names for number in self._own(name)]
+        # A number that is too large for float32 becomes infinity.
+        rounded = torch.tensor(numbers, dtype=torch.float64).float().tolist()
+        return int.from_bytes(struct.pack(f">{len(rounded)}f", *rounded), "big")
 
     def hear(self, words: Words) -> None:
         """Compute the means over ranks."""
@@ -91,13 +94,13 @@ class Metrics(Rider):
         return _weighted_mean(own)
 
     def _average(self, words: Sequence[int]) -> None:
-        last: dict[str, float] = {}
-        for name in reversed(self._names):
-            mean, weight = _weighted_mean([_unpacked(word) for word in words])
-            if weight:
-                last[name] = mean
-            words = [word >> 2 * _FLOAT_BITS for word in words]
-        self.last = {name: last[name] for name in self._names if name in last}
+        form = struct.Struct(f">{2 * len(self._names)}f")
+        rows = [form.unpack(word.to_bytes(form.size, "big")) for word in words]
+        means = {
+            name: _weighted_mean([row[2 * at : 2 * at + 2] for row in rows])
+            for at, name in enumerate(self._names)
+        }
+        self.last = {name: mean for name, (mean, weight) in means.items() if weight}
 
 
 def check_metric(name: str, value: Any) -> Any:
@@ -106,18 +109,19 @@ def check_metric(name: str, value: Any) -> Any:
     Raises:
         TypeError: `value` is neither a real number nor a tensor of one element.
     """
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach()
-    number = value if isinstance(value, Tensor) else number_in(value)
-    if not isinstance(number, Real):
-        what = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else what_it_is(value)
-        raise TypeError(
-            f"expected metrics to be real numbers or tensors of one element, got {what} for {name}"
-        )
-    return float(number)
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach()
+        what = f"a Tensor of shape {tuple(value.shape)}"
+    else:
+        number = number_in(value)
+        if isinstance(number, Real):
+            return float(number)
+        what = what_it_is(value)
+    raise TypeError(f"expected metrics to be real numbers or tensors of one element, got {what} for {name}")
 
 
-def _weighted_mean(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _weighted_mean(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the mean and the sum of the weights; a value of weight 0 does not count, even if it is NaN."""
     counted = [(value, weight) for value, weight in parts if weight]
     total = math.fsum(weight for _, weight in counted)
@@ -126,17 +130,3 @@ def _weighted_mean(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
     products = [value * weight for value, weight in counted]
     # math.fsum raises for infinities of both signs, and their sum is NaN in any order.
     return (math.fsum(products) if all(map(math.isfinite, products)) else sum(products)) / total, total
-
-
-def _packed(mean: float, weight: float) -> int:
-    """Return two numbers as the bits of two float32."""
-    # A number that is too large for float32 becomes infinity.
-    numbers = torch.tensor([mean, weight], dtype=torch.float64).float()
-    return int.from_bytes(struct.pack(">2f", *numbers.tolist()), "big")
-
-
-def _unpacked(word: int) -> tuple[float, float]:
-    """Return the numbers in the lowest bits of a word."""
-    low = word & ((1 << 2 * _FLOAT_BITS) - 1)
-    mean, weight = struct.unpack(">2f", low.to_bytes(2 * _FLOAT_BITS // 8, "big"))
-    return mean, weight
