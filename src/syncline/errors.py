@@ -42,14 +42,14 @@ class SynclineError(RuntimeError):
 
 
 class ContractMismatch(SynclineError):
-    """Error of ranks that do not agree on what to synchronize.
+    """Raised when ranks do not agree on what to synchronize.
 
     It is raised on every rank with the same text, before any tensor is sent.
     """
 
 
 class UnreducedGradients(SynclineError):
-    """Error of a synchronized backward in which some parameters received no gradient.
+    """Raised when some parameters received no gradient in a synchronized backward.
 
     It is raised at the end of the backward, on every rank on which some parameter did receive a gradient.
 
@@ -83,18 +83,18 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 
 class UnevenInputs(SynclineError):
-    """Error of ranks with uneven inputs: one rank skipped a batch, or ended while others still run steps or calls."""
+    """Raised when one rank skipped a batch, or ended while others still run steps or calls."""
 
 
 class CheckpointCorrupt(SynclineError):
-    """Error of a checkpoint that is damaged, incomplete, or of an unknown version.
+    """Raised when a checkpoint is damaged, incomplete, or of an unknown version.
 
     The text names the file and, if there is one, the tensor.
     """
 
 
 class NonFiniteGradient(SynclineError):
-    """Error of gradients that hold NaN or infinity, under `on_nonfinite="raise"`.
+    """Raised when gradients hold NaN or infinity, under `on_nonfinite="raise"`.
 
     It is raised at the end of the backward, on every rank with the same text, before any optimizer step.
 
@@ -119,7 +119,7 @@ class NonFiniteGradient(SynclineError):
 
 
 class ReplicaDivergence(SynclineError):
-    """Error of replicas that must be equal but differ.
+    """Raised when replicas differ that must be equal.
 
     Attributes:
         tensor: the name of the first tensor that differs.
@@ -154,19 +154,19 @@ class ReplicaDivergence(SynclineError):
 
 
 class CollectiveMismatch(SynclineError):
-    """Error of ranks that called different collectives, or the same one with sizes that do not fit together."""
+    """Raised when ranks called different collectives, or the same one with sizes that do not fit together."""
 
 
 class CollectiveTimeout(SynclineError):
-    """Error of a collective in which a rank did not take part before the deadline."""
+    """Raised when a rank did not take part in a collective before the deadline."""
 
 
 class PeerLost(SynclineError):
-    """Error of a peer whose process has ended or whose connection is lost."""
+    """Raised when the process of a peer has ended, or the connection to it is lost."""
 
 
 class PeerFailed(SynclineError):
-    """Error of a peer that ended by an exception. The text contains the peer's traceback."""
+    """Raised when a peer ended by an exception. The text contains the peer's traceback."""
 
 
 class SameDataWarning(RuntimeWarning):

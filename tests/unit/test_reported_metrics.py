@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -14,10 +15,14 @@ from syncline.errors import ContractMismatch
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+with torch.random.fork_rng():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+    _NET = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return the same values in each call: ranks are threads, which share one random number generator."""
+    return copy.deepcopy(_NET).to(dtype)
 
 
 def step(ddp: nn.Module, rank: int = 0) -> None:

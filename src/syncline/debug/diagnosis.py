@@ -346,7 +346,7 @@ def _causes_between(
 
 
 def _chance(generators: Sequence[str], chance: Sequence[Mapping[str, str]] | None, who: str) -> list[str]:
-    """Return the causes that lie in random numbers, if these generators are at different positions on the ranks."""
+    """Return a cause if one of these random number generators is in another state on another rank; else none."""
     apart = [name for name in generators if len({row.get(name) for row in chance or ()}) > 1]
     if not apart:
         return []

@@ -59,5 +59,7 @@ class Replicas(Rider):
 
 def _looks_finite(bucket: Holder) -> bool:
     """Return whether a sample of the reduced elements, evenly spread, is finite."""
-    values, _ = bucket.handed_out()
+    values = (
+        bucket.own()
+    )  # the bucket's memory, which holds the result by now; `handed_out` would list all its members
     return bool(values[:: max(1, len(values) // _NUM_SAMPLES)].isfinite().all())

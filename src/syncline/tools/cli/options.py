@@ -117,7 +117,7 @@ _ONLY_ON_THE_COMMAND_LINE = ("--logs-specs", "--numa-binding")
 
 
 class UsageError(Exception):
-    """Error of a command line that cannot be carried out. The text says why and what to do."""
+    """Raised when a command line cannot be carried out. The text says why and what to do."""
 
 
 class _Parser(argparse.ArgumentParser):
