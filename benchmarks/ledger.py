@@ -29,6 +29,7 @@ import torch
 
 import syncline as sl
 from models import Chain
+from syncline.gradients.backward import Backward
 from syncline.gradients.ledger import Ledger
 from syncline.tools.bench.timing import median_interval, take_turns
 
@@ -53,9 +54,9 @@ def noted_in(step: Callable[[], None]) -> dict[str, Any]:
     calls = []
     note = Ledger.note
 
-    def spy(ledger: Ledger, **arguments: Any) -> None:
-        calls.append(arguments)
-        note(ledger, **arguments)
+    def spy(ledger: Ledger, backward: Backward, **arguments: Any) -> None:
+        calls.append({"backward": backward, **arguments})
+        note(ledger, backward, **arguments)
 
     with mock.patch.object(Ledger, "note", spy):
         step()
@@ -68,7 +69,7 @@ def with_and_without(
 ) -> dict[str, list[float]]:
     """Seconds a step, by round, with `note` as it is and with one that does nothing."""
 
-    def nothing(ledger: Ledger, **_: Any) -> None:
+    def nothing(ledger: Ledger, backward: Backward, **_: Any) -> None:
         pass
 
     def step_by(note: Any) -> None:
@@ -102,7 +103,7 @@ def measure(num_parameters: int, arguments: argparse.Namespace, world: sl.World)
     for _ in range(3):
         step()
     noted = noted_in(step)
-    ready, buckets = noted.pop("ready"), noted["buckets"]
+    buckets = noted["backward"].sent
     spare = Ledger([name for name, _ in ddp.module.named_parameters()])
     num_calls = arguments.calls
 
@@ -112,7 +113,7 @@ def measure(num_parameters: int, arguments: argparse.Namespace, world: sl.World)
         start = time.perf_counter()
         bucket.waited_seconds = time.perf_counter() - start
 
-    note_ns = nanoseconds_of(lambda: spare.note(ready=ready.copy(), **noted), num_calls=num_calls)
+    note_ns = nanoseconds_of(lambda: spare.note(**noted), num_calls=num_calls)
     stamps_ns = nanoseconds_of(time.perf_counter, num_calls=num_calls)
     if buckets:
         stamps_ns += len(buckets) * nanoseconds_of(stamp_bucket, num_calls=num_calls)

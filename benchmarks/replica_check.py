@@ -90,7 +90,7 @@ def measure(
     steps = {name: step_of(name) for name in ddps}
     for _ in range(3):  # so that optimizer state is there, and what there is has been listed
         steps[WITH]()
-    watch = ddps[WITH]._replica.gradients.replicas.watch
+    watch = ddps[WITH]._replica.gradients.riders.replicas.watch
     assert watch is not None
     timed = Timed(watch, "begin", "buffers_are_equal", "fingerprint", "compare", "mean_is")
     gc.collect()

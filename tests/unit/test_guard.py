@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.ddp.selection import Inventory
+from syncline.gradients.backward import Backward, BackwardState
 from syncline.gradients.riders.base import Words
 from syncline.gradients.riders.forwards import Forwards
 from syncline.gradients.riders.settings import Settings
@@ -89,6 +90,8 @@ def test_a_difference_in_forwards_is_a_warning_that_comes_once_and_on_rank_0() -
 
 # ---------------------------------------------------------------------- the fingerprint
 
+REDUCED = Backward(step=1, state=BackwardState.FILLING)
+
 
 def attached(lr: float = 0.1, **options: Any) -> AttachedOptimizer:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, **options)
@@ -96,7 +99,7 @@ def attached(lr: float = 0.1, **options: Any) -> AttachedOptimizer:
 
 
 def test_nothing_to_tell_is_zero() -> None:
-    assert Settings().word() == 0
+    assert Settings().word(REDUCED) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +115,9 @@ def test_the_fingerprint_changes_with_what_matters(change: Callable[[Settings], 
     one, other = Settings(), Settings()
     for settings in (one, other):
         settings.optimizers.append(attached(momentum=0.9))
-    assert one.word() == other.word() != 0
+    assert one.word(REDUCED) == other.word(REDUCED) != 0
     change(other)
-    assert one.word() != other.word()
+    assert one.word(REDUCED) != other.word(REDUCED)
     assert one.facts() != other.facts()
 
 

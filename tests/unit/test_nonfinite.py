@@ -1182,7 +1182,7 @@ class OnAccelerator(NonFiniteWatch):
 def test_what_is_looked_at_later_is_found_before_anyone_steps(
     name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.gradients.reducer.NonFiniteWatch", OnAccelerator)
+    monkeypatch.setattr("syncline.gradients.riders.roster.NonFiniteWatch", OnAccelerator)
 
     def rank(t: Transport) -> str:
         ddp = poisoned(t, name, bucket_cap_mb=0.001, on_nonfinite=policy)

@@ -82,7 +82,7 @@ def test_strategies_under_which_gradients_stay_local_are_not_watched() -> None:
 def test_nothing_more_is_sent_once_it_is_decided() -> None:
     def program(t: Transport) -> tuple[bool, bool]:
         ddp = sl.DistributedDataParallel(nn.Linear(5, 2), process_group=t)
-        watch = ddp._replica.gradients._same_data
+        watch = ddp._replica.gradients.riders.same_data
         before = watch.is_open
         ddp(batch(t.rank)).square().sum().backward()
         return before, watch.is_open

@@ -119,7 +119,7 @@ def joined_forward_begins(
         watched: Any = transport
         CallOfTorch(watched, joinable.join_process_group, _COUNT, work).wait()
         if not counts_all_ranks:
-            gradients.num_contributing = int(work.result()[0].item())
+            gradients.controls.count_ranks(int(work.result()[0].item()))
     _sync_buffers(buffers, agree_on_iteration(transport, has_inputs=True, synchronizes=synchronizes))
 
 

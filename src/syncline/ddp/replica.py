@@ -172,7 +172,7 @@ class Replica:
     def _let_decide(self) -> None:
         """Ask in each backward whether to reduce it, if a strategy or `sl.diverge` can prevent that."""
         is_open = self.rounds is not None or self.divergence.is_open
-        self.gradients.decide = _weakly(self.reduces) if is_open else None
+        self.gradients.controls.decide_by(_weakly(self.reduces) if is_open else None)
 
     def _divergence(self) -> Divergence:
         """Return the record through which `sl.diverge` reaches this replica."""
@@ -189,7 +189,7 @@ class Replica:
         if is_open and not self.is_agreed:
             self.agree_before_the_first_step()  # because nothing is sent inside the block
         self._let_decide()
-        for attached in self.gradients.settings.optimizers:
+        for attached in self.gradients.riders.settings.optimizers:
             attached.counts = not is_open
         buffers = self.buffers
         if is_open:
@@ -222,8 +222,13 @@ class Replica:
     def _present_buffers(self) -> list[Tensor]:
         return [] if self._buffer_policy == "none" else self.buffers.present()
 
-    def _wire(self, chosen: Selection) -> None:
-        """Install the hooks on the chosen tensors. A collective call only with `sharded=True`."""
+    def _wire(self, chosen: Selection, *, former: GradientSync | None = None) -> None:
+        """Install the hooks on the chosen tensors. A collective call only with `sharded=True`.
+
+        Args:
+            chosen: the tensors of the module that take part.
+            former: the gradient synchronization that is replaced, because the module or its group has changed.
+        """
         self.selection = chosen
         self.ignored = set(chosen.ignored)
         # Computed here, because a group of one rank may have been replaced by a larger one.
@@ -232,9 +237,9 @@ class Replica:
             [*chosen.trained, *chosen.delayed],
             self._gradient_lane,
             self.options,
-            has_own_connection=self._gradient_lane is not self.transport,
+            main_lane=self.transport,
+            former=former,
         )
-        self.gradients.main_lane = self.transport
         self._let_decide()
         self.buffers = BufferSync(
             self.module,
@@ -276,13 +281,14 @@ class Replica:
         if self._workers is not None:
             own = self._workers[self.transport.rank]
             ranks = [rank for rank, worker in enumerate(self._workers) if worker == own]  # type: ignore[assignment]
-        self.gradients.replicas.watch = self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
+        self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
+        self.gradients.compare_replicas_by(self.checks.in_backwards)
 
     def _compared_optimizers(self) -> list[Optimizer]:
         """Return the attached optimizers whose state is compared, because they must step alike on all ranks."""
         if self.plan.sharded or self.rounds is not None:
             return []
-        return [attached.optimizer for attached in self.gradients.settings.optimizers]
+        return [attached.optimizer for attached in self.gradients.riders.settings.optimizers]
 
     def _are_equal_after(self, step: int) -> None:
         """Record that a parameter sync has made all parameters equal, and compare them if that is due."""
@@ -291,7 +297,7 @@ class Replica:
 
     def before_forward_of_equal_buffers(self) -> None:
         """Record that buffers were synchronized for a forward that will change them."""
-        watch = self.gradients.replicas.watch
+        watch = self.gradients.riders.replicas.watch
         if watch is not None and self.rounds is None and self.buffers.were_sent:
             watch.buffers_are_equal(self.gradients.num_backwards + 1)
 
@@ -336,12 +342,11 @@ class Replica:
         """Replace the present hooks, using the present lanes and `options`."""
         self.refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
         self.refuse_drifting("the module and its group cannot be changed")
-        former, former_buffers = self.gradients, self.buffers
+        former_buffers = self.buffers
         self._hooks_finalizer.detach()
-        self._wire(chosen or self._chosen_again())
+        self._wire(chosen or self._chosen_again(), former=self.gradients)
         if self.compression is not None:
             self.compression.use(self._gradient_lane, self.module)
-        self.gradients.continues(former)
         self.buffers.continues(former_buffers)
 
     def _chosen_again(self) -> Selection:
@@ -379,7 +384,7 @@ class Replica:
                     f"rank {self.transport.rank}: {type(self.module).__name__} was changed inside of join(), where "
                     "ranks without inputs cannot follow: change it before or after"
                 )
-            self.gradients.before_reduction = _weakly(self._before_reduction)
+            self.gradients.controls.do_before_reduction(_weakly(self._before_reduction))
 
     def follow_in_backward(self, output: object) -> None:
         """Let the backward of this forward begin by agreeing on the changed module."""
@@ -393,7 +398,7 @@ class Replica:
         """Let the next synchronized backward compare what the ranks registered, before its first bucket."""
         self.is_agreed = False
         """Whether the ranks have compared their registered hooks, optimizers and metrics."""
-        self.gradients.before_reduction = _weakly(self._before_reduction)
+        self.gradients.controls.do_before_reduction(_weakly(self._before_reduction))
 
     def _before_reduction(self) -> None:
         """Compare registrations at the start of a synchronized backward. A collective call."""
@@ -413,7 +418,7 @@ class Replica:
         This runs at the start of a backward, which all ranks reach, and not in forward, which one rank may run alone.
         At that point it is too late to broadcast the values of new tensors, so they are compared instead.
         """
-        if not self.gradients.enabled or self.divergence.is_open or not self._has_changed():
+        if not self.gradients.controls.enabled or self.divergence.is_open or not self._has_changed():
             return
         self.refuse_drifting("the module and its group cannot be changed")
         self.transport.board.phase = (
@@ -449,7 +454,7 @@ class Replica:
             f"where what was registered with and attached to {type(self.module).__name__} is compared"
         )
         step = optimizers_in_backward(self.gradients.parameters)
-        hook = self.gradients.comm_hook
+        hook = self.gradients.layout.comm_hook
         self._check_attached()
         self._check_that_steps_can_be_discarded(inside_backward=step is not None)
         agree(
@@ -460,17 +465,17 @@ class Replica:
                 f"buffer hook: {'none' if self.buffer_hook is None else self.buffer_hook.name}",
                 f"optimizers step inside backward: {'no' if step is None else 'yes'}",
                 *(f"attached optimizer {name}" for name in self.plan.optimizers),
-                *(f"reported metric {name}" for name in self.gradients.metrics.wanted_names()),
+                *(f"reported metric {name}" for name in self.gradients.riders.metrics.wanted_names()),
                 *(() if self.sharding is None else self.sharding.describe()),
             ],
             remedy="Register, attach and report the same on every rank, between the same two backwards.",
         )
-        if not self.gradients.metrics.has_names(names := self.gradients.metrics.wanted_names()):
+        if not self.gradients.riders.metrics.has_names(names := self.gradients.riders.metrics.wanted_names()):
             self.gradients.use_metrics(names)
             self.plan = replace(self.plan, metrics=tuple(names))
         self.is_agreed = True  # only here, so that a mismatch is found again in the next backward
-        self.gradients.before_reduction = None
-        self.gradients.on_reduced = step
+        self.gradients.controls.do_before_reduction(None)
+        self.gradients.controls.do_after_reduction(step)
 
     def _check_attached(self) -> None:
         """Check that an optimizer is attached, if the strategy needs one. A collective call.
@@ -498,7 +503,7 @@ class Replica:
                 'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward: use "zero" or '
                 '"raise", or an optimizer that steps after backward'
             )
-        elif not self.gradients.settings.optimizers:
+        elif not self.gradients.riders.settings.optimizers:
             fault = SynclineError(
                 'on_nonfinite="skip" leaves the optimizer\'s step undone, but no optimizer is attached to '
                 f"{type(self.module).__name__}, so it would step all the same: write optimizer = "
@@ -552,7 +557,7 @@ class Replica:
 
     def report(self, values: Mapping[str, Any], weight: float, *, inside_join: bool) -> None:
         """See `DistributedDataParallel.report`."""
-        metrics = self.gradients.metrics
+        metrics = self.gradients.riders.metrics
         if inside_join and not metrics.has_names(values):
             raise SynclineError(
                 f"rank {self.transport.rank}: report({', '.join(values)}) inside of join(), where ranks without inputs "
@@ -573,7 +578,9 @@ class Replica:
         """Return the attached optimizers, each with its parameters."""
         if self.sharding is not None:  # because its optimizers hold shards instead
             return [(one.optimizer, [p for g in one.groups for p in g]) for one in self.sharding.optimizers]
-        return [(one.optimizer, parameters_of(one.optimizer)) for one in self.gradients.settings.optimizers]
+        return [
+            (one.optimizer, parameters_of(one.optimizer)) for one in self.gradients.riders.settings.optimizers
+        ]
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
         """See `DistributedDataParallel.attach`."""
@@ -582,7 +589,7 @@ class Replica:
             checked_flag("elementwise", elementwise)
         if replaces is not None:
             checked_flag("replace", replaces)
-        settings = self.gradients.settings
+        settings = self.gradients.riders.settings
         if any(attached.optimizer is optimizer for attached in settings.optimizers):
             return
         own = {id(parameter) for parameter in self.module.parameters()}
@@ -663,7 +670,7 @@ class Replica:
             return VoteRoute.COLLECTIVE
         if self.transport is not transport:
             return VoteRoute.COLLECTIVE
-        self.gradients.stop.vote = vote
+        self.gradients.riders.stop.carry(vote)
         return VoteRoute.GRADIENTS_ONLY if inside_join else VoteRoute.GRADIENTS
 
     # ------------------------------------------------------------------ refused combinations

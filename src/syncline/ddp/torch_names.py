@@ -81,7 +81,7 @@ class _NoReducer:
 
     def _get_local_used_map(self) -> Tensor:
         """Return how many ranks used each parameter in the last backward."""
-        return torch.tensor(self._gradients.num_ranks_using, dtype=torch.int32)
+        return torch.tensor(self._gradients.reduction.usage.num_ranks_using, dtype=torch.int32)
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -192,7 +192,7 @@ class TorchNames:
 
     @property
     def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:
-        hook = self._replica.gradients.comm_hook
+        hook = self._replica.gradients.layout.comm_hook
         return [] if hook is None else [(hook.hook, hook.state)]
 
     @property
@@ -225,13 +225,13 @@ class TorchNames:
             "num_parameter_tensors": len(parameters),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "has_error": int(replica.gradients.trouble.text is not None),
+            "has_error": int(replica.gradients.reduction.out_of_step.text is not None),
         }
-        hook = replica.gradients.comm_hook
+        hook = replica.gradients.layout.comm_hook
         if hook is not None:
             data["comm_hook"] = hook.name
-        if replica.gradients.trouble.text is not None:
-            data["error"] = replica.gradients.trouble.text
+        if replica.gradients.reduction.out_of_step.text is not None:
+            data["error"] = replica.gradients.reduction.out_of_step.text
         if last is not None:
             data["unused_parameter_size"] = len(last.unused)
             data["num_buckets_reduced"] = len(last.buckets)
@@ -248,11 +248,11 @@ class TorchNames:
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward synchronizes; `no_sync` switches it, and some frameworks set it."""
-        return self._replica.gradients.enabled
+        return self._replica.gradients.controls.enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._replica.gradients.enabled = value
+        self._replica.gradients.controls.enable(value)
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -401,7 +401,7 @@ class TorchNames:
 
     def _run_buffer_hook(self, hook: BufferHook) -> None:
         if hook.is_due:
-            self._replica.gradients.pending_futures.extend(hook.run(self.named_module_buffers))
+            self._replica.gradients.controls.wait_for(hook.run(self.named_module_buffers))
 
 
 def _refusal(name: str, instead: str) -> Callable[..., None]:

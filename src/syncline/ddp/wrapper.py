@@ -298,7 +298,8 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward. Synchronize buffers first if that is due."""
         replica = self._replica
-        synchronizes = torch.is_grad_enabled() and replica.gradients.enabled
+        gradients = replica.gradients
+        synchronizes = torch.is_grad_enabled() and gradients.controls.enabled
         board = replica.transport.board
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
@@ -317,7 +318,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             )
         elif replica.buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
-            if synchronizes and replica.gradients.replicas.watch is not None:
+            if synchronizes and replica.gradients.riders.replicas.watch is not None:
                 replica.before_forward_of_equal_buffers()
         else:
             self._before_hooked_forward(replica.buffer_hook, next_is_due=synchronizes)
@@ -344,11 +345,9 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             synchronizes
             and self.training
             and replica.transport.size > 1
-            and (
-                replica.gradients.decide is None or replica.reduces()  # None: always reduce
-            )
+            and replica.gradients.controls.decide()
         ):
-            replica.gradients.forwards.forward_ended(output)
+            replica.gradients.riders.forwards.forward_ended(output)
         board.phase = "after forward"
         return output
 
@@ -499,12 +498,8 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             >>> ddp.module.bias.grad
             tensor([2.])
         """
-        before = self._replica.gradients.enabled
-        self._replica.gradients.enabled = False
-        try:
+        with self._replica.gradients.controls.disabled():
             yield
-        finally:
-            self._replica.gradients.enabled = before
 
     @contextmanager
     def normalize_by(self, num_items: int) -> Iterator[None]:
@@ -536,7 +531,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             tensor([[1.]])
         """
         gradients = self._replica.gradients
-        hook = gradients.comm_hook
+        hook = gradients.layout.comm_hook
         if hook is not None and not hook.averages:
             raise ValueError(
                 f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "

@@ -2,10 +2,12 @@
 
 Imports: errors, differences, checks, records, user_code, _torch, transport, session, optimizers, tensors, equality.
 
+backward.py              one backward: its state, and what is known of it
 backward_owner.py        which wrapper a backward belongs to, where several share parameters
 bucket.py                one bucket: a flat tensor, its views, its state
 bucket_plan.py           which gradients travel together, and in which order: pure
 comm_hook.py             a user's communication hook in place of all_reduce
+controls.py              what a wrapper requests of the next backwards
 distributed_autograd.py  gradients that torch's distributed autograd keeps in contexts
 graph_tasks.py           which graph tasks of the autograd engine make up one backward: a state machine
 layout.py                where each gradient lies
@@ -13,7 +15,8 @@ ledger.py                what was reduced in the last backward
 options.py               how gradients are synchronized: a frozen value
 out_of_step.py           errors after which ranks have sent different things
 outputs.py               the tensors in whatever a forward returns
-reducer.py               the reducer: hooks, the start of a backward, buckets in flight, its end
+reducer.py               the reducer: hooks, the start and the end of a backward
+reduction.py             buckets in flight: filled, sent, waited for, handed out
 shard.py                 this rank's shard of a bucket
 shard_plan.py            which rank owns which part of which bucket: pure
 sparse.py                a bucket of one sparse gradient

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from syncline._torch.autograd import is_inside_another_backward
 
-__all__ = ["Entry", "Turns"]
+__all__ = ["Entry", "GraphTasks"]
 
 
 _NONE = -1
@@ -22,24 +22,24 @@ class Entry(enum.Enum):
     """The meaning of a gradient that becomes ready in some task."""
 
     BEGINS = "a backward begins"
-    GOES_ON = "the backward goes on, perhaps in another of its tasks"
-    INTERRUPTS = "a backward begins, but the one before never came to its end"
-    TOO_LATE = "the backward goes on, but all its gradients were there and it was taken for ended"
+    CONTINUES = "the backward continues, perhaps in another of its tasks"
+    INTERRUPTS = "a backward begins, but the one before has not ended"
+    TOO_LATE = "the backward continues, but all its gradients were ready, so that it was ended"
 
 
-class Turns:
+class GraphTasks:
     """A state machine that assigns graph tasks to one backward after another.
 
     Args:
         is_inside: returns whether the running task was started inside another one; called a few times per backward.
 
     Example:
-        >>> turns = Turns(is_inside=lambda: False)
-        >>> turns.enter(7).name
+        >>> tasks = GraphTasks(is_inside=lambda: False)
+        >>> tasks.enter(7).name
         'BEGINS'
-        >>> turns.join(7)
-        >>> turns.enter(7).name, turns.ends_backward(7, is_complete=True)
-        ('GOES_ON', True)
+        >>> tasks.join(7)
+        >>> tasks.enter(7).name, tasks.ends_backward(7, is_complete=True)
+        ('CONTINUES', True)
     """
 
     def __init__(self, is_inside: Callable[[], bool] = is_inside_another_backward) -> None:
@@ -61,10 +61,10 @@ class Turns:
         if self._tasks:
             if task in self._tasks:
                 self.current = task
-                return Entry.GOES_ON
+                return Entry.CONTINUES
             # Ids grow, so a task with a smaller id is the outer one, in which a re-entrant backward began.
             if task < max(self._tasks) or self._is_inside():
-                return Entry.GOES_ON
+                return Entry.CONTINUES
             return Entry.INTERRUPTS
         if self._ended_inside and self._is_inside():
             return Entry.TOO_LATE
@@ -107,5 +107,5 @@ class Turns:
         self.outermost = None
 
     def forward_begins(self) -> None:
-        """Note that a forward begins, so that the next backward is not taken for the rest of the last one."""
+        """Note that a forward begins, so that the next backward starts a new step."""
         self._ended_inside = False

@@ -85,7 +85,8 @@ class BucketLayout:
         self._specs = parameter_specs(named_parameters, options)
         self._transport = transport
         self._options = options
-        self._comm_hook: CommHook | None = None
+        self.comm_hook: CommHook | None = None
+        """The communication hook that reduces the buckets; None for the transport's all_reduce."""
         self._kinds: list[tuple[Tensor, torch.dtype, torch.device]] = []
 
     def reserve_tail(self, widths: Sequence[int]) -> None:
@@ -103,7 +104,7 @@ class BucketLayout:
         if self.message is not None:
             self.message = TailMessage(self._transport, form.numel)
             return
-        in_place = self.order_is_learnt and self._transport.reduces_in_place and self._comm_hook is None
+        in_place = self.order_is_learnt and self._transport.reduces_in_place and self.comm_hook is None
         self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters], in_place=in_place)
 
     def build(self, comm_hook: CommHook | None) -> None:
@@ -111,7 +112,7 @@ class BucketLayout:
 
         The parameters used last in forward are usually ready first in backward.
         """
-        self._comm_hook = comm_hook
+        self.comm_hook = comm_hook
         self.order_is_learnt = False
         # Shards keep their place from the start, so these buckets do not wait for an order to be learnt.
         in_place = self._options.sharded and self._transport.reduces_in_place
@@ -131,14 +132,14 @@ class BucketLayout:
         self.order_is_learnt = True
         if self._options.sharded:
             return
-        in_place = self._transport.reduces_in_place and self._comm_hook is None
+        in_place = self._transport.reduces_in_place and self.comm_hook is None
         order = [i for bucket in self.buckets for i in bucket.plan.parameters]
         if len(self.buckets) > 1:
             seen = set(ready)
             rest = [i for i in order if i not in seen]
-            told = torch.tensor([*ready, *rest], device=self._transport.control_device)
-            self._transport.broadcast(told, 0).wait()
-            order = told.tolist()
+            sent = torch.tensor([*ready, *rest], device=self._transport.control_device)
+            self._transport.broadcast(sent, 0).wait()
+            order = sent.tolist()
         elif not in_place:
             return
         self._build_anew(order, in_place=in_place)
@@ -172,7 +173,7 @@ class BucketLayout:
         # sent; and of a sharded bucket each rank reads only its shard.
         sharded = self._options.sharded
         is_apart = (
-            self._comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
+            self.comm_hook is not None or bool(self._options.sparse) or self._options.skip_unused or sharded
         )
         self.message = TailMessage(self._transport, numel) if is_apart else None
         plans = plan_buckets(
@@ -192,7 +193,7 @@ class BucketLayout:
                 plan,
                 self._parameters,
                 self._transport,
-                comm_hook=self._comm_hook,
+                comm_hook=self.comm_hook,
                 is_last=plan is plans[-1],
             )
             if plan.sparse
@@ -201,7 +202,7 @@ class BucketLayout:
                 self._parameters,
                 self._transport,
                 as_view=self._has_views(plan.dtype),
-                comm_hook=self._comm_hook,
+                comm_hook=self.comm_hook,
                 is_last=plan is plans[-1],
                 in_place=in_place,
                 shared_names=[spec.name for spec in self._specs] if sharded else None,

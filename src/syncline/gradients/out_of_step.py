@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 
-__all__ = ["Trouble"]
+__all__ = ["OutOfStep"]
 
 _CHECKPOINTING = "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
 
 
-class Trouble:
+class OutOfStep:
     """The error after which one rank has sent data that another has not.
 
     Args:
         rank: the number of this rank.
         names: names of all parameters, by index.
+        text: the text of an error that was raised before; None if there was none.
     """
 
-    def __init__(self, rank: int, names: Sequence[str]) -> None:
-        self.text: str | None = None
+    def __init__(self, rank: int, names: Sequence[str], *, text: str | None = None) -> None:
+        self.text = text
         """The text of the error; None if there was none."""
         self._rank = rank
         self._names = names
@@ -48,7 +49,7 @@ class Trouble:
     # The methods below return an error, which the caller raises.
 
     def too_late(self, step: int) -> SynclineError:
-        """Return the error for a gradient that came after its backward, inside of another one, was taken for ended."""
+        """Return the error for a gradient that came after the end of its backward, which runs inside another one."""
         return self._error(
             step,
             "a gradient came after all parameters had theirs and were reduced, from another re-entrant checkpoint of "

@@ -1,18 +1,23 @@
-"""The parameters that get a gradient in a backward, and how often: read from the autograd engine, or learnt once."""
+"""The parameters that get a gradient in a backward, and how often: read from the autograd engine, or learnt once.
+
+Three options need this: `find_unused_parameters` (`GraphUsage`), `skip_all_reduce_unused_params` (`SharedUsage`) and
+`static_graph` (`StaticUsage`). `Usage` holds those that are in use, and the reducer calls only it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch import Tensor
 from torch.autograd import graph
 
-from syncline._torch.autograd import reaches_all_leaves, will_execute_node
+from syncline._torch.autograd import is_inside_another_backward, reaches_all_leaves, will_execute_node
 from syncline.errors import SynclineError
+from syncline.gradients.options import GradientOptions
 from syncline.gradients.tail import TailMessage
 from syncline.transport.base import Transport
 
-__all__ = ["GraphUsage", "SharedUsage", "StaticUsage", "is_accumulating"]
+__all__ = ["GraphUsage", "SharedUsage", "StaticUsage", "Usage", "is_accumulating"]
 
 
 def is_accumulating(parameters: Sequence[Tensor]) -> bool:
@@ -69,7 +74,7 @@ class SharedUsage:
         self._mine: Sequence[int] = ()
         self._all: Sequence[float] | None = None
 
-    def tell(self, used: Sequence[int]) -> None:
+    def start(self, used: Sequence[int]) -> None:
         """Start the exchange, with 1 for each parameter that this rank has a gradient for and 0 for the others."""
         self._mine, self._all = used, None
         self._message.launch(used)
@@ -124,3 +129,58 @@ class StaticUsage:
         if not self.is_learnt:
             self.is_learnt = True
             self.expected[:] = [max(1, count) for count in self.counts]
+
+
+class Usage:
+    """The parameters that a backward uses, according to the options.
+
+    Args:
+        parameters: the parameters whose gradients are reduced.
+        transport: the transport between the ranks.
+        options: the options of gradient synchronization.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], transport: Transport, options: GradientOptions) -> None:
+        self.static = StaticUsage(len(parameters)) if options.static_graph else None
+        """The counts of a static graph; None without `static_graph`."""
+        self.num_ranks_using: Sequence[int] = ()
+        """Number of ranks that used each parameter in the last backward; empty if unused ones are not detected."""
+        self._parameters = parameters
+        self._graph = GraphUsage(parameters) if options.allow_unused and not options.static_graph else None
+        self._shared = SharedUsage(transport, len(parameters)) if options.skip_unused else None
+        self.reads_graph = self._graph is not None
+        """Whether each backward asks the autograd engine which parameters it will not reach."""
+        self.is_exchanged = self._shared is not None
+        """Whether the ranks exchange their use of parameters when a backward begins."""
+
+    def absent(self) -> frozenset[int]:
+        """Return the parameters that the backward that begins now will not reach, as far as that is known."""
+        if self._graph is None or is_inside_another_backward():
+            return frozenset()
+        return self._graph.absent()
+
+    def exchange(self, now: Set[int], unreduced: Set[int]) -> None:
+        """Start to exchange the use of parameters, if ranks do.
+
+        Args:
+            now: the parameters that this rank uses in the present backward.
+            unreduced: the parameters that it has used in earlier ones, which were not reduced.
+        """
+        if self._shared is not None:
+            self._shared.start(self.uses(now, unreduced))
+
+    def uses(self, now: Set[int], unreduced: Set[int]) -> list[int]:
+        """Return 1 for each parameter for which this rank has a gradient, else 0. Arguments as for `exchange`."""
+        return [
+            int(index in now or (index in unreduced and parameter.grad is not None))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def is_unused_by_all(self, parameters: Sequence[int]) -> bool:
+        """Return whether it is known that no rank uses any of these parameters."""
+        return self._shared is not None and self._shared.is_unused_by_all(parameters)
+
+    def wait(self) -> None:
+        """Wait for the exchange, if there is one."""
+        if self._shared is not None:
+            self._shared.wait()

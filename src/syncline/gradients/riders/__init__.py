@@ -1,8 +1,8 @@
 """Riders: small facts of each rank that travel behind the gradients, one file per rider.
 
-To add one, write a subclass of Rider in a file here, and add a line to `GradientSync._make_riders` (`../reducer.py`).
+To add one, write a subclass of Rider in a file here, and add a line to the list in `roster.py`.
 
-base.py           Rider, the interface of one rider; Riders, all riders of a reducer
+base.py           Rider, the interface of one rider; Riders, several of them
 coverage.py       which slice of a replica is compared in which step
 discarded.py      gradients that must not be applied
 forwards.py       rider: forwards in training mode that had no backward
@@ -12,6 +12,7 @@ missing.py        riders: parameters without a gradient; static graphs that chan
 nonfinite.py      rider: gradients that are NaN or infinite
 replica_watch.py  comparison of one slice of the replica per step
 replicas.py       rider: the fingerprint of that slice
+roster.py         all riders of a reducer, in order
 same_data.py      rider: a hash of gradients, to detect that all ranks train on the same data
 settings.py       rider: the settings of attached optimizers
 stop.py           rider: this rank's vote on stopping

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from syncline.gradients.backward import Backward
 from syncline.transport.base import Transport
 
 __all__ = ["Holder", "Reduced", "Rider", "Riders", "Words"]
@@ -113,8 +114,12 @@ class Rider:
     def look_at(self, bucket: Holder) -> None:
         """Read this rank's gradients before they are sent."""
 
-    def word(self) -> int:
-        """Return this rank's word, from 0 (nothing to report) to 2**num_bits - 1."""
+    def word(self, backward: Backward) -> int:
+        """Return this rank's word, from 0 (nothing to report) to 2**num_bits - 1.
+
+        Args:
+            backward: the backward that is being reduced.
+        """
         return 0
 
     def hear(self, words: Words) -> None:
@@ -134,8 +139,6 @@ class Riders:
     """All riders of a reducer, in the order in which they draw their conclusions; the same on all ranks."""
 
     def __init__(self, riders: Sequence[Rider], transport: Transport) -> None:
-        self.widths = tuple(rider.num_bits for rider in riders)
-        """The number of bits of each word."""
         self._riders = riders
         self._transport = transport
         # Calling an empty method costs about as much as calling a short one, so only overridden methods are called.
@@ -144,6 +147,11 @@ class Riders:
         self._hearing_silence = [one for one in riders if type(one).hear_silence is not Rider.hear_silence]
         self._concluding = [one for one in riders if type(one).conclude is not Rider.conclude]
         self._forgetting = [one for one in riders if type(one).forget is not Rider.forget]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The number of bits of each word."""
+        return tuple(rider.num_bits for rider in self._riders)
 
     def begin_step(self, step: int) -> None:
         """Begin a backward that is reduced."""
@@ -155,9 +163,9 @@ class Riders:
         for rider in self._looking:
             rider.look_at(bucket)
 
-    def words(self) -> list[int]:
+    def words(self, backward: Backward) -> list[int]:
         """Return this rank's words."""
-        return [rider.word() for rider in self._riders]
+        return [rider.word(backward) for rider in self._riders]
 
     def hear(self, rows: Sequence[Sequence[int] | None], step: int) -> None:
         """Give each rider its words from all ranks.

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.differences import describe_ranks
+from syncline.gradients.backward import Backward
 from syncline.gradients.outputs import tensors_in, when_backward_reaches
 from syncline.gradients.riders.base import Rider, Words
 from syncline.user_code import warn_user
@@ -34,7 +35,7 @@ class Forwards(Rider):
         >>> import torch
         >>> forwards = Forwards()
         >>> forwards.forward_ended(torch.ones(2, requires_grad=True) * 2)
-        >>> forwards.word()
+        >>> forwards.num_waiting
         1
     """
 
@@ -61,7 +62,7 @@ class Forwards(Rider):
         for tensor in tensors:
             when_backward_reaches(tensor, watch)
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return the number of waiting forwards, at most 255."""
         return min(self.num_waiting, 255)
 

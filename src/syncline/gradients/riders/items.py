@@ -25,6 +25,7 @@ from syncline._torch.tensors import foreach_mul_, stored_values, version_of
 from syncline.checks import checked_count
 from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 
 __all__ = ["MAX_ITEMS", "ItemCount", "ItemNormalizer", "Items", "Standing", "checked_num_items"]
@@ -304,16 +305,14 @@ class Items(Rider):
     num_bits = 49
 
     def __init__(self) -> None:
-        self.num_items: int | None = None
-        """Items of the present backward; None outside of `normalize_by`."""
         self.of_ranks: tuple[int, ...] = ()
         """The items of all ranks in the step that was reported last; 0 for a rank without inputs."""
         self.any_counted = False
         """Whether the gradients of that step are sums over items."""
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return the number of items plus 1; 0 if they are not counted."""
-        return 0 if self.num_items is None else self.num_items + 1
+        return 0 if backward.num_items is None else backward.num_items + 1
 
     def hear(self, words: Words) -> None:
         """Store the counts of all ranks.
@@ -334,4 +333,4 @@ class Items(Rider):
 
     def forget(self) -> None:
         """Reset the counts at the end of a backward."""
-        self.num_items, self.of_ranks, self.any_counted = None, (), False
+        self.of_ranks, self.any_counted = (), False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.checks import number_in, what_it_is
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 
 __all__ = ["Metrics", "check_metric"]
@@ -33,7 +34,10 @@ class Metrics(Rider):
         >>> for metrics, loss, weight in ((one, 2.0, 3), (other, 6.0, 1)):
         ...     metrics.add({"loss": loss}, weight)
         ...     metrics.use_names(["loss"])
-        >>> one.hear(Words((one.word(), other.word()), step=1, transport=ThreadGroup(2).transport(0)))
+        >>> from syncline.gradients.backward import Backward, BackwardState
+        >>> backward = Backward(step=1, state=BackwardState.FILLING)
+        >>> words = (one.word(backward), other.word(backward))
+        >>> one.hear(Words(words, step=1, transport=ThreadGroup(2).transport(0)))
         >>> one.last
         {'loss': 3.0}
     """
@@ -62,10 +66,11 @@ class Metrics(Rider):
         self._names = tuple(names)
         self.num_bits = _BITS * len(names)
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return this rank's mean and weight of each metric; the weight is 0 if this rank did not report it."""
-        if not self._reports:
-            return 0
+        return self._own_word() if self._reports else 0
+
+    def _own_word(self) -> int:
         numbers = [number for name in self._names for number in self._own(name)]
         # A number that is too large for float32 becomes infinity.
         rounded = torch.tensor(numbers, dtype=torch.float64).float().tolist()
@@ -81,7 +86,7 @@ class Metrics(Rider):
 
     def conclude_alone(self) -> None:
         """Use this rank's own means, because there is one rank or this backward is not reduced."""
-        self._average([self.word()] if self._reports else [])
+        self._average([self._own_word()] if self._reports else [])
         self._reports.clear()
 
     def forget(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from syncline.errors import ContractMismatch, UnreducedGradients
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 from syncline.gradients.usage import StaticUsage
 
@@ -16,22 +17,27 @@ class MissingGradients(Rider):
 
     Args:
         names: names of all parameters, by index.
+        are_allowed: whether a missing gradient counts as zero instead of being an error.
     """
 
     num_bits = 1
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.indices: frozenset[int] = frozenset()
-        """Indices of this rank's parameters without a gradient in the present backward."""
+    def __init__(self, names: Sequence[str], *, are_allowed: bool) -> None:
         self._names = names
+        self._are_allowed = are_allowed
+        self._reported: list[str] = []
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return 1 if a gradient is missing."""
-        return int(bool(self.indices))
+        if not backward.missing:
+            return 0
+        self._reported = self._missing(backward)
+        return int(bool(self._reported))
 
-    def named(self) -> list[str]:
-        """Return the names of the parameters without a gradient."""
-        return [self._names[index] for index in sorted(self.indices)]
+    def _missing(self, backward: Backward) -> list[str]:
+        if self._are_allowed:
+            return []
+        return [self._names[index] for index in sorted(backward.missing)]
 
     def hear(self, words: Words) -> None:
         """Check the step on all ranks.
@@ -40,16 +46,16 @@ class MissingGradients(Rider):
             UnreducedGradients: gradients are missing on some rank; raised with the same text on every rank.
         """
         if words.any_set:
-            raise self._error(words.exchange(self.named()), words.step)
+            raise self._error(words.exchange(self._reported), words.step)
 
-    def check_alone(self, *, rank: int, num_ranks: int, step: int) -> None:
+    def check_alone(self, backward: Backward, *, rank: int, num_ranks: int) -> None:
         """Check this rank's step, because there is one rank or this backward is not reduced.
 
         Raises:
             UnreducedGradients: gradients are missing.
         """
-        if self.indices:
-            raise self._error([self.named() if r == rank else [] for r in range(num_ranks)], step)
+        if names := self._missing(backward):
+            raise self._error([names if r == rank else [] for r in range(num_ranks)], backward.step)
 
     def _error(self, missing: Sequence[Sequence[str]], step: int) -> UnreducedGradients:
         return UnreducedGradients(
@@ -74,7 +80,7 @@ class StaticGraph(Rider):
         self._names = names
         self._static = static
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return 1 if the graph has changed."""
         return int(self._static.has_changed())
 
@@ -87,14 +93,14 @@ class StaticGraph(Rider):
         if words.any_set:
             raise self._error(words.exchange(self._lines()), words.step)
 
-    def check_alone(self, *, rank: int, num_ranks: int, step: int) -> None:
+    def check_alone(self, backward: Backward, *, rank: int, num_ranks: int) -> None:
         """Check this rank's step, because there is one rank or this backward is not reduced.
 
         Raises:
             ContractMismatch: its graph has changed.
         """
         if lines := self._lines():
-            raise self._error([lines if r == rank else [] for r in range(num_ranks)], step)
+            raise self._error([lines if r == rank else [] for r in range(num_ranks)], backward.step)
 
     def _lines(self) -> list[str]:
         if not self._static.has_changed():

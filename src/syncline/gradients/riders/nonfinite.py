@@ -23,6 +23,7 @@ from torch import Tensor
 from syncline._torch.grad_scaler import ScalerFinder
 from syncline._torch.tensors import foreach_norm, stored_values
 from syncline.errors import NonFiniteGradient
+from syncline.gradients.backward import Backward
 from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
 from syncline.gradients.riders.discarded import DiscardedGradients
@@ -180,7 +181,7 @@ class NonFiniteWatch(NonFinite):
             sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)
             self._sizes += zip((index for index, _ in parts), sizes, strict=True)
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return 1 if this rank's own gradients are not finite."""
         return int(self.has_found())
 

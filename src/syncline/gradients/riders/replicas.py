@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
 from syncline.gradients.riders.replica_watch import NUM_FINGERPRINT_BITS, ReplicaWatch
 
@@ -21,13 +22,19 @@ class Replicas(Rider):
         """The object that compares replicas; None without `replica_check`."""
         self._reported: list[int] | None = None
 
+    def use(self, watch: ReplicaWatch | None) -> None:
+        """Compare replicas by `watch` from now on. It takes over the state of the object that did so before."""
+        if watch is not None and self.watch is not None:
+            watch.continues(self.watch)
+        self.watch = watch
+
     def begin_step(self, step: int) -> None:
         """Hash the slice before anything writes."""
         if self.watch is not None:
             at = step - self.watch.steps_before
             self.watch.begin(range(at, at + 1))
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return the fingerprint; 0 if no part of the replica has its turn."""
         return 0 if self.watch is None else self.watch.fingerprint()
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 
 from syncline.errors import SameDataWarning
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Rider, Words
 from syncline.user_code import warn_user
 
@@ -57,7 +58,7 @@ class SameData(Rider):
         self._is_zero = self._is_zero and not any(sample)
         self._seen = zlib.crc32(repr(sample).encode(), self._seen)
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return the hash of the sampled elements, 1 to 255; 0 if all of them are zero, or the comparison is over."""
         return 0 if self._is_zero or not self.is_open else 1 + self._seen % 255
 

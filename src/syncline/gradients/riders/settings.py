@@ -11,6 +11,7 @@ import zlib
 
 from syncline.differences import describe_difference
 from syncline.errors import ContractMismatch
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 from syncline.optimizers.attached import AttachedOptimizer
 
@@ -28,7 +29,7 @@ class Settings(Rider):
     def __init__(self) -> None:
         self.optimizers: list[AttachedOptimizer] = []
 
-    def word(self) -> int:
+    def word(self, backward: Backward) -> int:
         """Return a hash of the settings of all attached optimizers; 0 if none is attached."""
         if not self.optimizers:
             return 0

@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 from syncline.session.stop_request import StopRequest
 from syncline.transport.agreement import gather_rows
@@ -69,19 +70,23 @@ class Stop(Rider):
     num_bits = 1
 
     def __init__(self) -> None:
-        self.vote: StopVote | None = None
+        self._vote: StopVote | None = None
 
-    def word(self) -> int:
+    def carry(self, vote: StopVote) -> None:
+        """Report this vote in each synchronized backward from now on."""
+        self._vote = vote
+
+    def word(self, backward: Backward) -> int:
         """Return 1 if this process was asked to stop."""
-        return int(self.vote is not None and self.vote.request.is_asked)
+        return int(self._vote is not None and self._vote.request.is_asked)
 
     def hear(self, words: Words) -> None:
         """Pass the words to the vote."""
-        if self.vote is not None:
-            self.vote.num_received += 1
-            self.vote.receive(words)
+        if self._vote is not None:
+            self._vote.num_received += 1
+            self._vote.receive(words)
 
     def hear_silence(self, step: int) -> None:
         """Count a backward in which no rank reported a request to stop."""
-        if self.vote is not None:
-            self.vote.num_received += 1
+        if self._vote is not None:
+            self._vote.num_received += 1

@@ -1,0 +1,71 @@
+"""The riders of one reducer, by name and in the order in which they conclude. A new rider is added here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from syncline.gradients.options import GradientOptions
+from syncline.gradients.riders.base import Rider, Riders
+from syncline.gradients.riders.forwards import Forwards
+from syncline.gradients.riders.items import Items
+from syncline.gradients.riders.metrics import Metrics
+from syncline.gradients.riders.missing import MissingGradients, StaticGraph
+from syncline.gradients.riders.nonfinite import NonFinite, NonFiniteWatch
+from syncline.gradients.riders.replicas import Replicas
+from syncline.gradients.riders.same_data import SameData
+from syncline.gradients.riders.settings import Settings
+from syncline.gradients.riders.stop import Stop
+from syncline.gradients.usage import StaticUsage
+from syncline.transport.base import Transport
+
+__all__ = ["Roster"]
+
+
+class Roster(Riders):
+    """All riders of a reducer; the same on all ranks.
+
+    Args:
+        names: names of all parameters, by index.
+        transport: the transport between the ranks.
+        options: the options of gradient synchronization.
+        static: the counts of a static graph; None without `static_graph`.
+        gradients: returns the tensors in `.grad`, or those that represent them.
+        former: the riders whose state is taken over, because the module or its group has changed.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        transport: Transport,
+        options: GradientOptions,
+        *,
+        static: StaticUsage | None,
+        gradients: Callable[[], Iterable[Tensor | None]],
+        former: Roster | None = None,
+    ) -> None:
+        self.stop: Stop = Stop() if former is None else former.stop
+        self.forwards: Forwards = Forwards() if former is None else former.forwards
+        self.settings: Settings = Settings() if former is None else former.settings
+        self.metrics: Metrics = Metrics() if former is None else former.metrics
+        self.replicas: Replicas = Replicas() if former is None else former.replicas
+        self.same_data: SameData = SameData() if former is None else former.same_data
+        self.items = Items()
+        self.missing = MissingGradients(names, are_allowed=options.allow_unused)
+        self.nonfinite = NonFinite()
+        if options.on_nonfinite != "ignore":
+            self.nonfinite = NonFiniteWatch(options.on_nonfinite, names, gradients, transport)
+            if former is not None:
+                self.nonfinite.continues(former.nonfinite)
+        riders: list[Rider] = [self.stop, self.same_data, self.forwards, self.settings, self.missing]
+        self.static_graph: StaticGraph | None = None
+        if static is not None:
+            self.static_graph = StaticGraph(names, static)
+            riders.append(self.static_graph)
+        riders += [self.items, self.metrics]
+        if options.on_nonfinite != "ignore":
+            riders.append(self.nonfinite)
+        if options.compares_replicas:
+            riders.append(self.replicas)
+        super().__init__(riders, transport)

@@ -1,0 +1,46 @@
+"""The states of a backward: the code, its own table, and the table of the architecture page agree."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from syncline.gradients import backward as module
+from syncline.gradients.backward import ALLOWED_MOVES, Backward, BackwardState
+
+DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
+
+_ROW = re.compile(r"^\| `?([A-Z]+)`?\s+\|.*\|([^|]*)\|$", re.MULTILINE)
+
+
+def moves_in(text: str) -> dict[str, set[str]]:
+    """The rows of the table of states in `text`: a state, and the next ones."""
+    return {state: set(re.findall(r"[A-Z]{4,}", after)) for state, after in _ROW.findall(text)}
+
+
+@pytest.mark.parametrize("text", [str(module.__doc__), DOCS.read_text()], ids=["module", "architecture page"])
+def test_the_table_of_states_is_that_of_the_code(text: str) -> None:
+    assert moves_in(text) == {state.name: {to.name for to in after} for state, after in ALLOWED_MOVES.items()}
+
+
+def test_every_other_move_is_refused() -> None:
+    for state, to in product(BackwardState, repeat=2):
+        backward = Backward(step=3, state=state)
+        if to in ALLOWED_MOVES[state]:
+            backward.move(to)
+            assert backward.state is to
+        else:
+            with pytest.raises(AssertionError, match=f"the backward of step 3: {state.value} -> {to.value}"):
+                backward.move(to)
+
+
+@pytest.mark.parametrize("state", BackwardState)
+def test_a_backward_knows_from_its_beginning_whether_it_is_reduced(state: BackwardState) -> None:
+    backward = Backward(step=1, state=state)
+    assert backward.is_synchronized is (state in (BackwardState.DEFERRED, BackwardState.FILLING))
+    if BackwardState.FAILED in ALLOWED_MOVES[state]:
+        was, _ = backward.is_synchronized, backward.move(BackwardState.FAILED)
+        assert backward.is_synchronized is was
