@@ -18,9 +18,7 @@ module's parameters.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -52,10 +50,11 @@ from syncline.gradients.riders.settings import Settings
 from syncline.gradients.riders.stop import Stop
 from syncline.gradients.sparse import SparseBucket
 from syncline.gradients.usage import GraphUsage, SharedUsage, StaticUsage, is_accumulating
+from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
-__all__ = ["GradientSync", "caretakers_of", "remember_caretaker"]
+__all__ = ["GradientSync", "reducers_of"]
 
 
 _NONE: frozenset[int] = frozenset()
@@ -159,11 +158,11 @@ class GradientSync:
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
         if self._contexts is not None:
             self.handles += self._contexts.handles
-        rivals = caretakers_of(self.parameters)
+        rivals = reducers_of(self.parameters)
         self.ownership.share_with(other.ownership for other in rivals)
         for other in rivals:
             other.layout.give_back_views()
-        remember_caretaker(self)
+        REGISTRY.add(self)
 
     def _make_riders(self) -> None:
         """Put the riders in order; the same on all ranks."""
@@ -832,20 +831,8 @@ def _gradients_of(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterato
         yield from (parameter.grad for parameter in parameters)
 
 
-_lock = threading.Lock()  # ranks may be threads
-
-_known: weakref.WeakSet[GradientSync] = weakref.WeakSet()
-
-
-def remember_caretaker(caretaker: GradientSync) -> None:
-    """Register a reducer for `caretakers_of`, which finds it as long as it exists and has its hooks."""
-    with _lock:
-        _known.add(caretaker)
-
-
-def caretakers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
-    """Return the reducers that synchronize the gradients of any of these parameters."""
+def reducers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
+    """Return the reducers that exist, have their hooks, and reduce the gradients of any of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
-    with _lock:
-        known = list(_known)
+    known = REGISTRY.living(GradientSync)
     return [one for one in known if one.handles and any(id(p) in wanted for p in one.parameters)]
