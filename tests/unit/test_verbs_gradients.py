@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import ContractMismatch, SynclineError
-from syncline.gradients.reducer import caretakers_of
+from syncline.gradients.reducer import reducers_of
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
 
@@ -355,7 +355,7 @@ def test_a_freed_wrapper_takes_care_of_nothing_also_where_it_is_not_freed_yet(
             ddp(batch(t.rank)).square().sum().backward()
         if t.rank in freed_on:
             ddp._replica.gradients.remove_hooks()  # as when it is freed, whenever that is
-            assert caretakers_of(module.parameters()) == []
+            assert reducers_of(module.parameters()) == []
         sl.sync_gradients_(module, group=t)
         reference = small()
         for rank in range(2):

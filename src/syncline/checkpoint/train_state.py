@@ -18,7 +18,7 @@ from syncline.checkpoint.random_state import rng_state, set_rng_state
 from syncline.checkpoint.rollback import Before
 from syncline.checks import checked_count, checked_flag, checked_state, what_it_is
 from syncline.data.sampler import DistributedSampler
-from syncline.gradients.reducer import GradientSync, caretakers_of
+from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
@@ -191,7 +191,7 @@ class TrainState(ShardedState):
 
     def _gradient_syncs(self) -> list[GradientSync]:
         modules = [one for one in self.named.values() if isinstance(one, nn.Module)]
-        return caretakers_of(parameter for module in modules for parameter in module.parameters())
+        return reducers_of(parameter for module in modules for parameter in module.parameters())
 
     def load_torch(
         self,

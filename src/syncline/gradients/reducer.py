@@ -8,15 +8,10 @@ One backward, in order (`docs/architecture.md` has the picture, `backward.py` th
 3. A bucket whose gradients are all ready is launched, strictly in index order.
 4. At the end of backward the remaining buckets are launched, with zeros for missing gradients. All buckets are waited
    for, the tail of the last one is read, and `.grad` gets the mean (`reduction.py`).
-
-A registry of all gradient synchronizations stands at the end of the file. It finds the one of a bare module by the
-module's parameters.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -42,10 +37,11 @@ from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.roster import Roster
 from syncline.gradients.usage import StaticUsage, is_accumulating
+from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
-__all__ = ["GradientSync", "caretakers_of", "remember_caretaker"]
+__all__ = ["GradientSync", "reducers_of"]
 
 
 class GradientSync:
@@ -105,11 +101,11 @@ class GradientSync:
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
         if self._contexts is not None:
             self._handles += self._contexts.handles
-        rivals = caretakers_of(self.parameters)
+        rivals = reducers_of(self.parameters)
         self.ownership.share_with(other.ownership for other in rivals)
         for other in rivals:
             other.layout.give_back_views()
-        remember_caretaker(self)
+        REGISTRY.add(self)
 
     def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
         """Return the indices of those of these parameters that hold gradients that were not reduced."""
@@ -564,20 +560,8 @@ class GradientSync:
         self.backward.move(to)
 
 
-_lock = threading.Lock()  # ranks may be threads
-
-_known: weakref.WeakSet[GradientSync] = weakref.WeakSet()
-
-
-def remember_caretaker(caretaker: GradientSync) -> None:
-    """Register a reducer for `caretakers_of`, which finds it as long as it exists and has its hooks."""
-    with _lock:
-        _known.add(caretaker)
-
-
-def caretakers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
+def reducers_of(parameters: Iterable[Tensor]) -> list[GradientSync]:
     """Return the reducers that synchronize the gradients of any of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
-    with _lock:
-        known = list(_known)
-    return [one for one in known if one.has_hooks and any(id(p) in wanted for p in one.parameters)]
+    living = REGISTRY.living(GradientSync)
+    return [one for one in living if one.has_hooks and any(id(p) in wanted for p in one.parameters)]

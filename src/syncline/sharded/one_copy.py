@@ -18,33 +18,34 @@ from torch import Tensor, nn
 from syncline._torch.tensors import version_of
 from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
+from syncline.session.registry import REGISTRY
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.base import Transport
 
 __all__ = ["OneCopy", "has_one_copy", "one_copy_of", "remember_one_copy", "written_elsewhere"]
 
 
-_copies: weakref.WeakKeyDictionary[nn.Module, OneCopy] = weakref.WeakKeyDictionary()
-
 _MAX_NAMES = 5
 
 
 def one_copy_of(module: nn.Module) -> OneCopy | None:
     """Return the guard of a module's shared parameters; None if they are not shared."""
-    return _copies.get(module)
+    return REGISTRY.by_module(OneCopy).get(module)
 
 
 def has_one_copy(module: nn.Module) -> bool:
     """Return whether the parameters of a module, or of one of its submodules, are shared."""
-    return bool(_copies) and any(inner in _copies for inner in module.modules())
+    copies = REGISTRY.by_module(OneCopy)
+    return bool(copies) and any(inner in copies for inner in module.modules())
 
 
 def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
     """Make `copy` the guard of a module's parameters. `load_state_dict` of the module then waits as writers must."""
-    if module not in _copies:
+    copies = REGISTRY.by_module(OneCopy)
+    if module not in copies:
         module.register_load_state_dict_pre_hook(_BeforeLoading(module))
         module.register_load_state_dict_post_hook(_AfterLoading(module))
-    _copies[module] = copy
+    copies[module] = copy
 
 
 class OneCopy:
@@ -179,7 +180,7 @@ class _LoadingHook:
 
     def _copy(self) -> OneCopy | None:
         module = None if self._module is None else self._module()
-        return None if module is None else _copies.get(module)
+        return None if module is None else one_copy_of(module)
 
 
 class _BeforeLoading(_LoadingHook):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from syncline.buffers.pooling import BufferAverage, running_statistics
 from syncline.checks import checked_flag, checked_number
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
+from syncline.session.registry import REGISTRY
 from syncline.session.world import transport_of
 from syncline.sharded.attached import is_sharded
 from syncline.tensors.reduction import ReductionPlan, TensorReducer, check_reducible
@@ -306,15 +306,13 @@ class _Kept:
         """The reduction plan of the last call."""
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-
-
 def _of_module(module: nn.Module) -> _Averaged:
     refuse_one_copy(module)
     walked = walk(module)
-    kept = _kept.get(module)
+    known = REGISTRY.by_module(_Kept)
+    kept = known.get(module)
     if kept is None or not kept.likeness.fits(walked):
-        kept = _kept[module] = _Kept(module, walked)
+        kept = known[module] = _Kept(module, walked)
     tensors = [tensor for _, tensor in walked]
     return _Averaged(
         kept.lines,

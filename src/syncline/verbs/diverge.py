@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,16 +11,12 @@ from torch import Tensor, nn
 from syncline._torch.modules import uncompiled
 from syncline.checks import checked_kind
 from syncline.errors import SynclineError
+from syncline.session.registry import REGISTRY
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.verbs.common import refuse_one_copy
 
 __all__ = ["Divergence", "diverge", "divergences_around", "have_met"]
-
-
-_lock = threading.Lock()  # ranks may be threads
-
-_known: weakref.WeakSet[Divergence] = weakref.WeakSet()
 
 
 class Divergence:
@@ -49,8 +44,7 @@ class Divergence:
         self._transport = transport
         self._on_change = on_change
         self._on_met = on_met
-        with _lock:
-            _known.add(self)
+        REGISTRY.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
         """Return whether this is the record of `module`."""
@@ -116,8 +110,7 @@ class Divergence:
 
 def divergences_around(module: nn.Module) -> list[Divergence]:
     """Return the records of wrapped modules that are `module` itself, contain it, or are parts of it."""
-    with _lock:
-        return [one for one in _known if one.is_around(module)]
+    return [one for one in REGISTRY.living(Divergence) if one.is_around(module)]
 
 
 def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
@@ -127,8 +120,7 @@ def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
         tensors: the tensors.
         by_writing: whether they were made equal, rather than found to be equal.
     """
-    with _lock:
-        known = [one for one in _known if not one.is_open]
+    known = [one for one in REGISTRY.living(Divergence) if not one.is_open]
     if not known:
         return
     ids = {id(tensor) for tensor in tensors}

@@ -13,7 +13,7 @@ from syncline.checks import checked_flag, checked_kind
 from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
-from syncline.gradients.reducer import GradientSync, caretakers_of
+from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
 from syncline.session.world import transport_of
@@ -129,7 +129,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
 
 def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
     """Return the transport to use, and an error if `group` contradicts the module's wrapper."""
-    caretakers = caretakers_of(module.parameters()) if isinstance(module, nn.Module) else []
+    caretakers = reducers_of(module.parameters()) if isinstance(module, nn.Module) else []
     if not caretakers:
         if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
             group = module.process_group
@@ -256,7 +256,7 @@ class _Gradients:
 
 
 def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
-    found = caretakers_of(parameters)
+    found = reducers_of(parameters)
     if len(found) > 1:
         # Wrappers may share parameters, and a module may be wrapped twice. Of the wrappers whose parameters are all
         # given, which must have the same parameters, the latest is meant.

@@ -1,0 +1,184 @@
+"""Mutable state of a module: only what is listed here, each with its reason.
+
+State belongs to an object that its users are given. What a process has once (its session, the registry of attached
+objects, its forks and threads) is in a module-level variable that is listed in `ALLOWED`.
+
+A module-level variable counts as mutable if a function rebinds it (`global`), if it is an object with a state (a weak
+set, a lock, a counter, an instance of one of our classes that is not frozen), or if it is a list, dict or set that is
+not named as a constant or that some code of the module changes. Variables of a class count in the same way. What
+`functools.cache` remembers does not count: a call returns the same with it and without.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from tests.architecture.test_imports import SOURCES, Sources, assert_none
+
+ALLOWED = {
+    "syncline._IMPORTING": "threads that ask for public names at once import one module after the other",
+    "syncline._torch.compilation._is_kept_out": "torch's compiler, which is configured, is of the process",
+    "syncline._torch.grad_scaler._lock": "guards _seen",
+    "syncline._torch.grad_scaler._seen": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
+    "syncline.gradients.backward_owner._births": "numbers objects in the order of their creation",
+    "syncline.gradients.riders.discarded._numbers": "numbers steps, so that marks of two reducers differ",
+    "syncline.liveness.forks._inherited": "filled once in a fork",
+    "syncline.liveness.forks._live": "the hook on forks is of the process",
+    "syncline.liveness.notices._publisher": "one thread of the process publishes all places",
+    "syncline.liveness.store_connection._lock": "guards the file descriptors of the process",
+    "syncline.session.registry.REGISTRY": "what is attached to a user's modules, found by kind",
+    "syncline.session.stop_request._handlers": "mirrors the signal handlers of the process",
+    "syncline.session.transports._has_warned": "a warning that is issued once",
+    "syncline.session.world._alone": "the session of the process",
+    "syncline.session.world._lock": "the session of the process",
+    "syncline.session.world._lost_default_group": "the session of the process",
+    "syncline.session.world._num_inits": "the session of the process",
+    "syncline.session.world._session": "the session of the process",
+    "syncline.session.world._stores": "the session of the process",
+    "syncline.session.world._tells_peers": "the session of the process",
+    "syncline.session.world._transports": "the session of the process",
+    "syncline.session.world._unfinished": "the session of the process",
+    "syncline.transport.watched_work.under_way": "each wait drives the operations of all groups of the process",
+    "syncline.user_code._main_state": "an address that is noted when the process starts, and in a fork",
+}
+"""Dotted name of a variable: the reason why it is mutable and no field of an object."""
+
+WITH_STATE = ("collections", "contextvars", "itertools", "queue", "threading", "weakref")
+"""Modules whose calls make objects with a state."""
+
+MUTATORS = frozenset(
+    {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"}
+    | {"setdefault", "update"}
+)
+
+
+def frozen_classes(sources: Sources) -> dict[str, bool]:
+    """Return for each class of the tree whether its instances keep their fields: frozen, a tuple, or set once."""
+    found = {}
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+                is_tuple = any("NamedTuple" in ast.unparse(base) for base in node.bases)
+                assigns = any(
+                    isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+                    for method in node.body
+                    if getattr(method, "name", "") != "__init__" or list(containers_in(method))
+                    for one in ast.walk(method)
+                )
+                found[node.name] = is_frozen or is_tuple or not assigns
+    return found
+
+
+def containers_in(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield the lists, dicts, sets and objects with a state that some code makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.expr) and (is_container(node) or is_stateful(node, {})):
+            yield node
+
+
+def is_stateful(value: ast.expr, frozen: dict[str, bool]) -> bool:
+    """Return whether a call makes an object with a state."""
+    if not isinstance(value, ast.Call):
+        return False
+    maker = ast.unparse(value.func).partition("[")[0]
+    return maker.partition(".")[0] in WITH_STATE or not frozen.get(maker.rpartition(".")[2], True)
+
+
+def is_container(value: ast.expr) -> bool:
+    kinds = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    is_made = isinstance(value, ast.Call) and ast.unparse(value.func) in ("dict", "list", "set", "sorted")
+    return isinstance(value, kinds) or is_made
+
+
+def changed_names(tree: ast.Module) -> set[str]:
+    """Return the names of variables on which some code calls a mutator, or whose items or itself it assigns anew."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.update(node.names)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            found.add(ast.unparse(node.value))
+        elif isinstance(node, ast.AugAssign):
+            found.add(ast.unparse(node.target))
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS
+        ):
+            found.add(ast.unparse(node.func.value))
+    return found
+
+
+def variables_of(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the variables of a module and of its classes, with their first values."""
+    bodies = [("", tree.body)]
+    bodies += [(f"{node.name}.", node.body) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for prefix, body in bodies:
+        for node in body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        yield prefix + target.id, node.value
+
+
+def mutable_globals(sources: Sources) -> list[str]:
+    """Return the dotted names of all variables of modules and classes that are mutable."""
+    frozen = frozen_classes(sources)
+    found = []
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        changed = changed_names(tree)
+        for name, value in variables_of(tree):
+            last = name.rpartition(".")[2]
+            if last == "__all__":
+                continue
+            is_constant = last.isupper() and last not in changed
+            if (
+                (last in changed and "." not in name)
+                or is_stateful(value, frozen)
+                or (is_container(value) and not is_constant)
+            ):
+                found.append(f"{module}.{name}")
+    return found
+
+
+def test_no_module_has_mutable_state_that_is_not_listed() -> None:
+    assert_none([name for name in mutable_globals(SOURCES) if name not in ALLOWED])
+
+
+def test_what_is_listed_exists() -> None:
+    found = mutable_globals(SOURCES)
+    assert_none([name for name in ALLOWED if name not in found])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import weakref\n_known = weakref.WeakSet()",
+        "import threading\n_LOCK = threading.Lock()",
+        "import itertools\n_numbers = itertools.count()",
+        "_x = 0\ndef f():\n    global _x\n    _x = 1",
+        "_x: int | None = None\ndef f():\n    global _x\n    _x = 1",
+        "_known = {}",
+        "_KNOWN = {}\ndef f(a):\n    _KNOWN[a] = 1",
+        "_KNOWN: list[int] = []\ndef f(a):\n    _KNOWN.append(a)",
+        "_NUM = []\n_NUM += [1]",
+        "class A:\n    known = {}",
+        "class A:\n    def set(self):\n        self.x = 1\nONE = A()",
+        "class A:\n    def __init__(self):\n        self.x = {}\nclass B:\n    one = A()",
+    ],
+)
+def test_mutable_state_is_found(source: str) -> None:
+    assert len(mutable_globals({"syncline.a": source})) == 1
+
+
+def test_constants_and_values_are_fine() -> None:
+    source = (
+        "import re\n_SIZES = {'a': 1}\n_WORD = re.compile('x')\nLIMIT = 3\n__all__ = ['f']\n"
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass A:\n    x: int = 1\nONE = A()\n"
+        "class B:\n    def __init__(self):\n        self.x = 1\nTWO = B()\n"
+        "def f(known):\n    known[1] = 2\n    known.append(3)"
+    )
+    assert mutable_globals({"syncline.a": source}) == []
