@@ -16,7 +16,8 @@ from syncline.tensors.packing import CAP_BYTES
 from syncline.tensors.reduction import TensorReducer, check_reducible
 from syncline.tensors.targets import is_plain, mark_written, named_tensors
 from syncline.transport.agreement import describe_tensors, exchange
-from syncline.transport.base import Disagreement, ReduceOp, Transport, Work, reductions_of
+from syncline.transport.base import ReduceOp, Transport, reductions_of
+from syncline.transport.work import Disagreement, Work
 from syncline.verbs.common import Group, refuse_one_copy
 
 __all__ = ["all_reduce_"]

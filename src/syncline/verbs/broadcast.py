@@ -14,8 +14,9 @@ from syncline.sharded.attached import is_sharded
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import describe_tensors, exchange
-from syncline.transport.base import Transport, Work
-from syncline.verbs.common import Group, WorkThen, rank_of_source
+from syncline.transport.base import Transport
+from syncline.transport.work import CombinedWork, Work
+from syncline.verbs.common import Group, rank_of_source
 from syncline.verbs.diverge import have_met
 
 __all__ = ["Replaced", "broadcast_"]
@@ -118,10 +119,8 @@ class Replaced:
 
     def start(self, transport: Transport, src_rank: int) -> Work:
         """Start all broadcasts at once."""
-        return WorkThen(
-            [TensorBroadcaster(self._tensors, transport).start(src_rank)],
-            lambda: self._finish(is_source=transport.rank == src_rank),
-        )
+        work = TensorBroadcaster(self._tensors, transport).start(src_rank)
+        return CombinedWork([(work, lambda: self._finish(is_source=transport.rank == src_rank))])
 
     def run(self, transport: Transport, src_rank: int) -> None:
         """Broadcast and wait, with bounded memory for copies."""

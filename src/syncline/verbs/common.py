@@ -1,10 +1,7 @@
-"""Helpers of several verbs: groups, source ranks, and work with a final action."""
+"""Helpers of several verbs: groups and source ranks."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,9 +10,9 @@ from torch import nn
 from syncline.checks import checked_count
 from syncline.differences import describe_ranks
 from syncline.sharded.one_copy import has_one_copy
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
 
-__all__ = ["Group", "WorkThen", "global_rank", "rank_of_source", "refuse_one_copy"]
+__all__ = ["Group", "global_rank", "rank_of_source", "refuse_one_copy"]
 
 
 Group = dist.ProcessGroup | Transport | None
@@ -50,28 +47,3 @@ def refuse_one_copy(target: Any) -> None:
             f"parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True): they are "
             "equal already, and are written inside of sl.write_shared alone"
         )
-
-
-class WorkThen(Work):
-    """Several works, followed by one final action.
-
-    Args:
-        works: the works, waited for one after the other.
-        then: called once, after all works are complete.
-    """
-
-    def __init__(self, works: Sequence[Work], then: Callable[[], None]) -> None:
-        self._works = deque(works)
-        self._then: Callable[[], None] | None = then
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self._works:
-            self._works[0].wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            self._works.popleft()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)

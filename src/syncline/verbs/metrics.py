@@ -20,7 +20,8 @@ from syncline.checks import checked_number, what_it_is
 from syncline.session.world import transport_of
 from syncline.tensors.targets import check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 from syncline.trees import leaves, map_leaves
 from syncline.verbs.common import Group
 
@@ -129,15 +130,15 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
     return sums / total
 
 
-def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> Iterator[Tensor]:
-    """Yield the weighted means of large tensors, each by one all_reduce; `share` is this rank's relative weight."""
+def _reduced(tensors: Sequence[Tensor], fraction: float, transport: Transport) -> Iterator[Tensor]:
+    """Yield the weighted means of large tensors; `fraction` is this rank's weight over their sum."""
     started: list[tuple[Tensor, Work]] = []
     for tensor in tensors:
         # Sum 16-bit values and integers in fp32 at least.
         dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
         part = torch.zeros(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
-        if share > 0:
-            torch.mul(tensor.detach().to(part), share, out=part)
+        if fraction > 0:
+            torch.mul(tensor.detach().to(part), fraction, out=part)
         started.append((part, transport.all_reduce(part.view(-1))))
     for part, work in started:
         work.wait()

@@ -19,8 +19,9 @@ from syncline.gradients.sparse import SparseBucket
 from syncline.session.world import transport_of
 from syncline.tensors.reduction import TensorReducer
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
-from syncline.transport.base import Transport, Work
-from syncline.verbs.common import Group, WorkThen
+from syncline.transport.base import Transport
+from syncline.transport.work import DONE, CombinedWork, Work
+from syncline.verbs.common import Group
 
 __all__ = ["sync_gradients_"]
 
@@ -219,7 +220,7 @@ class _Gradients:
         return normalizer.total([one.num_items or 0 for one in standings], step=self.caretaker.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
-        """Reduce everything; with `wait`, memory is bounded, and only the final action of the work is left.
+        """Reduce everything. With `wait`, memory is bounded, and the returned work is done.
 
         Args:
             transport: the transport between the ranks.
@@ -241,13 +242,13 @@ class _Gradients:
             TensorReducer(dense[False], transport, "mean", rounds_once=True),
             TensorReducer(dense[True], transport, "sum", divisor=float(num_items or 1), rounds_once=True),
         ]
-        works = []
-        for reducer in reducers:
-            if wait:
+        if wait:
+            for reducer in reducers:
                 reducer.run()
-            else:
-                works.append(reducer.start())
-        return WorkThen(works, lambda: self._finish(num_items))
+            self._finish(num_items)
+            return DONE
+        works = [(reducer.start(), None) for reducer in reducers]
+        return CombinedWork([*works, (DONE, lambda: self._finish(num_items))])
 
     def _finish(self, num_items: int | None) -> None:
         if self.caretaker is not None:
