@@ -18,15 +18,20 @@ from syncline.buffers.pooling import BufferAverage, running_statistics
 from syncline.checks import checked_flag, checked_number
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
 from syncline.session.world import transport_of
-from syncline.sharded.attached import is_sharded
 from syncline.tensors.reduction import ReductionPlan, TensorReducer, check_reducible
 from syncline.tensors.targets import distinct_tensors, mark_written, named_tensors, walk
-from syncline.transport.agreement import describe_tensors, exchange, fingerprint
+from syncline.transport.agreement import describe_tensors, fingerprint
 from syncline.transport.base import Transport
 from syncline.transport.work import DONE, CombinedWork, Work
-from syncline.verbs.common import Group, refuse_one_copy
+from syncline.verbs.common import (
+    Group,
+    Prepared,
+    agree_on_call,
+    checked_total,
+    refuse_one_copy,
+    refuse_sharded,
+)
 from syncline.verbs.diverge import have_met
-from syncline.verbs.metrics import checked_total
 
 __all__ = ["Likeness", "average_"]
 
@@ -166,23 +171,19 @@ def average_(
     """
     transport = transport_of(group)
     with transport.turn:
-        averaged, lines, digest, mine, fault = None, [], None, 0.0, None
-        try:
+
+        def prepare() -> Prepared[_Averaged]:
             checked_flag("async_op", async_op)
-            mine = checked_number("weight", weight, at_least=0)
+            payload = _WEIGHT.pack(checked_number("weight", weight, at_least=0))
             averaged = _averaged(target)
-            lines, digest = averaged.lines, averaged.digest
-        except Exception as error:
-            fault = error
-        told = exchange(
-            transport, _TITLE, lines, payload=_WEIGHT.pack(mine), fault=fault, remedy=_REMEDY, digest=digest
-        )
-        assert averaged is not None
-        weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in told]
+            return Prepared(averaged, averaged.lines, payload, averaged.digest)
+
+        averaged, payloads = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
+        weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in payloads]
         total = checked_total(_TITLE, weights)
         if transport.size == 1:
             return DONE if async_op else target
-        fraction = None if len(set(weights)) == 1 else mine / total
+        fraction = None if len(set(weights)) == 1 else weights[transport.rank] / total
         if async_op:
             return averaged.start(transport, fraction)
         averaged.run(transport, fraction)
@@ -331,10 +332,7 @@ def _of_module(module: nn.Module) -> _Averaged:
 
 
 def _of_optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> _Averaged:
-    if is_sharded(optimizer):
-        raise ValueError(
-            "this optimizer is sharded: each rank has state for its own share, so there is nothing to average"
-        )
+    refuse_sharded(optimizer, "so there is nothing to average")
     means: list[tuple[str, Tensor]] = []
     others: list[Tensor] = []
     steps: list[tuple[Tensor, Tensor]] = []

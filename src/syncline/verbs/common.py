@@ -1,25 +1,85 @@
-"""Helpers of several verbs: groups and source ranks."""
+"""Used by several verbs: groups and ranks, targets that verbs refuse, and the agreement before a call."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from syncline.checks import checked_count
 from syncline.differences import describe_ranks
+from syncline.sharded.attached import is_sharded
 from syncline.sharded.one_copy import has_one_copy
+from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 
-__all__ = ["Group", "global_rank", "rank_of_source", "refuse_one_copy"]
+__all__ = [
+    "Group",
+    "Prepared",
+    "agree_on_call",
+    "checked_total",
+    "global_rank",
+    "rank_of_source",
+    "refuse_one_copy",
+    "refuse_sharded",
+]
 
 
 Group = dist.ProcessGroup | Transport | None
 
+T = TypeVar("T")
+
+
+class Prepared(NamedTuple, Generic[T]):
+    """The arguments of a call, checked on this rank."""
+
+    value: T
+    lines: Sequence[str]
+    """The description that must be equal on all ranks."""
+    payload: bytes = b""
+    """Sent to all ranks in the same collective; see `exchange`."""
+    digest: bytes | None = None
+    """The fingerprint of the lines, if it is known."""
+
+
+def agree_on_call(
+    transport: Transport, title: str, prepare: Callable[[], Prepared[T]], *, remedy: str
+) -> tuple[T, list[bytes]]:
+    """Check the arguments of a call, and that all ranks make the same call; a collective call.
+
+    Args:
+        transport: connects the ranks.
+        title: name of the verb, for messages.
+        prepare: checks this rank's arguments. If it raises, all ranks raise that error.
+        remedy: what to do if the ranks' calls differ.
+
+    Returns:
+        The value of `prepare` on this rank, and the payload of each rank.
+
+    Raises:
+        ContractMismatch, CollectiveMismatch, TypeError, ValueError, SynclineError: see `exchange`.
+    """
+    prepared: Prepared[T] | None = None
+    fault = None
+    try:
+        prepared = prepare()
+    except Exception as error:
+        fault = error
+    lines, payload, digest = ([], b"", None) if prepared is None else prepared[1:]
+    payloads = exchange(transport, title, lines, payload=payload, fault=fault, remedy=remedy, digest=digest)
+    assert prepared is not None
+    return prepared.value, payloads
+
 
 def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
-    """Return the rank in `transport` of global rank `src`."""
+    """Return the rank in `transport` of global rank `src`.
+
+    Raises:
+        TypeError, ValueError: `src` is not an integer, or not a rank of the group.
+    """
     rank = checked_count("src", src)
     ranks = list(range(transport.size))
     if isinstance(group, dist.ProcessGroup):
@@ -37,13 +97,40 @@ def global_rank(rank: int, group: Group) -> int:
 
 
 def refuse_one_copy(target: Any) -> None:
-    """Raise if ranks share one copy of a module's parameters, which are therefore equal already.
+    """Raise if ranks use one copy of a module's parameters, which are therefore equal already.
 
     Raises:
         ValueError: they do.
     """
     if isinstance(target, nn.Module) and has_one_copy(target):
         raise ValueError(
-            f"parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True): they are "
-            "equal already, and are written inside of sl.write_shared alone"
+            f"the parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True), so they "
+            "are equal already: write them inside of sl.write_shared only"
         )
+
+
+def refuse_sharded(target: Any, consequence: str) -> None:
+    """Raise if the target is a sharded optimizer; `consequence` ends the message.
+
+    Raises:
+        ValueError: it is.
+    """
+    if is_sharded(target):
+        raise ValueError(
+            f"this optimizer is sharded: each rank has the state of its own shard, {consequence}"
+        )
+
+
+def checked_total(title: str, weights: Sequence[float]) -> float:
+    """Return the sum of the ranks' weights.
+
+    Raises:
+        ValueError: the sum is 0 or not finite.
+    """
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): without "
+            "weights there is no mean, so leave the call out on all ranks, or give some rank a weight"
+        )
+    return total

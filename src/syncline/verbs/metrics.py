@@ -7,7 +7,6 @@ the usual `mean(loss, weight=len(batch))` is a single collective. Large tensors 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator, Sequence
 from numbers import Real
@@ -23,9 +22,9 @@ from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 from syncline.trees import leaves, map_leaves
-from syncline.verbs.common import Group
+from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total
 
-__all__ = ["barrier", "checked_total", "mean", "weighted_mean"]
+__all__ = ["barrier", "mean", "weighted_mean"]
 
 
 _LARGE_NUMEL = 4096
@@ -40,19 +39,17 @@ _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
 
 def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     """Return the mean of every leaf over the ranks; see `syncline.mean` for arguments and errors."""
-    lines: list[str] = []
-    found: list[Any] = []
-    row = torch.empty(0, dtype=torch.float64)
-    scale, fault = 0.0, None
-    try:
+
+    def prepare() -> Prepared[tuple[list[Any], Tensor]]:
         scale = checked_number("weight", weight, at_least=0)
         lines, found = _described(values)
-        row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
-    except Exception as error:
-        fault = error
-    inline = row[:_NUM_INLINE].tolist()
-    head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
-    heads = exchange(transport, "sl.mean", lines, payload=head, fault=fault, remedy=_REMEDY)
+        small = [_as_row(leaf) for leaf in found if not _is_large(leaf)]
+        row = torch.cat([torch.empty(0, dtype=torch.float64), *small])
+        inline = row[:_NUM_INLINE].tolist()
+        head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
+        return Prepared((found, row), lines, head)
+
+    (found, row), heads = agree_on_call(transport, "sl.mean", prepare, remedy=_REMEDY)
     weights, rows = [], []
     for head in heads:
         weight_there, *inline = _HEAD.unpack(head)
@@ -61,7 +58,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     total = checked_total("sl.mean", weights)
     if row.numel() > _NUM_INLINE:
         rows = gather_rows(transport, row)
-    large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
+    large = _reduced([leaf for leaf in found if _is_large(leaf)], weights[transport.rank] / total, transport)
     results = _results(found, _mean_of_rows(rows, weights, total), large)
     return map_leaves(values, lambda path, leaf: next(results))
 
@@ -100,21 +97,6 @@ def _as_row(leaf: Any) -> Tensor:
 
 
 # ---------------------------------------------------------------------- exchange
-
-
-def checked_total(title: str, weights: Sequence[float]) -> float:
-    """Return the sum of the ranks' weights.
-
-    Raises:
-        ValueError: the sum is 0 or not finite.
-    """
-    total = sum(weights)
-    if not 0 < total < math.inf:
-        raise ValueError(
-            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): a mean "
-            "of nothing is not defined, so leave the call out on all ranks or give some rank a weight"
-        )
-    return total
 
 
 def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:
