@@ -11,7 +11,7 @@ validation samples that are dealt out to them. Steps include synchronous warm-up
 rate warms up and goes down along a cosine, multiplied by a setting's own factor when its ranks step alone.
 
 "sent a rank" is what one rank has sent from the first step to the last meeting, warm-up and control data included, by
-the rule of `syncline.transport.cost.sent_bytes` (rings; shared memory itself sends nothing); "times fewer" is what
+the rule of `sl.Statistics.sent_bytes` (rings; shared memory itself sends nothing); "times fewer" is what
 every-step sends, divided by that. The broadcast of initial values at construction is left out: it is the same for all,
 and --results has it ("setup_bytes").
 
@@ -37,7 +37,8 @@ from strategy_settings import BAR, SETTINGS, Setting
 from syncline.session.world import transport_of
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.plot import SUFFIXES, can_plot, frontier, frontier_table, plot_frontier
-from syncline.transport.base import Statistics, Transport
+from syncline.transport.base import Transport
+from syncline.transport.statistics import Statistics
 from tasks import TASKS, Task, seed_of, share_of_rate
 
 KEY = (

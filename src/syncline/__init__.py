@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from syncline.sharded.sharing import share_, write_shared
     from syncline.strategies import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
     from syncline.torch_backend import register_backend
-    from syncline.transport.base import Statistics
+    from syncline.transport.statistics import Statistics
     from syncline.verbs import (
         all_reduce_,
         average_,
@@ -157,7 +157,7 @@ _NAMES = {
     "syncline.strategies": ("DiLoCo", "EveryStep", "Gossip", "LocalSGD", "Manual", "ParameterServer"),
     "syncline.gradients.riders.replica_watch": ("ReplicaCheck",),
     "syncline.torch_backend": ("register_backend",),
-    "syncline.transport.base": ("Statistics",),
+    "syncline.transport.statistics": ("Statistics",),
     "syncline.verbs": (
         "all_reduce_",
         "average_",

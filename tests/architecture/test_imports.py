@@ -76,7 +76,7 @@ PURE = (
         "gradients.shard_plan",
         "liveness.deadlock",
     ),
-    *("tensors.packing", "transport.cost"),
+    *("tensors.packing", "transport.statistics"),
 )
 """Modules of functions of plain data, beside all of strategies/ but its execution/."""
 

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from syncline.errors import PeerLost, SynclineError
 from syncline.testing.pool import RankPool
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.work import Work
 
 __all__ = ["Round", "one_round", "soak"]
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from syncline.errors import SynclineError
-from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.faulty import FaultyTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import run_ranks
+from syncline.transport.work import Work
 
 REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)

@@ -11,7 +11,8 @@ from torch import nn
 
 from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
 from syncline.transport.agreement import agree, describe_tensors, exchange
-from syncline.transport.base import Statistics, Transport
+from syncline.transport.base import Transport
+from syncline.transport.statistics import Statistics
 from syncline.transport.threads import run_ranks
 
 

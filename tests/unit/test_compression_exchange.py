@@ -28,8 +28,8 @@ from syncline.compression import (
 from syncline.ddp.wrapper import DistributedDataParallel as DDP
 from syncline.errors import ContractMismatch, PeerFailed, SynclineError
 from syncline.gradients.comm_hook import GradBucket
-from syncline.transport.base import Statistics, Transport
-from syncline.transport.cost import sent_bytes
+from syncline.transport.base import Transport
+from syncline.transport.statistics import Statistics, sent_bytes
 from syncline.transport.threads import run_ranks
 
 CPU = torch.device("cpu")

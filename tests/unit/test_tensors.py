@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import PeerFailed
-from syncline.tensors.broadcasting import TensorBroadcaster, broadcast_tensors
+from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.packing import plan_pieces
 from syncline.tensors.targets import named_tensors
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
+from syncline.transport.work import Work
 
 
 def names(target: Any) -> list[str]:
@@ -169,7 +170,7 @@ def test_tensors_of_every_kind_arrive_bit_for_bit(src: int, blocking: bool) -> N
         if blocking:
             TensorBroadcaster(tensors, transport).run(src)
         else:
-            broadcast_tensors(tensors, transport, src).wait()
+            TensorBroadcaster(tensors, transport).start(src).wait()
         return tensors
 
     for tensors in run_ranks(3, program):
@@ -183,7 +184,7 @@ def test_strides_may_differ_between_ranks() -> None:
     def program(transport: Transport) -> Tensor:
         x = torch.arange(12.0).view(3, 4) if transport.rank == 0 else torch.zeros(4, 3).t()
         big = torch.ones(600, 500) * 7 if transport.rank == 0 else torch.zeros(500, 600).t()
-        broadcast_tensors([x, torch.zeros(1), big], transport, 0).wait()
+        TensorBroadcaster([x, torch.zeros(1), big], transport).start(0).wait()
         assert torch.equal(big, torch.full((600, 500), 7.0))
         return x
 
@@ -234,7 +235,7 @@ def test_a_large_tensor_is_sent_from_where_it_is() -> None:
         addresses = []
         original = transport.broadcast
         transport.broadcast = lambda t, src=0: addresses.append(t.data_ptr()) or original(t, src)  # type: ignore
-        broadcast_tensors([x], transport, 0).wait()
+        TensorBroadcaster([x], transport).start(0).wait()
         return addresses == [x.data_ptr()]
 
     assert run_ranks(2, program) == [True, True]
@@ -260,7 +261,7 @@ def test_a_parameter_that_requires_grad_is_written_in_place() -> None:
     def program(transport: Transport) -> tuple[bool, list[float], bool]:
         p = nn.Parameter(torch.full((2,), float(transport.rank)))
         before = p.data_ptr()
-        broadcast_tensors([p], transport, 1).wait()
+        TensorBroadcaster([p], transport).start(1).wait()
         return p.requires_grad and p.is_leaf and p.grad_fn is None, p.tolist(), p.data_ptr() == before
 
     assert run_ranks(2, program) == [(True, [1.0, 1.0], True)] * 2
@@ -393,7 +394,9 @@ def test_a_rank_that_fails_is_an_error_of_wait_and_nothing_counts_as_arrived() -
 def test_a_single_element_travels_whatever_stride_it_has() -> None:
     def program(transport: Transport) -> list[float]:
         x = torch.full((4,), float(transport.rank))
-        broadcast_tensors([x[::2][:1], torch.empty((2, 0, 1), dtype=torch.float64)], transport, 1).wait()
+        TensorBroadcaster([x[::2][:1], torch.empty((2, 0, 1), dtype=torch.float64)], transport).start(
+            1
+        ).wait()
         return x.tolist()
 
     assert run_ranks(2, program)[0] == [1.0, 0.0, 0.0, 0.0]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, ContractMismatch
 from syncline.optimizers.contents import OptimizerNumbers
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
+from syncline.transport.work import Work
 from syncline.verbs import barrier, broadcast_, mean
 
 # ---------------------------------------------------------------------- broadcast_

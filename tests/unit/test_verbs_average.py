@@ -18,8 +18,9 @@ from syncline.tensors import reduction
 from syncline.tensors.packing import plan_pieces
 from syncline.tensors.reduction import TensorReducer
 from syncline.tensors.targets import parts_of
-from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.threads import ThreadsTransport, run_ranks
+from syncline.transport.work import Work
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 

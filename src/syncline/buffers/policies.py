@@ -6,7 +6,7 @@ The hook has the interface of torch's `_register_buffer_comm_hook`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +71,6 @@ class BufferSync:
         enabled: False means that forwards do not synchronize, as with the policy "none". It may be changed later
             ("none" then acts as "broadcast").
         ignored: names of buffers that are never synchronized.
-
-    Raises:
-        ValueError: an unknown policy.
     """
 
     def __init__(
@@ -86,10 +83,6 @@ class BufferSync:
         enabled: bool = True,
         ignored: Collection[str] = (),
     ) -> None:
-        if policy not in get_args(BufferPolicy):
-            raise ValueError(
-                f"expected one of {', '.join(get_args(BufferPolicy))} for buffers; got {policy!r}"
-            )
         self.policy: BufferPolicy = policy
         self.enabled = enabled and policy != "none"
         """Whether forwards synchronize."""

@@ -20,13 +20,14 @@ computed in float64, which has two consequences:
 
 from __future__ import annotations
 
-import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from syncline.transport.base import Transport, Work
+from syncline.tensors.targets import as_real
+from syncline.transport.base import Transport
+from syncline.transport.work import CombinedWork, Work
 
 __all__ = [
     "BufferAverage",
@@ -115,7 +116,7 @@ def average_buffers(
     return averaging.num_collectives
 
 
-class BufferAverage(Work):
+class BufferAverage(CombinedWork):
     """An average of buffers over ranks in flight; waiting for it writes the results in place.
 
     A running variance is pooled with its mean. Other floating buffers become their mean, and integers their maximum; a
@@ -127,7 +128,7 @@ class BufferAverage(Work):
         pairs: running means with their running variances, which are pooled; all are among `tensors`.
         transport: connects the ranks.
         counts: whether this rank's values count; it receives the results in any case.
-        share: weight of this rank's floating values; the weights of all ranks add up to `divisor`.
+        fraction: factor of this rank's floating values; the factors of all ranks add up to `divisor`.
         divisor: divides the weighted sum.
     """
 
@@ -138,12 +139,12 @@ class BufferAverage(Work):
         transport: Transport,
         *,
         counts: bool = True,
-        share: float = 1.0,
+        fraction: float = 1.0,
         divisor: float = 1.0,
     ) -> None:
         paired = {id(tensor) for pair in pairs for tensor in pair}
         rest = [tensor for tensor in tensors if id(tensor) not in paired and tensor.numel()]
-        self._under_way: list[tuple[Work, _Averages | _Maxima]] = []
+        started: list[tuple[Work, Callable[[], None]]] = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             here = [tensor for tensor in rest if tensor.device == device]
             floats = [tensor for tensor in here if tensor.is_floating_point() or tensor.is_complex()]
@@ -152,28 +153,17 @@ class BufferAverage(Work):
                 averages = _Averages(pairs_here, floats, transport, divisor)
                 if not counts:
                     averages.wire.zero_()
-                elif share != 1:
-                    averages.wire.mul_(share)
-                self._under_way.append((transport.all_reduce(averages.wire), averages))
+                elif fraction != 1:
+                    averages.wire.mul_(fraction)
+                started.append((transport.all_reduce(averages.wire), averages.land))
             integers = [tensor for tensor in here if not (tensor.is_floating_point() or tensor.is_complex())]
             if integers:
                 maxima = _Maxima(integers, transport)
                 if not counts:
                     maxima.wire.fill_(torch.iinfo(torch.int64).min)
-                self._under_way.append((transport.all_reduce(maxima.wire, "max"), maxima))
-        self.num_collectives = len(self._under_way)
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self._under_way:
-            work, operation = self._under_way[0]
-            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            with torch.inference_mode():  # it allows writing to any tensor, including inference tensors
-                operation.land()
-            self._under_way.pop(0)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work, _ in self._under_way)
+                started.append((transport.all_reduce(maxima.wire, "max"), maxima.land))
+        super().__init__(started)
+        self.num_collectives = len(started)
 
 
 def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Container[int]) -> list[_Pair]:
@@ -201,7 +191,7 @@ class _Averages:
         self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
     ) -> None:
         means, variances = [mean for mean, _ in pairs], [variance for _, variance in pairs]
-        self._targets = [_real(tensor) for tensor in (*means, *variances, *others)]
+        self._targets = [as_real(tensor) for tensor in (*means, *variances, *others)]
         self._num_paired = sum(mean.numel() for mean in means)
         self._divisor = divisor
         self._in_halves = any(target.dtype is torch.float64 for target in self._targets)
@@ -210,7 +200,9 @@ class _Averages:
         wire = split_halves(flat) if self._in_halves else flat
         self.wire = wire.to(transport.sending_device(wire.device))
 
+    @torch.inference_mode()  # it allows writing to any tensor, including inference tensors
     def land(self) -> None:
+        """Write the means into the buffers."""
         flat = self.wire.div_(self._divisor).to(self._targets[0].device)
         flat = join_halves(flat) if self._in_halves else flat
         from_raw_moments_(*self._moments(flat))
@@ -228,7 +220,9 @@ class _Maxima:
         wire = torch.cat([t.reshape(-1).to(torch.int64) for t in self._targets])
         self.wire = wire.to(transport.sending_device(wire.device))
 
+    @torch.inference_mode()  # see `_Averages.land`
     def land(self) -> None:
+        """Write the maxima into the buffers."""
         _scatter(self.wire.to(self._targets[0].device), self._targets)
 
 
@@ -236,11 +230,3 @@ def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
     parts = flat.split([target.numel() for target in targets])
     for target, part in zip(targets, parts, strict=True):
         target.copy_(part.view(target.shape))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory outside of autograd, as real numbers."""
-    data = tensor.data
-    if not data.is_complex():
-        return data
-    return torch.view_as_real(data.conj() if data.is_conj() else data)

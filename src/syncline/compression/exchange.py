@@ -26,7 +26,8 @@ from syncline.compression.base import (
     plain_mean,
 )
 from syncline.errors import SynclineError
-from syncline.transport.base import ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Transport
+from syncline.transport.work import Work
 
 __all__ = ["MeanExchange"]
 

@@ -59,7 +59,8 @@ from syncline.session.world import transport_of
 from syncline.sharded.one_copy import OneCopy, remember_one_copy
 from syncline.strategies import Strategy
 from syncline.transport.agreement import agree
-from syncline.transport.base import Statistics, Transport
+from syncline.transport.base import Transport
+from syncline.transport.statistics import Statistics
 
 __all__ = ["DistributedDataParallel"]
 

@@ -1,7 +1,7 @@
 """Tools that check whether a step is the same bit for bit, run twice and on every rank, and that locate differences.
 
 Imports: errors, differences, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
-sharded, data, checkpoint, verbs, ddp.
+data, checkpoint, verbs, ddp.
 
 alignment.py         the same inputs and random numbers on all ranks, for a while
 compare.py           the first place at which two recordings differ: pure

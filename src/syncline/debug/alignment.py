@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from syncline.checkpoint.random_state import packed, set_rng_state, unpacked
-from syncline.tensors.broadcasting import broadcast_tensors
+from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
 
@@ -34,7 +34,7 @@ def align_chance(transport: Transport) -> None:
 
 def align_tensors(tensors: Sequence[Tensor], transport: Transport) -> None:
     """Copy rank 0's values into these tensors. A collective call."""
-    broadcast_tensors(tensors, transport, src=0).wait()
+    TensorBroadcaster(tensors, transport).start(0).wait()
 
 
 def align_inputs(inputs: Any, transport: Transport) -> Aligned:

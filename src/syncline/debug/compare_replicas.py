@@ -17,11 +17,10 @@ from syncline.debug.repeated_runs import Step, examine
 from syncline.debug.report import Disagreement, Report
 from syncline.debug.run_state import Subject, Synchronization, synchronization_of, unwrapped
 from syncline.session.world import transport_of
-from syncline.sharded.attached import is_sharded
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
-from syncline.verbs.common import Group
+from syncline.verbs.common import Group, refuse_sharded
 
 __all__ = ["assert_replicas_agree", "compare_replicas"]
 
@@ -188,10 +187,8 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
     if not isinstance(target, TrainState):
         raise TypeError(f"expected module to be a Module or a TrainState, got {what_it_is(target)}")
     named = list(target.named.values())
-    if any(is_sharded(one) for one in named):
-        raise ValueError(
-            "this optimizer is sharded: each rank has state for its own share, which no other has"
-        )
+    for one in named:
+        refuse_sharded(one, "so there is nothing to compare")
     return (
         [one for one in named if isinstance(one, nn.Module)],
         [one for one in named if isinstance(one, Optimizer)],

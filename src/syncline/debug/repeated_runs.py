@@ -33,7 +33,7 @@ from syncline.debug.run_state import Subject, Synchronization
 from syncline.debug.values import Kept, Value, how_they_differ, values_of_named
 from syncline.differences import describe_ranks, groups_of
 from syncline.equality.fingerprint import digest_of, fingerprint_of_number
-from syncline.tensors.broadcasting import broadcast_tensors
+from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.trees import map_leaves
@@ -335,7 +335,7 @@ class _Examination:
             return ""
         assert mine is not None
         expected = mine.clone()  # overwritten below by the value of a rank of the largest group
-        broadcast_tensors([expected], self._transport, src=found.groups[0][0]).wait()
+        TensorBroadcaster([expected], self._transport).start(found.groups[0][0]).wait()
         told = self._transport.all_gather_bytes(how_they_differ(expected, mine).encode())
         return told[found.groups[1][0]].decode()
 

@@ -43,7 +43,8 @@ from syncline.session.world import transport_of
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange
-from syncline.transport.base import Statistics, Transport
+from syncline.transport.base import Transport
+from syncline.transport.statistics import Statistics
 from syncline.user_code import calling
 from syncline.words import format_bytes, format_count
 

@@ -14,7 +14,8 @@ from syncline.errors import SynclineError
 from syncline.gradients.bucket import BucketState, Lifecycle
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 
 __all__ = ["SparseBucket"]
 

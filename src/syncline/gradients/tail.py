@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 
 __all__ = ["TailForm", "TailMessage"]
 

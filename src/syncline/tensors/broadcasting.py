@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from syncline._torch.tensors import foreach_copy_
+from syncline.tensors.in_flight import run_pieces
 from syncline.tensors.packing import plan_pieces
 from syncline.tensors.targets import as_bytes, is_plain, mark_written
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import CombinedWork, Work
 
-__all__ = ["TensorBroadcaster", "broadcast_tensors"]
-
-
-def broadcast_tensors(
-    tensors: Sequence[Tensor], transport: Transport, src: int, *, preserve_version: bool = False
-) -> Work:
-    """Copy rank `src`'s tensors into every other rank's, all dtypes together in few collectives.
-
-    All messages are in flight at once. `TensorBroadcaster.run` blocks, and bounds the memory for copies.
-
-    Args:
-        tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
-        transport: connects the ranks.
-        src: the rank, in the transport, whose values are sent; its tensors are not written.
-        preserve_version: see `TensorBroadcaster`.
-
-    Returns:
-        The work to wait for; the tensors must not be used before.
-    """
-    return TensorBroadcaster(tensors, transport, preserve_version=preserve_version).start(src)
+__all__ = ["TensorBroadcaster"]
 
 
 class TensorBroadcaster:
@@ -66,9 +47,9 @@ class TensorBroadcaster:
         self._transport = transport
         self._tensors = list(tensors) if transport.size > 1 else []
         self._written = [] if preserve_version else [t for t in self._tensors if t.numel()]
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_BytesPiece] = []
         self._addresses: list[int] = []
-        self._under_way: _Broadcast | None = None
+        self._in_flight: Work | None = None
         self._plan()
 
     @property
@@ -84,29 +65,39 @@ class TensorBroadcaster:
         """
         self._prepare()
         is_source = self._transport.rank == src
-        works = [(piece, piece.launch(self._transport, src)) for piece in self._pieces]
-        self._under_way = _Broadcast(works, [] if is_source else self._written, is_source=is_source)
-        return self._under_way
+        self._in_flight = CombinedWork(
+            [
+                (piece.launch(self._transport, src), None if is_source else piece.land)
+                for piece in self._pieces
+            ],
+            at_end=None if is_source else self._mark_written,
+        )
+        return self._in_flight
 
     def run(self, src: int = 0) -> None:
         """Broadcast from rank `src` and wait, with at most two packed copies of up to 32 MiB at a time."""
         self._prepare()
         is_source = self._transport.rank == src
-        under_way: deque[_Broadcast] = deque()
-        for piece in self._pieces:
-            if len(under_way) == 2:
-                under_way.popleft().wait()
-            work = piece.launch(self._transport, src)
-            under_way.append(_Broadcast([(piece, work)], [], is_source=is_source, keep_copies=False))
-        for broadcast in under_way:
-            broadcast.wait()
-        if not is_source:
+
+        def land(piece: _BytesPiece) -> None:
+            if not is_source:
+                piece.land()
+            piece.drop_copies()
+
+        try:
+            run_pieces(self._pieces, lambda piece: piece.launch(self._transport, src), land)
+        finally:
+            if not is_source:
+                self._mark_written()
+
+    def _mark_written(self) -> None:
+        if self._written:
             mark_written(self._written)
 
     def _prepare(self) -> None:
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._under_way = None
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
         # `tensor.data = other` and `set_` keep the object but change its memory.
         if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
             self._plan()
@@ -116,13 +107,13 @@ class TensorBroadcaster:
         sizes_bytes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
         # `.data` shares the memory but neither graph nor version counter, so writing to it is always allowed.
         self._pieces = [
-            _Piece([self._tensors[i].data for i in piece], devices[piece[0]])
+            _BytesPiece([self._tensors[i].data for i in piece], devices[piece[0]])
             for piece in plan_pieces(sizes_bytes, devices)
         ]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
 
-class _Piece:
+class _BytesPiece:
     """The tensors of one collective, sent as bytes: one contiguous tensor in place, others as a copy."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -132,6 +123,7 @@ class _Piece:
         # conjugation) are first copied to a contiguous twin.
         self._strided = [tensor for tensor in tensors if not is_plain(tensor)]
         self._tensors = tensors
+        self.is_copied = len(tensors) > 1 or bool(self._strided) or tensors[0].device != device
         self._twins: list[Tensor] = []
         self._bytes: list[Tensor] = []
         self._wire: Tensor | None = None
@@ -170,42 +162,3 @@ class _Piece:
             return
         self._wire = torch.empty(sum(self._num_bytes), dtype=torch.uint8, device=self._device)
         self._slots = list(torch.split(self._wire, self._num_bytes))
-
-
-class _Broadcast(Work):
-    """Pieces in flight; `wait` writes the received values, piece by piece."""
-
-    __slots__ = ("_is_source", "_keep_copies", "_works", "_written")
-
-    def __init__(
-        self,
-        works: Sequence[tuple[_Piece, Work]],
-        written: Sequence[Tensor],
-        *,
-        is_source: bool,
-        keep_copies: bool = True,
-    ) -> None:
-        self._works = deque(works)
-        self._written = written
-        self._is_source = is_source
-        self._keep_copies = keep_copies
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        if not self._works:
-            return
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        try:
-            while self._works:
-                piece, work = self._works[0]
-                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-                if not self._is_source:
-                    piece.land()
-                if not self._keep_copies:
-                    piece.drop_copies()
-                self._works.popleft()
-        finally:
-            if self._written:
-                mark_written(self._written)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for _, work in self._works)

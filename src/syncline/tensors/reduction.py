@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +9,11 @@ import torch
 from torch import Tensor
 
 from syncline._torch.tensors import foreach_copy_, split_like
+from syncline.tensors.in_flight import run_pieces
 from syncline.tensors.packing import CAP_BYTES, plan_pieces
 from syncline.tensors.targets import as_flat, is_plain, mark_written, parts_of
-from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, Work, reductions_of, unknown_op
+from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, reductions_of, unknown_op
+from syncline.transport.work import CombinedWork, Work
 
 __all__ = ["ReductionPlan", "TensorReducer", "check_reducible"]
 
@@ -56,8 +56,8 @@ class _PiecePlan:
     """The device from which it is sent."""
     dtype: torch.dtype
     """The type in which it is sent."""
-    travels_in_place: bool
-    """Whether a single part is sent from its own memory; otherwise a copy is sent."""
+    is_copied: bool
+    """Whether a copy is sent; otherwise a single part is sent from its own memory."""
     has_pending: bool
     """Whether a member has a pending conjugation or negation."""
 
@@ -93,8 +93,8 @@ class ReductionPlan:
             sum(part.numel() for part in parts),
             device,
             dtype,
-            travels_in_place=(
-                len(parts) == 1 and is_plain(first) and first.device == device and first.dtype is dtype
+            is_copied=(
+                len(parts) > 1 or not is_plain(first) or first.device != device or first.dtype is not dtype
             ),
             has_pending=any(part.is_conj() or part.is_neg() for part in parts),
         )
@@ -121,8 +121,8 @@ class TensorReducer:
         tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
         transport: connects the ranks.
         op: the reduction; see `check_reducible`.
-        share: this rank's weight, by which its values are multiplied first. With 0 none of them counts, not even NaN.
-            None: no weights on any rank.
+        fraction: this rank's part of the sum of weights, by which its values are multiplied first. With 0 none of them
+            counts, not even NaN. None: no weights on any rank.
         divisor: divides the result.
         rounds_once: add, scale and divide 16-bit floats in fp32. They are also sent as fp32, unless nothing is scaled
             and the transport adds them in fp32 anyway.
@@ -133,7 +133,7 @@ class TensorReducer:
         >>> from syncline.transport.threads import run_ranks
         >>> def program(transport):
         ...     x, y = torch.full((2,), float(transport.rank)), torch.ones(1)
-        ...     TensorReducer([x, y], transport, "sum", share=0.25 + 0.5 * transport.rank).run()
+        ...     TensorReducer([x, y], transport, "sum", fraction=0.25 + 0.5 * transport.rank).run()
         ...     return x.tolist(), y.item(), transport.statistics().num_calls
         >>> run_ranks(2, program)[0]
         ([0.75, 0.75], 1.0, {'all_reduce': 1})
@@ -145,7 +145,7 @@ class TensorReducer:
         transport: Transport,
         op: ReduceOp,
         *,
-        share: float | None = None,
+        fraction: float | None = None,
         divisor: float = 1.0,
         rounds_once: bool = False,
         plan: ReductionPlan | None = None,
@@ -154,7 +154,7 @@ class TensorReducer:
         self._op: ReduceOp = op
         does_something = transport.size > 1 or divisor != 1.0
         self._written = [tensor for tensor in tensors if tensor.numel()] if does_something else []
-        is_rounded = rounds_once and not (share is None and divisor == 1)
+        is_rounded = rounds_once and not (fraction is None and divisor == 1)
 
         def place_of(kind: _Kind) -> _Place:
             dtype, device = kind
@@ -170,72 +170,71 @@ class TensorReducer:
             plan = ReductionPlan(self._written, places)
         self.plan = plan
         parts = plan.parts(self._written)
-        self._pieces = [_Piece(parts, piece, share=share, divisor=divisor) for piece in plan.pieces]
+        self._pieces = [
+            _ReducedPiece(parts, piece, fraction=fraction, divisor=divisor) for piece in plan.pieces
+        ]
 
     def start(self) -> Work:
         """Start to reduce, with all messages in flight at once; the tensors must not be used before the wait."""
-        for piece in self._pieces:
-            piece.launch(self._transport, self._op)
-        return _Reduction(self._pieces, self._written)
+        return CombinedWork(
+            [(piece.launch(self._transport, self._op), piece.land) for piece in self._pieces],
+            at_end=self._mark_written,
+        )
 
     def run(self) -> None:
         """Reduce and wait, with at most two packed copies of up to 32 MiB at a time."""
-        under_way: deque[_Piece] = deque()
-        num_copies = 0
-        for piece in self._pieces:
-            while num_copies == 2 and not piece.travels_in_place:
-                oldest = under_way.popleft()
-                oldest.land()
-                num_copies -= not oldest.travels_in_place
-            piece.launch(self._transport, self._op)
-            under_way.append(piece)
-            num_copies += not piece.travels_in_place
-        _Reduction(under_way, self._written).wait()
+        try:
+            run_pieces(
+                self._pieces, lambda piece: piece.launch(self._transport, self._op), _ReducedPiece.land
+            )
+        finally:
+            self._mark_written()
+
+    def _mark_written(self) -> None:
+        if self._written:
+            mark_written(self._written)
 
 
-class _Piece:
+class _ReducedPiece:
     """The tensors of one collective, reduced in place or as a copy."""
 
     def __init__(
-        self, parts: Sequence[Tensor], plan: _PiecePlan, *, share: float | None, divisor: float
+        self, parts: Sequence[Tensor], plan: _PiecePlan, *, fraction: float | None, divisor: float
     ) -> None:
         self._members = [parts[i] for i in plan.members]
         self._plan = plan
-        self._share = share
+        self._fraction = fraction
         self._divisor = divisor
-        self.travels_in_place = plan.travels_in_place
+        self.is_copied = plan.is_copied
         self._wire: Tensor | None = None
         self._views: _Tensors = ()
-        self._work: Work | None = None
 
-    def launch(self, transport: Transport, op: ReduceOp) -> None:
+    def launch(self, transport: Transport, op: ReduceOp) -> Work:
         """Start the collective."""
-        if self.travels_in_place:
-            wire = as_flat(self._members[0])
-        else:
+        if self.is_copied:
             wire = torch.empty(self._plan.numel, dtype=self._plan.dtype, device=self._plan.device)
             # One view per member, in its shape, made in one call.
             self._views = split_like(wire, self._members)
+        else:
+            wire = as_flat(self._members[0])
         with torch.inference_mode():  # it allows writing to any tensor, including inference tensors
-            if self._share == 0:
+            if self._fraction == 0:
                 wire.zero_()
             else:
-                if not self.travels_in_place:
+                if self.is_copied:
                     self._copy(self._views, self._members)
-                if self._share is not None and self._share != 1:
-                    wire.mul_(self._share)
+                if self._fraction is not None and self._fraction != 1:
+                    wire.mul_(self._fraction)
         self._wire = wire
-        self._work = transport.all_reduce(wire, op)
+        return transport.all_reduce(wire, op)
 
-    def land(self, timeout_seconds: float | None = None) -> None:
-        """Wait, write the result into the tensors, and free the copy."""
-        assert self._work is not None
+    def land(self) -> None:
+        """Write the result into the tensors, and free the copy."""
         assert self._wire is not None
-        self._work.wait(timeout_seconds)
         with torch.inference_mode():  # see `launch`
             if self._divisor != 1:
                 self._wire.div_(self._divisor)
-            if not self.travels_in_place:
+            if self.is_copied:
                 self._copy(self._members, self._views)
         self._wire, self._views = None, ()
 
@@ -247,30 +246,3 @@ class _Piece:
                 target.copy_(source)
         else:
             foreach_copy_(targets, sources)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `land` would return without blocking."""
-        return self._work is not None and self._work.is_completed()
-
-
-class _Reduction(Work):
-    """Pieces in flight; `wait` writes the received values, piece by piece."""
-
-    __slots__ = ("_pieces", "_written")
-
-    def __init__(self, pieces: Sequence[_Piece] | deque[_Piece], written: Sequence[Tensor]) -> None:
-        self._pieces = deque(pieces)
-        self._written = written
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self._pieces:
-            self._pieces[0].land(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            self._pieces.popleft()
-        if self._written:
-            mark_written(self._written)
-            self._written = ()
-
-    def is_completed(self) -> bool:
-        return all(piece.has_arrived for piece in self._pieces)

@@ -17,6 +17,7 @@ from syncline.trees import leaves
 __all__ = [
     "as_bytes",
     "as_flat",
+    "as_real",
     "check_dense",
     "distinct_tensors",
     "is_dense",
@@ -237,6 +238,14 @@ def as_flat(tensor: Tensor) -> Tensor:
     For a single element `view(-1)` would keep the stride, whatever it is, so it is not used.
     """
     return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor outside of autograd, as real numbers: a complex number is a pair."""
+    data = tensor.data
+    if not data.is_complex():
+        return data
+    return torch.view_as_real(data.conj() if data.is_conj() else data)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

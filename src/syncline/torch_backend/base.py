@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
 from syncline._torch.process_groups import C10dBackend, set_timeout_of
-from syncline.torch_backend.work import ENDED, BackendWork, Finisher, Several
-from syncline.transport.base import Transport, Work
+from syncline.torch_backend.work import ENDED, BackendWork, Finisher
+from syncline.transport.base import Transport
+from syncline.transport.work import CombinedWork, Work
 
 __all__ = ["BACKEND", "Group", "back", "copies_back", "flat", "to_fill", "waiting", "with_option"]
 
@@ -130,7 +131,7 @@ class Group:
 
     def _together(self, opts: Any, works: Sequence[dist.Work], result: list[Tensor]) -> dist.Work:
         started = [_Started(work) for work in works if isinstance(work, BackendWork)]
-        return self._ended_or_under_way(opts, Several(started), result, None)
+        return self._ended_or_under_way(opts, CombinedWork.of(started), result, None)
 
     def _each(
         self,
@@ -164,7 +165,7 @@ class Group:
                 if not tensor.is_contiguous():
                     copies.append((tensor, target))
         result = [tensor for tensor, _ in (*recvs, *sends)]
-        return self._ended_or_under_way(opts, Several(works), result, copies_back(copies))
+        return self._ended_or_under_way(opts, CombinedWork.of(works), result, copies_back(copies))
 
     def _check_parts(self, operation: str, parts: Sequence[Tensor]) -> None:
         if len(parts) != self._transport.size:

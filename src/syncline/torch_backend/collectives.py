@@ -21,8 +21,9 @@ from torch import Tensor
 
 from syncline._torch.process_groups import AllgatherOptions, all_gather_flat, reduce_scatter_flat
 from syncline.torch_backend.base import Group, back, copies_back, flat, to_fill, waiting, with_option
-from syncline.torch_backend.work import ENDED, Several
-from syncline.transport.base import ReduceOp, Work
+from syncline.torch_backend.work import ENDED
+from syncline.transport.base import ReduceOp
+from syncline.transport.work import DONE, CombinedWork
 
 __all__ = ["Collectives", "Reductions"]
 
@@ -91,7 +92,7 @@ class Reductions(Group):
             packed = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
             works.append(self._transport.all_reduce(packed, op))
             copies += zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True)
-        return self._ended_or_under_way(opts, Several(works), tensors, copies_back(copies))
+        return self._ended_or_under_way(opts, CombinedWork.of(works), tensors, copies_back(copies))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
@@ -107,7 +108,7 @@ class Reductions(Group):
             all_opts = with_option(dist.AllreduceOptions, opts.reduceOp, "reduceOp")
             all_opts.asyncOp = False
             self._all_reduce_bitwise(reduced, all_opts)
-            work: Work = Several([])
+            work = DONE
         else:
             work = self._transport.all_reduce(reduced, _reduction(opts.reduceOp))
         finish = back(tensor, reduced) if is_root else None
@@ -182,7 +183,7 @@ class Reductions(Group):
             with torch.no_grad():  # `detach` of a sparse tensor returns another tensor
                 tensor.copy_(total if opts.reduceOp == _SUM else total / transport.size)
 
-        return self._ended_or_under_way(opts, Several(works), [tensor], finish)
+        return self._ended_or_under_way(opts, CombinedWork.of(works), [tensor], finish)
 
 
 def _reduction(op: Any) -> ReduceOp:
@@ -365,7 +366,7 @@ class Collectives(Reductions):
             wire = mine if src == rank else torch.empty_like(part, memory_format=torch.contiguous_format)
             works.append(self._transport.broadcast(wire, src))
             copies.append((part, wire))
-        return self._ended_or_under_way(opts, Several(works), [*parts, mine], copies_back(copies))
+        return self._ended_or_under_way(opts, CombinedWork.of(works), [*parts, mine], copies_back(copies))
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
         """Split `tensor` along its first dimension into one part per rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
@@ -20,28 +20,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from syncline.errors import CollectiveTimeout
-from syncline.transport.base import Work
+from syncline.transport.work import Work
 
-__all__ = ["ENDED", "BackendWork", "Finisher", "Several"]
+__all__ = ["ENDED", "BackendWork", "Finisher"]
 
 
 _POLL_SECONDS = 0.0005
-
-
-class Several(Work):
-    """Several operations as one work."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        for work in self._works:
-            work.wait(timeout_seconds)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 class Finisher:

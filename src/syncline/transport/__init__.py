@@ -3,18 +3,19 @@
 Imports: errors, differences, user_code, _torch, liveness.
 
 agreement.py          compare on all ranks what they are about to do, before any data is sent
-base.py               Transport and Work: final public methods; engines implement `_start_*`
+base.py               Transport: final public methods; engines implement `_start_*`
 c10d.py               engine: any torch.distributed process group
 c10d_work.py          an operation of a process group: waiting, and errors in our words
 caller_lock.py        which thread of a rank may use a transport now
-cost.py               bytes that each operation sends: a pure function of sizes
 faulty.py             engine: fails on purpose, for tests
 hierarchy.py          engine: shared memory within each host, Gloo between hosts
 phases.py             operations that consist of several phases, and how they advance
+statistics.py         counts, and the bytes that each operation sends: pure functions of sizes
 thread_rendezvous.py  where ranks that are threads meet: one state machine for each collective
 threads.py            engine: ranks as threads of one process
 watched_work.py       a wait that checks for failed peers, deadlock and timeout
 wire_types.py         dtypes that torch's backends can move, and the conversion back
+work.py               an operation under way; several of them as one, against one deadline
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from syncline.differences import DEFAULT_REMEDY, describe_difference, refusal_of
 from syncline.errors import CollectiveMismatch, ContractMismatch
 from syncline.liveness.board import Place
 from syncline.liveness.calls import SAME_CALLS
-from syncline.transport.base import Disagreement, Transport
+from syncline.transport.base import Transport
+from syncline.transport.work import Disagreement
 from syncline.user_code import called_in, user_code
-
-if TYPE_CHECKING:
-    from syncline.transport.base import Transport
 
 __all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "fingerprint", "gather_rows"]
 

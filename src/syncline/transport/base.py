@@ -12,30 +12,24 @@ sizes must never be mixed up, each need a lane of their own.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from syncline.errors import CollectiveMismatch
 from syncline.liveness.board import Board
 from syncline.transport.caller_lock import Turn
-from syncline.transport.cost import sent_bytes
+from syncline.transport.statistics import Counts, Statistics
+from syncline.transport.work import DONE, CombinedWork, MeasuredWork, Work
 
 __all__ = [
-    "DONE",
     "REDUCE_OPS",
-    "Disagreement",
     "ReduceOp",
-    "Statistics",
     "Team",
     "Transport",
-    "Work",
     "reductions_of",
     "unknown_op",
 ]
@@ -61,140 +55,6 @@ _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
 def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Return the operations by which every engine can reduce tensors of a dtype; empty if there are none."""
     return _REDUCIBLE.get(dtype, ())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statistics:
-    """Counts of a transport's operations, bytes and waiting time on this rank, since the transport was created."""
-
-    num_calls: dict[str, int] = field(default_factory=dict)
-    """Number of operations started, by name. `all_gather_bytes` counts as the collectives that it consists of."""
-    payload_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the tensors passed in, by operation. (The bytes that an algorithm sends may differ.)"""
-    waited_seconds: float = 0.0
-    """Time spent blocked in `Work.wait`."""
-
-    @property
-    def total_calls(self) -> int:
-        return sum(self.num_calls.values())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.payload_bytes.values())
-
-    def sent_bytes(self, num_ranks: int) -> float:
-        """Return the bytes that this rank has sent if the usual algorithms were used; see `cost.sent_bytes`."""
-        sizes = self.payload_bytes.items()
-        return sum(sent_bytes(operation, num_bytes, num_ranks) for operation, num_bytes in sizes)
-
-    def __sub__(self, earlier: Statistics) -> Statistics:
-        """Return the statistics of the time between `earlier` and this."""
-
-        def minus(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
-            return {name: n for name in now if (n := now[name] - then.get(name, 0))}
-
-        return replace(
-            self,
-            num_calls=minus(self.num_calls, earlier.num_calls),
-            payload_bytes=minus(self.payload_bytes, earlier.payload_bytes),
-            waited_seconds=self.waited_seconds - earlier.waited_seconds,
-        )
-
-
-class _Counts:
-    """The counters behind `Statistics`. All lanes of one transport use the same object."""
-
-    __slots__ = ("num_calls", "payload_bytes", "waited_seconds")
-
-    def __init__(self) -> None:
-        self.num_calls: dict[str, int] = {}
-        self.payload_bytes: dict[str, int] = {}
-        self.waited_seconds = 0.0
-
-
-class Disagreement(CollectiveMismatch):
-    """An error for ranks whose calls have different terms. Nothing was written, and the transport remains usable."""
-
-
-class Work(ABC):
-    """One operation under way. Keep the object until `wait` has returned.
-
-    An error in `wait` ends the transport: every later operation on it raises as well. `Disagreement` is the exception.
-    """
-
-    @abstractmethod
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        """Block until the operation is done and its tensors may be used.
-
-        Args:
-            timeout_seconds: how long to wait; None means the transport's own timeout.
-
-        Raises:
-            CollectiveTimeout: a rank did not arrive in time.
-            PeerLost: a rank's process or connection is gone.
-            PeerFailed: another rank raised an exception.
-            CollectiveMismatch: the ranks called different operations, or sizes differ.
-            Disagreement: operations, sizes or terms differ, and all calls had terms.
-        """
-
-    @abstractmethod
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return or raise at once. Never blocks, never raises."""
-
-
-class _DoneWork(Work):
-    """An operation that was complete when it was started, for instance in a group of one rank."""
-
-    __slots__ = ()
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-DONE: Work = _DoneWork()
-
-
-class _ThenCopyWork(Work):
-    """An operation that copies its result to the target at the end."""
-
-    __slots__ = ("_inner", "_part", "_target")
-
-    def __init__(self, inner: Work, target: Tensor, part: Tensor) -> None:
-        self._inner = inner
-        self._target = target
-        self._part: Tensor | None = part
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        if self._part is not None:
-            self._inner.wait(timeout_seconds)
-            self._target.copy_(self._part)
-            self._part = None
-
-    def is_completed(self) -> bool:
-        return self._part is None or self._inner.is_completed()
-
-
-class _MeasuredWork(Work):
-    """An operation that adds the time spent in `wait` to the transport's statistics."""
-
-    __slots__ = ("_counts", "_inner")
-
-    def __init__(self, inner: Work, counts: _Counts) -> None:
-        self._inner = inner
-        self._counts = counts
-
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        start = time.perf_counter()
-        try:
-            self._inner.wait(timeout_seconds)
-        finally:
-            self._counts.waited_seconds += time.perf_counter() - start
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
 
 
 def unknown_op(op: object) -> ValueError:
@@ -248,7 +108,7 @@ class Transport(ABC):
         """Where this rank is. The user of the transport writes it. All lanes and parts use the same object."""
         self.turn = Turn()
         """A lock that a thread holds while its call runs several operations."""
-        self._counts = _Counts()
+        self._counts = Counts()
         self._common_lanes: dict[str, Transport] = {}
 
     def __copy__(self) -> Self:
@@ -482,7 +342,8 @@ class Transport(ABC):
         # The result cannot be written into the tensor itself, because engines may read the tensor until the end.
         part = torch.empty(each, dtype=tensor.dtype, device=tensor.device)
         work = self._start_reduce_scatter(part, flat, op)
-        return _ThenCopyWork(work, flat[self.rank * each : (self.rank + 1) * each], part)
+        own = flat[self.rank * each : (self.rank + 1) * each]
+        return CombinedWork([(work, lambda: own.copy_(part))])
 
     @abstractmethod
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work: ...
@@ -508,7 +369,7 @@ class Transport(ABC):
         if tensor is not None:
             sizes = counts.payload_bytes
             sizes[operation] = sizes.get(operation, 0) + tensor.numel() * tensor.element_size()
-        return work if work is DONE else _MeasuredWork(work, counts)
+        return work if work is DONE else MeasuredWork(work, counts)
 
     def _check_flat(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():

@@ -44,11 +44,12 @@ from syncline.liveness.forks import FORKED, is_inherited
 from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
 from syncline.transport.agreement import exchange
-from syncline.transport.base import DONE, ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.wire_types import movable, put_back, reducible, writing
+from syncline.transport.work import DONE, Work
 
 __all__ = ["C10dTransport"]
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from syncline.errors import CollectiveTimeout, PeerLost
-from syncline.transport.base import ReduceOp, Team, Transport, Work
+from syncline.transport.base import ReduceOp, Team, Transport
+from syncline.transport.work import Work
 
 __all__ = ["Fault", "FaultyTransport"]
 

@@ -30,13 +30,14 @@ from syncline.liveness.calls import Failure, lane_name, named_ranks
 from syncline.liveness.health import CLOSED, Lane
 from syncline.liveness.processes import host_key
 from syncline.transport.agreement import exchange
-from syncline.transport.base import ReduceOp, Team, Transport, Work
+from syncline.transport.base import ReduceOp, Team, Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.wire_types import writing
+from syncline.transport.work import Work
 
 __all__ = ["HierarchicalTransport", "Hosts"]
 

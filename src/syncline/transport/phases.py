@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Failure
-from syncline.transport.base import Work
 from syncline.transport.c10d_work import C10dWork
 from syncline.transport.watched_work import WatchedWork, under_way
+from syncline.transport.work import Work
 
 __all__ = ["Phase", "PhaseQueue", "PhasedWork"]
 

@@ -19,7 +19,7 @@ from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, who_is_where
 from syncline.liveness.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks, remedy_for_left
 from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.forks import FORKED, refuse_in_forks
-from syncline.transport.base import Disagreement
+from syncline.transport.work import Disagreement
 
 __all__ = ["Meeting", "MeetingRoom", "State"]
 

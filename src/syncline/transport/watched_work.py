@@ -26,7 +26,7 @@ from syncline.liveness.deadlock import steady
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
 from syncline.liveness.torch_calls import num_started
-from syncline.transport.base import Work
+from syncline.transport.work import Work
 from syncline.user_code import user_code, warn_user
 
 __all__ = [

@@ -9,7 +9,7 @@ all_reduce.py      all_reduce_
 average.py         average_
 broadcast.py       broadcast_
 check_replicas.py  check_replicas
-common.py          what verbs share
+common.py          used by several verbs: groups, refused targets, the agreement before a call
 diverge.py         diverge: replicas that may differ on purpose
 keep_best.py       keep_best_
 metrics.py         mean, gather, barrier

@@ -15,9 +15,10 @@ from syncline.session.world import transport_of
 from syncline.tensors.packing import CAP_BYTES
 from syncline.tensors.reduction import TensorReducer, check_reducible
 from syncline.tensors.targets import is_plain, mark_written, named_tensors
-from syncline.transport.agreement import describe_tensors, exchange
-from syncline.transport.base import Disagreement, ReduceOp, Transport, Work, reductions_of
-from syncline.verbs.common import Group, refuse_one_copy
+from syncline.transport.agreement import describe_tensors
+from syncline.transport.base import ReduceOp, Transport, reductions_of
+from syncline.transport.work import Disagreement, Work
+from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy
 
 __all__ = ["all_reduce_"]
 
@@ -110,19 +111,16 @@ def _terms(shape: torch.Size, caller: str) -> int:
 
 def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False) -> TensorReducer:
     """Check that all ranks have given the same target, and return its reducer."""
-    tensors: list[Tensor] = []
-    lines: list[str] = []
-    fault = None
-    try:
+
+    def prepare() -> Prepared[list[Tensor]]:
         checked_flag("async_op", async_op)
         refuse_one_copy(target)
         named = named_tensors(target)
         check_reducible(named, op)
-        tensors = [tensor for _, tensor in named]
         lines = [f"operation  {op}", *describe_tensors(named, kind="tensor", layout=False)]
-    except Exception as error:
-        fault = error
-    exchange(transport, "sl.all_reduce_", lines, fault=fault, remedy=_SAME_TREE)
+        return Prepared([tensor for _, tensor in named], lines)
+
+    tensors, _ = agree_on_call(transport, "sl.all_reduce_", prepare, remedy=_SAME_TREE)
     return TensorReducer(tensors, transport, op)
 
 

@@ -18,14 +18,20 @@ from syncline.checks import checked_flag, checked_number
 from syncline.optimizers.contents import OptimizerNumbers, is_setting
 from syncline.session.registry import REGISTRY
 from syncline.session.world import transport_of
-from syncline.sharded.attached import is_sharded
 from syncline.tensors.reduction import ReductionPlan, TensorReducer, check_reducible
 from syncline.tensors.targets import distinct_tensors, mark_written, named_tensors, walk
-from syncline.transport.agreement import describe_tensors, exchange, fingerprint
-from syncline.transport.base import Transport, Work
-from syncline.verbs.common import Group, WorkThen, refuse_one_copy
+from syncline.transport.agreement import describe_tensors, fingerprint
+from syncline.transport.base import Transport
+from syncline.transport.work import DONE, CombinedWork, Work
+from syncline.verbs.common import (
+    Group,
+    Prepared,
+    agree_on_call,
+    checked_total,
+    refuse_one_copy,
+    refuse_sharded,
+)
 from syncline.verbs.diverge import have_met
-from syncline.verbs.metrics import checked_total
 
 __all__ = ["Likeness", "average_"]
 
@@ -165,26 +171,22 @@ def average_(
     """
     transport = transport_of(group)
     with transport.turn:
-        averaged, lines, digest, mine, fault = None, [], None, 0.0, None
-        try:
+
+        def prepare() -> Prepared[_Averaged]:
             checked_flag("async_op", async_op)
-            mine = checked_number("weight", weight, at_least=0)
+            payload = _WEIGHT.pack(checked_number("weight", weight, at_least=0))
             averaged = _averaged(target)
-            lines, digest = averaged.lines, averaged.digest
-        except Exception as error:
-            fault = error
-        told = exchange(
-            transport, _TITLE, lines, payload=_WEIGHT.pack(mine), fault=fault, remedy=_REMEDY, digest=digest
-        )
-        assert averaged is not None
-        weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in told]
+            return Prepared(averaged, averaged.lines, payload, averaged.digest)
+
+        averaged, payloads = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
+        weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in payloads]
         total = checked_total(_TITLE, weights)
         if transport.size == 1:
-            return WorkThen([], lambda: None) if async_op else target
-        share = None if len(set(weights)) == 1 else mine / total
+            return DONE if async_op else target
+        fraction = None if len(set(weights)) == 1 else weights[transport.rank] / total
         if async_op:
-            return averaged.start(transport, share)
-        averaged.run(transport, share)
+            return averaged.start(transport, fraction)
+        averaged.run(transport, fraction)
         return target
 
 
@@ -236,30 +238,31 @@ class _Averaged:
         self._numbers = numbers
         self._kept = kept
 
-    def start(self, transport: Transport, share: float | None) -> Work:
-        """Start all transfers at once; `share` is this rank's weight over the sum of weights, None if all are equal."""
-        others = self._start_others(transport, share)
-        return WorkThen([others, self._reducer(transport, share).start()], self._finish)
+    def start(self, transport: Transport, fraction: float | None) -> Work:
+        """Start all transfers at once; `fraction` is this rank's weight over their sum, None if all are equal."""
+        others = self._start_others(transport, fraction)
+        means = self._reducer(transport, fraction).start()
+        return CombinedWork([(others, None), (means, self._finish)])
 
-    def run(self, transport: Transport, share: float | None) -> None:
+    def run(self, transport: Transport, fraction: float | None) -> None:
         """Average and wait, with bounded memory for copies."""
-        others = self._start_others(transport, share)
-        self._reducer(transport, share).run()
+        others = self._start_others(transport, fraction)
+        self._reducer(transport, fraction).run()
         others.wait()
         self._finish()
 
-    def _reducer(self, transport: Transport, share: float | None) -> TensorReducer:
-        op: Literal["mean", "sum"] = "mean" if share is None else "sum"
+    def _reducer(self, transport: Transport, fraction: float | None) -> TensorReducer:
+        op: Literal["mean", "sum"] = "mean" if fraction is None else "sum"
         plan = self._kept.reduction if self._kept else None
-        reducer = TensorReducer(self._means, transport, op, share=share, rounds_once=True, plan=plan)
+        reducer = TensorReducer(self._means, transport, op, fraction=fraction, rounds_once=True, plan=plan)
         if self._kept:
             self._kept.reduction = reducer.plan
         return reducer
 
-    def _start_others(self, transport: Transport, share: float | None) -> Work:
-        if share is None:
+    def _start_others(self, transport: Transport, fraction: float | None) -> Work:
+        if fraction is None:
             return BufferAverage(self._others, self._pairs, transport, divisor=transport.size)
-        return BufferAverage(self._others, self._pairs, transport, counts=share > 0, share=share)
+        return BufferAverage(self._others, self._pairs, transport, counts=fraction > 0, fraction=fraction)
 
     def _finish(self) -> None:
         with torch.inference_mode():  # in which any tensor may be written, inference tensors included
@@ -327,10 +330,7 @@ def _of_module(module: nn.Module) -> _Averaged:
 
 
 def _of_optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> _Averaged:
-    if is_sharded(optimizer):
-        raise ValueError(
-            "this optimizer is sharded: each rank has state for its own share, so there is nothing to average"
-        )
+    refuse_sharded(optimizer, "so there is nothing to average")
     means: list[tuple[str, Tensor]] = []
     others: list[Tensor] = []
     steps: list[tuple[Tensor, Tensor]] = []

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from syncline.checks import checked_flag
 from syncline.optimizers.contents import OptimizerNumbers
 from syncline.session.world import transport_of
-from syncline.sharded.attached import is_sharded
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import named_tensors
-from syncline.transport.agreement import describe_tensors, exchange
-from syncline.transport.base import Transport, Work
-from syncline.verbs.common import Group, WorkThen, rank_of_source
+from syncline.transport.agreement import describe_tensors
+from syncline.transport.base import Transport
+from syncline.transport.work import CombinedWork, Work
+from syncline.verbs.common import Group, Prepared, agree_on_call, rank_of_source, refuse_sharded
 from syncline.verbs.diverge import have_met
 
 __all__ = ["Replaced", "broadcast_"]
@@ -74,16 +74,14 @@ def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool
     """
     transport = transport_of(group)
     with transport.turn:
-        replaced, lines, src_rank, fault = None, [], 0, None
-        try:
+
+        def prepare() -> Prepared[tuple[Replaced, int]]:
             checked_flag("async_op", async_op)
             src_rank = rank_of_source(src, group, transport)
             replaced = Replaced(target)
-            lines = [f"source  rank {src}", *replaced.lines]
-        except Exception as error:
-            fault = error
-        exchange(transport, "sl.broadcast_", lines, fault=fault, remedy=_REMEDY)
-        assert replaced is not None
+            return Prepared((replaced, src_rank), [f"source  rank {src}", *replaced.lines])
+
+        (replaced, src_rank), _ = agree_on_call(transport, "sl.broadcast_", prepare, remedy=_REMEDY)
         if async_op:
             return replaced.start(transport, src_rank)
         replaced.run(transport, src_rank)
@@ -106,11 +104,11 @@ class Replaced:
         self._numbers: OptimizerNumbers | None = None
         self.lines = describe_tensors(named, kind="tensor", layout=False)
         """The description that must be equal on all ranks."""
-        if is_sharded(target):
-            raise ValueError(
-                "this optimizer is sharded: each rank has state for its own share, and nothing of it is equal. "
-                "optimizer.load_state_dict(optimizer.state_dict()) on all ranks goes through torch's ordinary form"
-            )
+        refuse_sharded(
+            target,
+            "so none of it is to be equal. optimizer.load_state_dict(optimizer.state_dict()) on all ranks converts the "
+            "state to torch's ordinary form, which is the same on all ranks, and back",
+        )
         if isinstance(target, Optimizer):
             self._numbers = OptimizerNumbers(target)
             self._tensors += self._numbers.tensors
@@ -118,10 +116,8 @@ class Replaced:
 
     def start(self, transport: Transport, src_rank: int) -> Work:
         """Start all broadcasts at once."""
-        return WorkThen(
-            [TensorBroadcaster(self._tensors, transport).start(src_rank)],
-            lambda: self._finish(is_source=transport.rank == src_rank),
-        )
+        work = TensorBroadcaster(self._tensors, transport).start(src_rank)
+        return CombinedWork([(work, lambda: self._finish(is_source=transport.rank == src_rank))])
 
     def run(self, transport: Transport, src_rank: int) -> None:
         """Broadcast and wait, with bounded memory for copies."""

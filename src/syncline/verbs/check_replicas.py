@@ -27,9 +27,9 @@ from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer
 from syncline.session.world import transport_of
 from syncline.sharded.attached import is_sharded
 from syncline.tensors.targets import distinct_tensors, named_tensors
-from syncline.transport.agreement import describe_tensors, exchange
+from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
-from syncline.verbs.common import Group
+from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded
 from syncline.verbs.diverge import divergences_around, have_met
 from syncline.words import format_names
 
@@ -122,20 +122,19 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
     """
     transport = transport_of(group)
     with transport.turn:
-        read = _Read()
-        fault = None
-        mine: list[int] = []
-        try:
+
+        def prepare() -> Prepared[tuple[_Read, list[int]]]:
+            read = _Read()
             if isinstance(target, TrainState):
                 read.add_state(target)
             else:
                 read.add(target)
             mine = values_fingerprints(read.values)
-        except Exception as error:
-            fault = error
+            payload = digest_of(_without(read.may_differ, mine)) + digest_of(mine)
+            return Prepared((read, mine), read.lines, payload)
+
+        (read, mine), rows = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
         apart = read.may_differ
-        payload = digest_of(_without(apart, mine)) + digest_of(mine)
-        rows = exchange(transport, _TITLE, read.lines, payload=payload, fault=fault, remedy=_REMEDY)
         if len({row[:_DIGEST_BYTES] for row in rows}) > 1:
             names, values, fingerprints = (_without(apart, each) for each in (read.names, read.values, mine))
             found = locate(names, values, transport, mine=fingerprints)
@@ -167,10 +166,7 @@ class _Read:
 
     def add(self, target: Any) -> None:
         """Add all of a module, an optimizer or a tree of tensors."""
-        if is_sharded(target):
-            raise ValueError(
-                "this optimizer is sharded: each rank has state for its own share, which no other has"
-            )
+        refuse_sharded(target, "so there is nothing to compare")
         if isinstance(target, Optimizer):
             self.add_optimizer(target)
         else:

@@ -1,28 +1,85 @@
-"""Helpers of several verbs: groups, source ranks, and work with a final action."""
+"""Used by several verbs: groups and ranks, targets that verbs refuse, and the agreement before a call."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from syncline.checks import checked_count
 from syncline.differences import describe_ranks
+from syncline.sharded.attached import is_sharded
 from syncline.sharded.one_copy import has_one_copy
-from syncline.transport.base import Transport, Work
+from syncline.transport.agreement import exchange
+from syncline.transport.base import Transport
 
-__all__ = ["Group", "WorkThen", "global_rank", "rank_of_source", "refuse_one_copy"]
+__all__ = [
+    "Group",
+    "Prepared",
+    "agree_on_call",
+    "checked_total",
+    "global_rank",
+    "rank_of_source",
+    "refuse_one_copy",
+    "refuse_sharded",
+]
 
 
 Group = dist.ProcessGroup | Transport | None
 
+T = TypeVar("T")
+
+
+class Prepared(NamedTuple, Generic[T]):
+    """The arguments of a call, checked on this rank."""
+
+    value: T
+    lines: Sequence[str]
+    """The description that must be equal on all ranks."""
+    payload: bytes = b""
+    """Sent to all ranks in the same collective; see `exchange`."""
+    digest: bytes | None = None
+    """The fingerprint of the lines, if it is known."""
+
+
+def agree_on_call(
+    transport: Transport, title: str, prepare: Callable[[], Prepared[T]], *, remedy: str
+) -> tuple[T, list[bytes]]:
+    """Check the arguments of a call, and that all ranks make the same call; a collective call.
+
+    Args:
+        transport: connects the ranks.
+        title: name of the verb, for messages.
+        prepare: checks this rank's arguments. If it raises, all ranks raise that error.
+        remedy: what to do if the ranks' calls differ.
+
+    Returns:
+        The value of `prepare` on this rank, and the payload of each rank.
+
+    Raises:
+        ContractMismatch, CollectiveMismatch, TypeError, ValueError, SynclineError: see `exchange`.
+    """
+    prepared: Prepared[T] | None = None
+    fault = None
+    try:
+        prepared = prepare()
+    except Exception as error:
+        fault = error
+    lines, payload, digest = ([], b"", None) if prepared is None else prepared[1:]
+    payloads = exchange(transport, title, lines, payload=payload, fault=fault, remedy=remedy, digest=digest)
+    assert prepared is not None
+    return prepared.value, payloads
+
 
 def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
-    """Return the rank in `transport` of global rank `src`."""
+    """Return the rank in `transport` of global rank `src`.
+
+    Raises:
+        TypeError, ValueError: `src` is not an integer, or not a rank of the group.
+    """
     rank = checked_count("src", src)
     ranks = list(range(transport.size))
     if isinstance(group, dist.ProcessGroup):
@@ -40,38 +97,40 @@ def global_rank(rank: int, group: Group) -> int:
 
 
 def refuse_one_copy(target: Any) -> None:
-    """Raise if ranks share one copy of a module's parameters, which are therefore equal already.
+    """Raise if ranks use one copy of a module's parameters, which are therefore equal already.
 
     Raises:
         ValueError: they do.
     """
     if isinstance(target, nn.Module) and has_one_copy(target):
         raise ValueError(
-            f"parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True): they are "
-            "equal already, and are written inside of sl.write_shared alone"
+            f"the parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True), so they "
+            "are equal already: write them inside of sl.write_shared only"
         )
 
 
-class WorkThen(Work):
-    """Several works, followed by one final action.
+def refuse_sharded(target: Any, consequence: str) -> None:
+    """Raise if the target is a sharded optimizer; `consequence` ends the message.
 
-    Args:
-        works: the works, waited for one after the other.
-        then: called once, after all works are complete.
+    Raises:
+        ValueError: it is.
     """
+    if is_sharded(target):
+        raise ValueError(
+            f"this optimizer is sharded: each rank has the state of its own shard, {consequence}"
+        )
 
-    def __init__(self, works: Sequence[Work], then: Callable[[], None]) -> None:
-        self._works = deque(works)
-        self._then: Callable[[], None] | None = then
 
-    def wait(self, timeout_seconds: float | None = None) -> None:
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while self._works:
-            self._works[0].wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            self._works.popleft()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+def checked_total(title: str, weights: Sequence[float]) -> float:
+    """Return the sum of the ranks' weights.
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+    Raises:
+        ValueError: the sum is 0 or not finite.
+    """
+    total = sum(weights)
+    if not 0 < total < math.inf:
+        raise ValueError(
+            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): without "
+            "weights there is no mean, so leave the call out on all ranks, or give some rank a weight"
+        )
+    return total

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from syncline.checks import checked_choice, checked_number, number_in
 from syncline.session.world import transport_of
-from syncline.transport.agreement import exchange
 from syncline.verbs.broadcast import Replaced
-from syncline.verbs.common import Group, global_rank, refuse_one_copy
+from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, refuse_one_copy
 
 __all__ = ["keep_best_"]
 
@@ -55,19 +54,17 @@ def keep_best_(
     """
     transport = transport_of(group)
     with transport.turn:
-        replaced, lines, mine, fault = None, [], math.nan, None
-        try:
+
+        def prepare() -> Prepared[Replaced]:
             checked_choice("mode", mode, ("max", "min"))
-            mine = _checked_score(score)
+            payload = _SCORE.pack(_checked_score(score))
             refuse_one_copy(target)
             replaced = Replaced(target)
-            lines = [f"mode  {mode}", *replaced.lines]
-        except Exception as error:
-            fault = error
-        told = exchange(transport, _TITLE, lines, payload=_SCORE.pack(mine), fault=fault, remedy=_REMEDY)
-        assert replaced is not None
-        scores: list[float] = [_SCORE.unpack_from(payload)[0] for payload in told]
-        candidates = [rank for rank, its in enumerate(scores) if not math.isnan(its)]
+            return Prepared(replaced, [f"mode  {mode}", *replaced.lines], payload)
+
+        replaced, payloads = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
+        scores: list[float] = [_SCORE.unpack_from(payload)[0] for payload in payloads]
+        candidates = [rank for rank, number in enumerate(scores) if not math.isnan(number)]
         if not candidates:
             raise ValueError(
                 f"{_TITLE}: the score is NaN on all {transport.size} rank(s), so none is best, and nothing was sent"

@@ -7,7 +7,6 @@ the usual `mean(loss, weight=len(batch))` is a single collective. Large tensors 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator, Sequence
 from numbers import Real
@@ -20,11 +19,12 @@ from syncline.checks import checked_number, what_it_is
 from syncline.session.world import transport_of
 from syncline.tensors.targets import check_dense
 from syncline.transport.agreement import PAYLOAD_BYTES, exchange, gather_rows
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 from syncline.trees import leaves, map_leaves
-from syncline.verbs.common import Group
+from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total
 
-__all__ = ["barrier", "checked_total", "mean", "weighted_mean"]
+__all__ = ["barrier", "mean", "weighted_mean"]
 
 
 _LARGE_NUMEL = 4096
@@ -39,19 +39,17 @@ _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
 
 def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     """Return the mean of every leaf over the ranks; see `syncline.mean` for arguments and errors."""
-    lines: list[str] = []
-    found: list[Any] = []
-    row = torch.empty(0, dtype=torch.float64)
-    scale, fault = 0.0, None
-    try:
+
+    def prepare() -> Prepared[tuple[list[Any], Tensor]]:
         scale = checked_number("weight", weight, at_least=0)
         lines, found = _described(values)
-        row = torch.cat([row, *(_as_row(leaf) for leaf in found if not _is_large(leaf))])
-    except Exception as error:
-        fault = error
-    inline = row[:_NUM_INLINE].tolist()
-    head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
-    heads = exchange(transport, "sl.mean", lines, payload=head, fault=fault, remedy=_REMEDY)
+        small = [_as_row(leaf) for leaf in found if not _is_large(leaf)]
+        row = torch.cat([torch.empty(0, dtype=torch.float64), *small])
+        inline = row[:_NUM_INLINE].tolist()
+        head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
+        return Prepared((found, row), lines, head)
+
+    (found, row), heads = agree_on_call(transport, "sl.mean", prepare, remedy=_REMEDY)
     weights, rows = [], []
     for head in heads:
         weight_there, *inline = _HEAD.unpack(head)
@@ -60,7 +58,7 @@ def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
     total = checked_total("sl.mean", weights)
     if row.numel() > _NUM_INLINE:
         rows = gather_rows(transport, row)
-    large = _reduced([leaf for leaf in found if _is_large(leaf)], scale / total, transport)
+    large = _reduced([leaf for leaf in found if _is_large(leaf)], weights[transport.rank] / total, transport)
     results = _results(found, _mean_of_rows(rows, weights, total), large)
     return map_leaves(values, lambda path, leaf: next(results))
 
@@ -101,21 +99,6 @@ def _as_row(leaf: Any) -> Tensor:
 # ---------------------------------------------------------------------- exchange
 
 
-def checked_total(title: str, weights: Sequence[float]) -> float:
-    """Return the sum of the ranks' weights.
-
-    Raises:
-        ValueError: the sum is 0 or not finite.
-    """
-    total = sum(weights)
-    if not 0 < total < math.inf:
-        raise ValueError(
-            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): a mean "
-            "of nothing is not defined, so leave the call out on all ranks or give some rank a weight"
-        )
-    return total
-
-
 def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float) -> Tensor:
     # A rank of weight 0 is left out instead of multiplied by 0, because its values may be NaN.
     parts = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight > 0]
@@ -129,15 +112,15 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
     return sums / total
 
 
-def _reduced(tensors: Sequence[Tensor], share: float, transport: Transport) -> Iterator[Tensor]:
-    """Yield the weighted means of large tensors, each by one all_reduce; `share` is this rank's relative weight."""
+def _reduced(tensors: Sequence[Tensor], fraction: float, transport: Transport) -> Iterator[Tensor]:
+    """Yield the weighted means of large tensors; `fraction` is this rank's weight over their sum."""
     started: list[tuple[Tensor, Work]] = []
     for tensor in tensors:
         # Sum 16-bit values and integers in fp32 at least.
         dtype = torch.promote_types(_result_dtype(tensor), torch.float32)
         part = torch.zeros(tensor.shape, dtype=dtype, device=transport.sending_device(tensor.device))
-        if share > 0:
-            torch.mul(tensor.detach().to(part), share, out=part)
+        if fraction > 0:
+            torch.mul(tensor.detach().to(part), fraction, out=part)
         started.append((part, transport.all_reduce(part.view(-1))))
     for part, work in started:
         work.wait()

@@ -18,9 +18,10 @@ from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
 from syncline.session.world import transport_of
 from syncline.tensors.reduction import TensorReducer
-from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange, gather_rows
-from syncline.transport.base import Transport, Work
-from syncline.verbs.common import Group, WorkThen
+from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, gather_rows
+from syncline.transport.base import Transport
+from syncline.transport.work import DONE, CombinedWork, Work
+from syncline.verbs.common import Group, Prepared, agree_on_call
 
 __all__ = ["sync_gradients_"]
 
@@ -93,30 +94,22 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
     """
     transport, group_fault = _transport(module, group)
     with transport.turn:
-        lines: list[str] = []
-        mine: _Gradients | None = None
-        payload, bits, fault = b"", b"", None
-        try:
+
+        def prepare() -> Prepared[_Gradients]:
             checked_flag("async_op", async_op)
             mine = _Gradients(module)
-            lines = mine.lines
-            payload = mine.told()
-            bits = bytes(mine.kinds)
-        except Exception as error:
-            fault = error
-        fault = fault or group_fault
-        inline = len(payload) + _packed_bytes(len(bits)) <= PAYLOAD_BYTES
-        if inline and fault is None:
-            payload += _packed(bits)
-        told = exchange(transport, _TITLE, lines, payload=payload, fault=fault, remedy=_REMEDY)
-        assert mine is not None
-        num_own = {_STANDING.unpack_from(row)[-1] for row in told}
+            if group_fault is not None:
+                raise group_fault
+            return Prepared(mine, mine.lines, mine.payload())
+
+        mine, payloads = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
+        num_own = {_STANDING.unpack_from(payload)[-1] for payload in payloads}
         # A wrapper without references may be freed on some ranks and not yet on others. Then all ranks ignore it.
-        num_items = mine.settle([_read(row) for row in told]) if len(num_own) == 1 else None
-        if inline:
-            kinds = [_unpacked(row[_STANDING.size :], len(bits)) for row in told]
+        num_items = mine.divisor([_read(payload) for payload in payloads]) if len(num_own) == 1 else None
+        if mine.has_short_kinds:
+            kinds = [_unpacked(payload[_STANDING.size :], len(mine.kinds)) for payload in payloads]
         else:
-            rows = gather_rows(transport, torch.frombuffer(bytearray(bits), dtype=torch.uint8))
+            rows = gather_rows(transport, torch.tensor(mine.kinds, dtype=torch.uint8))
             kinds = [bytes(row.tolist()) for row in rows]
         work = mine.start(
             transport, [max(column) for column in zip(*kinds, strict=True)], num_items, wait=not async_op
@@ -175,15 +168,18 @@ class _Gradients:
                     "it: pass the whole"
                 )
         self.kinds = [_kind(name, parameter) for name, parameter in named]
+        self.has_short_kinds = _STANDING.size + _packed_bytes(len(self.kinds)) <= PAYLOAD_BYTES
+        """Whether one payload has room for all kinds."""
         self.lines = describe_tensors(named, layout=False)
 
-    def told(self) -> bytes:
-        """Return the normalization of this rank's gradients as bytes for the other ranks."""
+    def payload(self) -> bytes:
+        """Return the normalization of this rank's gradients, and their kinds if they are short, for the other ranks."""
         items, is_uncounted, total, is_mean, is_changed = self._standing
         counts = (-1 if count is None else count for count in (items, total))
-        return _STANDING.pack(*counts, is_uncounted, is_mean, is_changed, len(self._own))
+        standing = _STANDING.pack(*counts, is_uncounted, is_mean, is_changed, len(self._own))
+        return standing + _packed(self.kinds) if self.has_short_kinds else standing
 
-    def settle(self, standings: Sequence[Standing]) -> int | None:
+    def divisor(self, standings: Sequence[Standing]) -> int | None:
         """Return the divisor of the summed gradients: the items of all ranks, or None for the number of ranks.
 
         Raises:
@@ -219,7 +215,7 @@ class _Gradients:
         return normalizer.total([one.num_items or 0 for one in standings], step=self.caretaker.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
-        """Reduce everything; with `wait`, memory is bounded, and only the final action of the work is left.
+        """Reduce everything. With `wait`, memory is bounded, and the returned work is done.
 
         Args:
             transport: the transport between the ranks.
@@ -241,13 +237,13 @@ class _Gradients:
             TensorReducer(dense[False], transport, "mean", rounds_once=True),
             TensorReducer(dense[True], transport, "sum", divisor=float(num_items or 1), rounds_once=True),
         ]
-        works = []
-        for reducer in reducers:
-            if wait:
+        if wait:
+            for reducer in reducers:
                 reducer.run()
-            else:
-                works.append(reducer.start())
-        return WorkThen(works, lambda: self._finish(num_items))
+            self._finish(num_items)
+            return DONE
+        works = [(reducer.start(), None) for reducer in reducers]
+        return CombinedWork([*works, (DONE, lambda: self._finish(num_items))])
 
     def _finish(self, num_items: int | None) -> None:
         if self.caretaker is not None:

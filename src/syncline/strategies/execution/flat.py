@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from syncline._torch.tensors import foreach_copy_
+from syncline.tensors.targets import as_real
 
 __all__ = ["FlatGroup", "flat_groups"]
 
@@ -31,7 +32,7 @@ class FlatGroup:
     def __init__(self, tensors: Sequence[Tensor], indices: tuple[int, ...]) -> None:
         self.indices = indices
         self._tensors = list(tensors)
-        real = [_real(tensor) for tensor in tensors]
+        real = [as_real(tensor) for tensor in tensors]
         self.shapes = [tensor.shape for tensor in real]
         self.numels = [tensor.numel() for tensor in real]
         self.numel = sum(self.numels)
@@ -43,7 +44,7 @@ class FlatGroup:
 
     def read(self) -> Tensor:
         """Return the values as a new flat tensor of shape (numel,)."""
-        return torch.cat([_real(tensor).reshape(-1).to(self.dtype) for tensor in self._tensors])
+        return torch.cat([as_real(tensor).reshape(-1).to(self.dtype) for tensor in self._tensors])
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the parts of a flat tensor in the tensors' shapes, as real numbers."""
@@ -52,7 +53,7 @@ class FlatGroup:
 
     def write(self, flat: Tensor) -> None:
         """Write a flat tensor's values into the tensors; autograd sees an in-place change."""
-        foreach_copy_([_real(tensor) for tensor in self._tensors], self.views(flat))
+        foreach_copy_([as_real(tensor) for tensor in self._tensors], self.views(flat))
         torch.autograd.graph.increment_version(self._tensors)
 
 
@@ -62,9 +63,3 @@ def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     return [FlatGroup([tensors[i] for i in indices], tuple(indices)) for indices in kinds.values()]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory outside of autograd, as real numbers."""
-    data = tensor.data
-    return torch.view_as_real(data) if data.is_complex() else data

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from syncline.strategies.execution.flat import FlatGroup, flat_groups
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 
 __all__ = ["PushSum"]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from syncline.strategies.actions import Message
 from syncline.strategies.execution.flat import flat_groups
-from syncline.transport.base import Transport, Work
+from syncline.transport.base import Transport
+from syncline.transport.work import Work
 
 __all__ = ["ShardedServer"]
 

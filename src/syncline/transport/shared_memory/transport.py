@@ -27,7 +27,7 @@ from syncline.liveness.calls import Failure, lane_name
 from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
 from syncline.transport.agreement import exchange
-from syncline.transport.base import DONE, ReduceOp, Transport, Work
+from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.shared_memory.core import library
 from syncline.transport.shared_memory.engine import (
@@ -42,6 +42,7 @@ from syncline.transport.shared_memory.engine import (
 from syncline.transport.shared_memory.hub import Hub, store_exchange
 from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import ThreadGroup
+from syncline.transport.work import DONE, Work
 
 __all__ = ["SharedMemoryTransport"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Call, Failure
-from syncline.transport.base import Disagreement
 from syncline.transport.shared_memory.core import Outcome, library
 from syncline.transport.shared_memory.engine import call_of
 from syncline.transport.watched_work import WatchedWork
+from syncline.transport.work import Disagreement
 
 if TYPE_CHECKING:
     from syncline.transport.shared_memory.transport import SharedMemoryTransport
