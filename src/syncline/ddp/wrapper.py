@@ -535,8 +535,8 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         hook = gradients.layout.comm_hook
         if hook is not None and not hook.averages:
             raise ValueError(
-                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
-                "Use one or the other"
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook does its own "
+                "division. Use one or the other"
             )
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield

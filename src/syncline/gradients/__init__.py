@@ -10,12 +10,13 @@ comm_hook.py             a user's communication hook in place of all_reduce
 controls.py              what a wrapper requests of the next backwards
 distributed_autograd.py  gradients that torch's distributed autograd keeps in contexts
 graph_tasks.py           which graph tasks of the autograd engine make up one backward: a state machine
+hooks.py                 the hooks of parameters, once per gradient
 layout.py                where each gradient lies
 ledger.py                what was reduced in the last backward
 options.py               how gradients are synchronized: a frozen value
 out_of_step.py           errors after which ranks have sent different things
 outputs.py               the tensors in whatever a forward returns
-reducer.py               the reducer: hooks, the start and the end of a backward
+reducer.py               the reducer: the start and the end of a backward
 reduction.py             buckets in flight: filled, sent, waited for, handed out
 shard.py                 this rank's shard of a bucket
 shard_plan.py            which rank owns which part of which bucket: pure

@@ -24,11 +24,11 @@ from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
 from syncline.gradients.backward import Backward, BackwardState
 from syncline.gradients.backward_owner import Ownership
-from syncline.gradients.bucket import copy_scaled
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.controls import Controls
 from syncline.gradients.distributed_autograd import AutogradContexts
 from syncline.gradients.graph_tasks import Entry, GraphTasks
+from syncline.gradients.hooks import gradient_hook
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.ledger import Ledger
 from syncline.gradients.options import GradientOptions
@@ -36,7 +36,7 @@ from syncline.gradients.reduction import Reduction
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.roster import Roster
-from syncline.gradients.usage import StaticUsage, is_accumulating
+from syncline.gradients.usage import is_accumulating
 from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
@@ -89,13 +89,14 @@ class GradientSync:
         self._unreduced = set() if former is None else former._unreduced_among(self.parameters)
         """Indices of the parameters that hold gradients of backwards that were not reduced."""
         self._has_warned_of_graph: bool = former is not None and former._has_warned_of_graph
-        self._tasks = GraphTasks()
+        self.tasks = GraphTasks()
+        """The graph tasks of the present backward."""
         self.ownership = Ownership(self.parameters)
         """Tells backwards of this wrapper apart from those of another wrapper with some of the same parameters."""
         if former is not None:
             self.ownership.continues(former.ownership)
         self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            parameter.register_post_accumulate_grad_hook(gradient_hook(self, index))
             for index, parameter in enumerate(self.parameters)
         ]
         self._contexts = AutogradContexts.of_this_process(self.parameters, self._context_gradient_is_ready)
@@ -150,7 +151,7 @@ class GradientSync:
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward has begun and not ended."""
-        return self._tasks.is_running
+        return self.tasks.is_running
 
     @property
     def has_unreduced(self) -> bool:
@@ -181,15 +182,15 @@ class GradientSync:
                 "register_comm_hook or register_builtin_comm_hook can only be called once: "
                 f"{self.layout.comm_hook.name} is registered"
             )
-        if self._tasks.is_running:
+        if self.tasks.is_running:
             raise RuntimeError(
                 "register_comm_hook must be called between two backwards, got it in the backward of step "
                 f"{self.step + 1}"
             )
         if self.normalizer.count.is_open and not hook.averages:
             raise ValueError(
-                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
-                "Leave the block of normalize_by before the hook is registered, and use one or the other"
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook does its own "
+                "division. Leave the block of normalize_by before the hook is registered, and use one or the other"
             )
         self.layout.build(hook)
 
@@ -255,97 +256,38 @@ class GradientSync:
         self._handles.clear()
         self.ownership.withdraw()
 
-    # ------------------------------------------------------------------ hooks
+    # ------------------------------------------------------------------ a backward begins
 
-    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        reduction = self.reduction
-        if reduction.usage.static is not None:
-            return self._make_static_hook(index, reduction.usage.static)
-        places, tasks = self.layout.places, self._tasks
-        current_task, filling = current_graph_task_id, BackwardState.FILLING
-        as_view = self.options.as_bucket_view and self.options.reduce_dtype is None
-        reads_graph, rivals = reduction.usage.reads_graph, self.ownership.rivals
-        stand_in = self.layout.stand_in_of(index)
-
-        def gradient_is_ready(parameter: Tensor) -> None:
-            if current_task() != tasks.current and not self._begin():
-                return
-            backward = self.backward
-            backward.ready.append(index)
-            if backward.state is not filling:
-                return
-            if reads_graph and index in backward.absent:
-                raise reduction.out_of_step.from_outside(backward.step, index)
-            bucket, view = places[index]
-            if view is not None:
-                copy_scaled(view, parameter.grad, backward.scale)
-                if as_view and not reads_graph and not rivals:
-                    parameter.grad = view  # frees the gradient while its memory is still in cache
-                elif stand_in is not None:
-                    parameter.grad = stand_in
-            bucket.num_pending -= 1
-            if not bucket.num_pending:
-                reduction.send_complete(backward)
-
-        return gradient_is_ready
-
-    def _make_static_hook(self, index: int, static: StaticUsage) -> Callable[[Tensor], None]:
-        """Return a hook for a static graph, in which a parameter may get several gradients in one backward."""
-        reduction, places, tasks = self.reduction, self.layout.places, self._tasks
-        counts, expected = static.counts, static.expected
-        current_task, filling = current_graph_task_id, BackwardState.FILLING
-
-        def gradient_is_ready(parameter: Tensor) -> None:
-            if current_task() != tasks.current and not self._begin():
-                return
-            counts[index] += 1
-            if counts[index] != expected[index]:
-                return
-            backward = self.backward
-            backward.ready.append(index)
-            if backward.state is not filling:
-                return
-            bucket, view = places[index]
-            if view is not None:
-                copy_scaled(view, parameter.grad, backward.scale)
-            bucket.num_pending -= 1
-            if not bucket.num_pending:
-                reduction.send_complete(backward)
-
-        return gradient_is_ready
+    def forward_begins(self) -> None:
+        """Note that a forward begins, so that the next backward starts a new step."""
+        self.tasks.forward_begins()
+        if self._contexts is not None:
+            self._contexts.forward_begins()
 
     def _context_gradient_is_ready(self, index: int, context_id: int) -> None:
         """Mark a gradient of distributed autograd as ready.
 
         An ordinary backward runs this hook, too. It is ignored then, because the ordinary hook has marked the gradient.
         """
-        if self._tasks.is_running and self.backward.context_id is None:
+        if self.tasks.is_running and self.backward.context_id is None:
             return
-        if current_graph_task_id() != self._tasks.current and not self._begin(context_id):
+        if current_graph_task_id() != self.tasks.current and not self.begin(context_id):
             return
         self.backward.ready.append(index)
 
-    def forward_begins(self) -> None:
-        """Note that a forward begins, so that the next backward starts a new step."""
-        self._tasks.forward_begins()
-        if self._contexts is not None:
-            self._contexts.forward_begins()
-
     def outermost_hook(self) -> Callable[[object], None]:
         """Return a hook for a forward's outputs; a graph task that reaches one is not inside of another task."""
-        tasks, current_task = self._tasks, current_graph_task_id
+        tasks, current_task = self.tasks, current_graph_task_id
 
         def backward_begins(_: object) -> None:
             if current_task() != tasks.outermost and self._handles:  # no handles: the hooks were removed
                 tasks.outermost = current_task()
                 if is_accumulating(self.parameters):
-                    self._begin()
+                    self.begin()
 
         return backward_begins
 
-    # ------------------------------------------------------------------ a backward begins
-
-    def _begin(self, context_id: int | None = None) -> bool:
+    def begin(self, context_id: int | None = None) -> bool:
         """Register a graph task: it begins a new backward, or continues one in an inner or outer task.
 
         Args:
@@ -355,14 +297,14 @@ class GradientSync:
             Whether it is a backward of this wrapper.
         """
         task = current_graph_task_id()
-        if self.ownership.rivals and not self._tasks.knows(task) and not self.ownership.owns(task):
+        if self.ownership.rivals and not self.tasks.knows(task) and not self.ownership.owns(task):
             return False
         reduction = self.reduction
         if reduction.out_of_step.text is not None:
             reduction.out_of_step.raise_again()
-        entry = self._tasks.enter(task)
+        entry = self.tasks.enter(task)
         if entry is Entry.CONTINUES:
-            if not self._tasks.knows(task):
+            if not self.tasks.knows(task):
                 self._join_task(task)
             return True
         if entry is Entry.INTERRUPTS:
@@ -429,7 +371,7 @@ class GradientSync:
         )
 
     def _join_task(self, task: int) -> None:
-        self._tasks.join(task)
+        self.tasks.join(task)
         queue_callback(partial(self._end_of_task, task))
 
     def _abandon(self) -> None:
@@ -450,7 +392,7 @@ class GradientSync:
     def _end_of_task(self, task: int, *, is_copied: bool = False) -> None:
         """Finish the backward if it has ended with this graph task; it has not if an outer task continues it."""
         backward, reduction = self.backward, self.reduction
-        if not is_copied and not self._tasks.ends_backward(
+        if not is_copied and not self.tasks.ends_backward(
             task, is_complete=len(backward.ready) >= len(reduction.parameters)
         ):
             return
@@ -485,7 +427,7 @@ class GradientSync:
         else:
             if self.options.sharded:
                 raise SynclineError(
-                    "distributed autograd keeps gradients in contexts of its own, which sharded=True has no shards of: "
+                    "distributed autograd keeps gradients in its own contexts, which sharded=True cannot shard: "
                     "wrap the module without sharded=True"
                 )
             assert self._contexts is not None
@@ -556,7 +498,7 @@ class GradientSync:
             self.reduction.riders.forget()
             board = self.reduction.transport.board
             board.phase, board.bucket = "after backward", None
-        self._tasks.forget()
+        self.tasks.forget()
         self.backward.move(to)
 
 

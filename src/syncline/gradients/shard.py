@@ -97,7 +97,7 @@ class StandIn(Tensor):
             )
         raise SynclineError(
             f".grad of {mine._name} cannot be read or added to ({name} tried): with sharded=True each rank has reduced "
-            "its share of the gradients, and no rank has all of this one. To clip: ddp.clip_grad_norm_(max_norm). To "
+            "its shard of the gradients, and no rank has all of this one. To clip: ddp.clip_grad_norm_(max_norm). To "
             "step: the optimizer that went through ddp.attach(optimizer). Before the next backward: "
             "optimizer.zero_grad(); to accumulate, run all backwards but the last under ddp.no_sync()"
         )

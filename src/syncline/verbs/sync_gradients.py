@@ -267,7 +267,7 @@ def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
         return None
     if found[0].options.sharded:
         raise ValueError(
-            "with sharded=True each rank holds its share of the gradients alone, after backward as well: run the last "
+            "with sharded=True each rank holds only its shard of the gradients, after backward as well: run the last "
             "micro-batch outside of no_sync"
         )
     if found[0].is_in_backward:

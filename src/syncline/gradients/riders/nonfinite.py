@@ -52,13 +52,13 @@ _LEFT = "left to the GradScaler"
 _NUM_SHOWN = 4
 
 _OVERFLOWED = (
-    "Each rank's own gradients are finite: their sum, or what a compression or a communication hook makes of them, "
-    "does not fit in its type. The largest float16 is 65,504: use bfloat16, reduce_dtype=torch.float32 or a smaller "
+    "Each rank's own gradients are finite, but their sum, or the result of a compression or of a communication hook, "
+    "does not fit in its dtype. The largest float16 is 65,504: use bfloat16, reduce_dtype=torch.float32 or a smaller "
     "loss"
 )
 
 _REDUCED_OUTSIDE = (
-    "They were reduced by sl.sync_gradients_, where nobody looks at each rank's own: a backward outside of no_sync "
+    "They were reduced by sl.sync_gradients_, which does not check each rank's own: a backward outside of no_sync "
     "names the rank"
 )
 
@@ -365,7 +365,7 @@ class NonFiniteWatch(NonFinite):
         num_steps = self.last.num_steps
         so_far = f'on_nonfinite="{self._policy}", {num_steps} step{"s" if num_steps != 1 else ""} so far'
         text = {
-            "raise": "gradients are not finite, and nothing may be stepped with them",
+            "raise": "gradients are not finite, so no optimizer may step with them",
             "skip": f"gradients are not finite, so no rank steps ({so_far})",
             "zero": f"elements of gradients that are not finite count as zero ({so_far})",
         }[self._policy]
@@ -375,13 +375,14 @@ class NonFiniteWatch(NonFinite):
             lines.append(f"  in the mean: {self._shown(in_mean)}")
         if any(found):
             lines.append(
-                "torch.autograd.set_detect_anomaly(True) on such a rank names the operation. What grows beyond bounds "
-                "wants a lower learning rate or ddp.clip_grad_norm_(max_norm), float16 a torch.amp.GradScaler"
+                "torch.autograd.set_detect_anomaly(True) on such a rank names the operation. If values grow without "
+                "bound, use a lower learning rate or ddp.clip_grad_norm_(max_norm); with float16, a "
+                "torch.amp.GradScaler"
             )
         else:
             lines.append(self._why_in_mean)
         if self._policy == "raise":
-            lines[-1] += '. on_nonfinite="skip" leaves such steps out on all ranks'
+            lines[-1] += '. on_nonfinite="skip" skips such steps on all ranks'
         return "\n".join(lines)
 
     def _shown(self, found: _Found) -> str:

@@ -89,6 +89,6 @@ def _text(steps: Sequence[int], num_ranks: int) -> str:
     return (
         f"every rank computed the same gradients in steps {steps[0]} to {steps[-1]}: the {num_ranks} ranks train on "
         "the same data, and do the work of one. Give the DataLoader sampler=sl.DistributedSampler(dataset), or seed "
-        "by rank what draws the batches. If it is meant (training on full batches), say so: "
+        "the generator that draws batches by rank. If this is intended (full batches), silence the warning: "
         'warnings.filterwarnings("ignore", category=sl.SameDataWarning). This warning comes once'
     )
