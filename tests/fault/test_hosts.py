@@ -5,14 +5,20 @@ Needs root, as whoever makes network namespaces; skipped otherwise. The same fil
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,9 +28,14 @@ from syncline.errors import SynclineError
 from syncline.session.world import transport_of
 from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
 
+if TYPE_CHECKING:
+    from forks import Forks, Process
+
 pytestmark = pytest.mark.slow
 
 SHORT_SECONDS = 4.0
+WITHOUT_A_NAME = re.compile(r"^\[W.*\[c10d\] The hostname of the client socket cannot be retrieved.*\n", re.M)
+"""A warning of torch's, whose level was set before the fork: DNS does not know the hosts."""
 
 
 @pytest.fixture
@@ -36,11 +47,61 @@ def hosts() -> Iterator[TwoHosts]:
         pytest.skip(str(error))
 
 
-def start(on: TwoHosts, program: str, ranks: str, **variables: str) -> None:
-    on.start([sys.executable, __file__, program], ranks, variables)
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks on two hosts, forked: they begin at once, and enter their hosts themselves."""
+
+    processes: list[Process]
+
+    def outputs(self, timeout_seconds: float) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of each, once all have ended."""
+        ended = [process.wait(timeout_seconds) for process in self.processes]
+        return [(one.returncode, one.stdout, WITHOUT_A_NAME.sub("", one.stderr)) for one in ended]
+
+
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture
+def start(hosts: TwoHosts, forks: Forks, tmp_path: Path) -> Start:
+    """Starts a program of this file on ranks; "aab" is two on host a, one on host b."""
+
+    def started(program: str, ranks: str, **variables: str) -> Ranks:
+        return Ranks(
+            [
+                forks.start(
+                    tmp_path,
+                    Path(__file__),
+                    program,
+                    variables={
+                        **hosts.variables_of_rank(rank, ranks),
+                        "HOST": hosts.names[letter],
+                        **variables,
+                    },
+                )
+                for rank, letter in enumerate(ranks)
+            ]
+        )
+
+    return started
 
 
 # ---------------------------------------------------------------------- what the ranks do
+
+
+def enter(host: str) -> None:
+    """Make this process one of the host's, as `ip netns exec` and `unshare --uts` would, with mounts of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    network, mounts, names = 0x40000000, 0x00020000, 0x04000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS
+    with open(f"/var/run/netns/{host}") as namespace:
+        failed = libc.setns(namespace.fileno(), network) or libc.unshare(mounts | names)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"this process cannot enter {host}")
+    socket.sethostname(host)
+    subprocess.run(["mount", "--make-rslave", "/"], check=True)
+    if "DISKS" in os.environ:
+        disk = Path(os.environ["DISKS"], os.environ["ONE_FOR_ALL"] or host)
+        subprocess.run(["mount", "--bind", disk, os.environ["MOUNTED"]], check=True)
 
 
 def network() -> torch.nn.Module:
@@ -203,9 +264,8 @@ PROGRAMS: Mapping[str, Callable[[], None]] = {
         ("ab", "gloo"),
     ],
 )
-def test_two_hosts_train_as_one_process_does(hosts: TwoHosts, ranks: str, transport: str) -> None:
-    start(hosts, "trained_as_by_one_process", ranks)
-    for rank, (code, out, err) in enumerate(hosts.outputs(90)):
+def test_two_hosts_train_as_one_process_does(start: Start, ranks: str, transport: str) -> None:
+    for rank, (code, out, err) in enumerate(start("trained_as_by_one_process", ranks).outputs(90)):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
         head = out.splitlines()[0]
         assert head.endswith(f"{len(ranks)} ranks on 2 hosts, transport: {transport}"), head
@@ -215,23 +275,21 @@ def test_two_hosts_train_as_one_process_does(hosts: TwoHosts, ranks: str, transp
     ("ranks", "copies"),
     [("aabb", "one copy on each of 2 hosts, values of rank 0"), ("abb", "then all_gather of the shares")],
 )
-def test_two_hosts_have_a_copy_each_where_both_can(hosts: TwoHosts, ranks: str, copies: str) -> None:
-    start(hosts, "trained_as_by_one_process", ranks, SHARDED="1")
-    for rank, (code, out, err) in enumerate(hosts.outputs(90)):
+def test_two_hosts_have_a_copy_each_where_both_can(start: Start, ranks: str, copies: str) -> None:
+    job = start("trained_as_by_one_process", ranks, SHARDED="1")
+    for rank, (code, out, err) in enumerate(job.outputs(90)):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
         assert copies in out, out
 
 
 @pytest.mark.parametrize("ranks", ["aabb", "abab"])
-def test_hosts_drift_apart_and_meet(hosts: TwoHosts, ranks: str) -> None:
-    start(hosts, "drift_between_hosts", ranks, HOSTS=ranks)
-    for rank, (code, _, err) in enumerate(hosts.outputs(120)):
+def test_hosts_drift_apart_and_meet(start: Start, ranks: str) -> None:
+    for rank, (code, _, err) in enumerate(start("drift_between_hosts", ranks, HOSTS=ranks).outputs(90)):
         assert (code, err) == (0, ""), f"rank {rank}: {err}"
 
 
-def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(hosts: TwoHosts) -> None:
-    start(hosts, "refused_as_shared_memory", "aabb")
-    outputs = hosts.outputs(60)
+def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(start: Start) -> None:
+    outputs = start("refused_as_shared_memory", "aabb").outputs(60)
     texts = {out for _, out, _ in outputs}
     assert len(texts) == 1, outputs
     (text,) = texts
@@ -239,23 +297,22 @@ def test_shared_memory_over_two_hosts_is_refused_with_a_way_out(hosts: TwoHosts)
     assert 'Use transport="auto": shared memory within each host, gloo between them' in text
 
 
-def start_with_disks(on: TwoHosts, program: str, ranks: str, disks: Path, *, one_for_all: bool) -> Path:
-    """Ranks that find a disk at the same path: each host its own, or all the same one."""
+def start_with_disks(
+    start: Start, program: str, disks: Path, hosts: TwoHosts, *, one_for_all: bool
+) -> tuple[Ranks, Path]:
+    """Two ranks on each host, which find a disk at the same path: each host its own, or all the same one."""
     mounted = disks / "mounted"
     mounted.mkdir()
-    for name in on.names.values():
+    for name in hosts.names.values():
         (disks / name).mkdir()
-    # Each rank has mounts of its own (ip netns makes a namespace), so nobody else sees this.
-    disk = on.names["a"] if one_for_all else "$(hostname)"
-    mount = f'mount --bind "{disks}/{disk}" "{mounted}" && exec "$0" "$@"'
-    command = ["sh", "-c", mount, sys.executable, __file__, program]
-    on.start(command, ranks, {"DIRECTORY": str(mounted / "runs")})
-    return mounted
+    variables = {"MOUNTED": str(mounted), "DIRECTORY": str(mounted / "runs")}
+    variables |= {"DISKS": str(disks), "ONE_FOR_ALL": hosts.names["a"] if one_for_all else ""}
+    return start(program, "aabb", **variables), mounted
 
 
-def test_hosts_that_see_one_disk_save_and_load(hosts: TwoHosts, tmp_path: Path) -> None:
-    mounted = start_with_disks(hosts, "saves_and_loads", "aabb", tmp_path, one_for_all=True)
-    for rank, (code, out, err) in enumerate(hosts.outputs(90)):
+def test_hosts_that_see_one_disk_save_and_load(start: Start, hosts: TwoHosts, tmp_path: Path) -> None:
+    job, mounted = start_with_disks(start, "saves_and_loads", tmp_path, hosts, one_for_all=True)
+    for rank, (code, out, err) in enumerate(job.outputs(90)):
         assert (code, out, err) == (0, f"rank {rank} of 4 was there\n", ""), f"rank {rank}: {err}"
     assert not list(mounted.iterdir()), "it was mounted there for the ranks alone"
     (saved,) = (tmp_path / hosts.names["a"] / "runs").iterdir()
@@ -271,11 +328,12 @@ def test_hosts_that_see_one_disk_save_and_load(hosts: TwoHosts, tmp_path: Path) 
     assert writers == [0, 1], "host b has the same shares, and they are there once"
 
 
-def test_hosts_that_see_different_disks_are_refused_with_a_way_out(hosts: TwoHosts, tmp_path: Path) -> None:
-    mounted = start_with_disks(
-        hosts, "refused_without_a_common_directory", "aabb", tmp_path, one_for_all=False
-    )
-    outputs = hosts.outputs(60)
+def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
+    start: Start, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    program = "refused_without_a_common_directory"
+    job, mounted = start_with_disks(start, program, tmp_path, hosts, one_for_all=False)
+    outputs = job.outputs(60)
     texts = {out for _, out, _ in outputs}
     assert [code for code, _, _ in outputs] == [0] * 4, outputs
     assert len(texts) == 1, "every rank says the same"
@@ -286,21 +344,22 @@ def test_hosts_that_see_different_disks_are_refused_with_a_way_out(hosts: TwoHos
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(hosts: TwoHosts, victim: int) -> None:
-    start(hosts, "until_it_fails", "aabb", TIMEOUT_SECONDS="60", VICTIM=str(victim))
-    hosts.wait_ready()
-    for rank, (code, out, err) in enumerate(hosts.outputs(30)):
+def test_a_killed_rank_is_an_error_on_both_hosts_within_seconds(start: Start, victim: int) -> None:
+    job = start("until_it_fails", "aabb", TIMEOUT_SECONDS="60", VICTIM=str(victim))
+    for rank, (code, out, err) in enumerate(job.outputs(90)):
         if rank == victim:
             assert code == -signal.SIGKILL
             continue
-        told = json.loads(out)
+        told = json.loads(out.removeprefix("ready\n"))
         assert (code, told["kind"]) == (0, "PeerLost"), (rank, told, err)
         assert told["seconds"] < 10
         assert f"rank {victim}" in told["text"] or "connection to a peer is lost" in told["text"], told
 
 
 def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None:
-    start(hosts, "until_it_fails", "aabb", TIMEOUT_SECONDS=str(SHORT_SECONDS))
+    """Of programs that the hosts start, as benchmarks do."""
+    command = [sys.executable, __file__, "until_it_fails"]
+    hosts.start(command, "aabb", {"TIMEOUT_SECONDS": str(SHORT_SECONDS)})
     hosts.wait_ready()
     hosts.cut()
     for rank, (code, out, err) in enumerate(hosts.outputs(60)):
@@ -311,4 +370,6 @@ def test_a_cable_that_is_pulled_is_an_error_and_no_hang(hosts: TwoHosts) -> None
 
 
 if __name__ == "__main__":
+    if "HOST" in os.environ:
+        enter(os.environ["HOST"])
     PROGRAMS[sys.argv[1]]()

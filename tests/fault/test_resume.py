@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from forks import Forks
 
 PROGRAM = Path(__file__).with_name("resumable.py")

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from forks import Forks
 from test_resume import report_of
 
 import syncline as sl
+from forks import Forks
 
 PROGRAM = Path(__file__).with_name("resumable.py")
 NUM_STEPS = 14

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launcher_server import Server
 
+from forks import Forks
 from syncline.tools.cli import main
 from syncline.tools.doctor.host import findings
 
@@ -69,7 +69,7 @@ OURS = {
 
 
 @pytest.fixture
-def doctor(tmp_path: Path, server: Server) -> Doctor:
+def doctor(tmp_path: Path, forks: Forks) -> Doctor:
     """Writes a program and examines it on two processes."""
 
     def examine(
@@ -77,7 +77,7 @@ def doctor(tmp_path: Path, server: Server) -> Doctor:
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "program.py").write_text(code)
         arguments = ("-n", "2", *options, "program.py")
-        return server.start(tmp_path, *arguments, command=command, warm_ranks=warm_ranks).wait()
+        return forks.launch(tmp_path, *arguments, command=command, warm_ranks=warm_ranks).wait()
 
     return examine
 
@@ -200,8 +200,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "syncline doctor -n 2 train.py" in capsys.readouterr().out
 
 
-def test_this_host_is_looked_at(tmp_path: Path, server: Server) -> None:
-    done = server.start(tmp_path, command="doctor").wait()
+def test_this_host_is_looked_at(tmp_path: Path, forks: Forks) -> None:
+    done = forks.launch(tmp_path, command="doctor").wait()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "two ranks          met, and added up over shared memory" in done.stdout
     assert [line[3:].split()[0] for line in done.stdout.splitlines()][:2] == ["versions", "processor"]

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from launcher_server import Server
+
+from forks import Forks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -32,7 +33,7 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("program", BRIEFLY)
 def test_an_example_runs_on_two_ranks(
-    program: str, datasets: ModuleType, server: Server, tmp_path: Path
+    program: str, datasets: ModuleType, forks: Forks, tmp_path: Path
 ) -> None:
     data, arguments, last = BRIEFLY[program]
     try:
@@ -41,7 +42,7 @@ def test_an_example_runs_on_two_ranks(
         pytest.skip(f"the data cannot be had here: {error}")
     line = ["-n", "2", program, *arguments] if arguments is not None else make_train("EPOCHS=1")
     line = [str(EXAMPLES / program) if word.endswith(program) else word for word in line]
-    done = server.start(tmp_path, *line).wait(300.0)
+    done = forks.launch(tmp_path, *line).wait(300.0)
     assert done.returncode == 0, done.stderr
     assert f"[rank 0] {last}" in done.stdout
     assert done.stdout.count(last) == 1

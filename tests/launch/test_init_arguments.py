@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_server import Server
 from test_run import clean_environment
+
+from forks import Forks
 
 TIMEOUT_SECONDS = 180
 
@@ -35,7 +36,7 @@ with open(f"said{rank}", "w") as file:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "syncline run"])
 def test_transports_that_differ_are_one_error_on_all_ranks(
-    launcher: str, tmp_path: Path, server: Server
+    launcher: str, tmp_path: Path, forks: Forks
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     if launcher == "torchrun":
@@ -49,7 +50,7 @@ def test_transports_that_differ_are_one_error_on_all_ranks(
             timeout=TIMEOUT_SECONDS,
         )
     else:
-        done = server.start(tmp_path, "-n", "2", "program.py").wait(TIMEOUT_SECONDS)
+        done = forks.launch(tmp_path, "-n", "2", "program.py").wait(TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     said = [(tmp_path / f"said{rank}").read_text() for rank in range(2)]
     assert said[0] == said[1]

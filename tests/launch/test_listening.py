@@ -7,8 +7,8 @@ from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 import pytest
-from launcher_server import Server
 
+from forks import Forks
 from syncline.session.listening import bound_socket, interface_of
 from syncline.testing.ports import held_port
 
@@ -55,10 +55,10 @@ def listening_addresses(pids: list[int]) -> set[str]:
     "options", [(), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", "1")]
 )
 def test_a_job_on_one_host_listens_on_the_loopback_only(
-    server: Server, tmp_path: Path, options: tuple[str, ...]
+    forks: Forks, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     (tmp_path / "program.py").write_text(JOINED)
-    launcher = server.start(tmp_path, "-n", "2", *options, "program.py")
+    launcher = forks.launch(tmp_path, "-n", "2", *options, "program.py")
     pids = [int(line.split()[-1]) for line in launcher.wait_for_lines(2)]
     assert listening_addresses([launcher.pid]) == {"127.0.0.1"}
     assert listening_addresses(pids) == {"127.0.0.1"}
@@ -72,12 +72,12 @@ def test_a_job_on_one_host_listens_on_the_loopback_only(
     TOKENS.add(first)
 
 
-def test_host_says_where_several_hosts_listen(server: Server, tmp_path: Path) -> None:
+def test_host_says_where_several_hosts_listen(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WAITS)
     with held_port() as port:
         meeting = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", str(port)]
         launchers = [
-            server.start(tmp_path, *meeting, "--node-rank", rank, "--host", "127.0.0.1", "program.py")
+            forks.launch(tmp_path, *meeting, "--node-rank", rank, "--host", "127.0.0.1", "program.py")
             for rank in ("0", "1")
         ]
         for launcher in launchers:

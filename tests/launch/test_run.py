@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from launcher_server import Server
 from torch.distributed.run import get_args_parser
 
+from forks import Forks
 from syncline.tools.cli import main, options
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 60
 
 
 @pytest.fixture
-def run(tmp_path: Path, server: Server) -> Run:
+def run(tmp_path: Path, forks: Forks) -> Run:
     """Writes a program and runs it on two processes; returns what came out."""
 
     def run_program(
@@ -32,7 +32,7 @@ def run(tmp_path: Path, server: Server) -> Run:
         (tmp_path / "program.py").write_text(code)
         # Programs that do not use torch are as fast in interpreters of their own.
         warm_ranks = "import syncline" in code
-        return server.start(tmp_path, *options, "program.py", *arguments, warm_ranks=warm_ranks).wait()
+        return forks.launch(tmp_path, *options, "program.py", *arguments, warm_ranks=warm_ranks).wait()
 
     return run_program
 
@@ -211,14 +211,14 @@ def test_arguments_variables_and_prefixes(run: Run) -> None:
     assert done.stderr == ""
 
 
-def test_two_jobs_at_once_do_not_collide(server: Server, tmp_path: Path) -> None:
+def test_two_jobs_at_once_do_not_collide(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, time\n"
         "print(os.environ['MASTER_PORT'], os.environ['TORCHELASTIC_RUN_ID'], flush=True)\n"
         "while not os.path.exists('end'):\n"
         "    time.sleep(0.01)\n"
     )
-    jobs = [server.start(tmp_path, "-n", "2", "program.py") for _ in range(2)]
+    jobs = [forks.launch(tmp_path, "-n", "2", "program.py") for _ in range(2)]
     places = [{line.split("] ")[1] for line in job.wait_for_lines(2)} for job in jobs]
     assert len(places[0]) == len(places[1]) == 1
     assert places[0] != places[1]
@@ -235,10 +235,10 @@ JOINED = (
 )
 
 
-def test_one_program_starts_three_ways(server: Server, tmp_path: Path) -> None:
+def test_one_program_starts_three_ways(forks: Forks, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(JOINED)
-    launcher = server.start(tmp_path, "-n", "2", "program.py")
+    launcher = forks.launch(tmp_path, "-n", "2", "program.py")
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)],
         stdout=subprocess.PIPE,
@@ -479,14 +479,14 @@ def test_redirected_output_is_shown_as_torchrun_does(run: Run, tmp_path: Path) -
     assert done.stderr.endswith("ValueError: x\n")
 
 
-def test_on_a_terminal_rank_0_keeps_it(server: Server, tmp_path: Path) -> None:
+def test_on_a_terminal_rank_0_keeps_it(forks: Forks, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     (tmp_path / "program.py").write_text(
         "import os, sys\n"
         # One write a line, also under PYTHONUNBUFFERED: the ranks share the terminal.
         "sys.stdout.write(f'{os.environ[\"RANK\"]} {sys.stdout.isatty()} {sys.stderr.isatty()}\\n')\n"
     )
-    launcher = server.start(tmp_path, "-n", "2", "program.py", terminal=os.ttyname(theirs))
+    launcher = forks.launch(tmp_path, "-n", "2", "program.py", terminal=os.ttyname(theirs))
     assert launcher.wait().returncode == 0
     shown = b""
     while shown.count(b"\n") < 2:  # the kernel may hand them over one by one
@@ -496,11 +496,11 @@ def test_on_a_terminal_rank_0_keeps_it(server: Server, tmp_path: Path) -> None:
     assert sorted(shown.decode().splitlines()) == ["0 True True", "[rank 1] 1 False False"]
 
 
-def test_modules_and_commands_are_run_as_well(server: Server, tmp_path: Path) -> None:
+def test_modules_and_commands_are_run_as_well(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import sys; print(sys.argv[1:], __spec__.name)")
-    done = server.start(tmp_path, "-n", "1", "-m", "tool", "--", "-x").wait()
+    done = forks.launch(tmp_path, "-n", "1", "-m", "tool", "--", "-x").wait()
     assert done.stdout == "[rank 0] ['-x'] tool\n"
-    done = server.start(tmp_path, "-n", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE").wait()
+    done = forks.launch(tmp_path, "-n", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE").wait()
     assert done.stdout == "[rank 0] 0 of 1\n"
 
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher_server import Launcher, Server
 
+from forks import Forks, Process
 from syncline import environment
 from syncline.tools.launch.guardian import Guardian
 
@@ -33,10 +33,10 @@ time.sleep(60)
 KEEPS_DEFAULTS = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(60)\n"
 
 
-def started(server: Server, folder: Path, *arguments: str, code: str = PROGRAM) -> tuple[Launcher, list[int]]:
+def started(forks: Forks, folder: Path, *arguments: str, code: str = PROGRAM) -> tuple[Process, list[int]]:
     """A job of two workers, and their pids."""
     (folder / "program.py").write_text(code)
-    launcher = server.start(folder, "-n", "2", *arguments)
+    launcher = forks.launch(folder, "-n", "2", *arguments)
     return launcher, [int(line.split()[-1]) for line in launcher.wait_for_lines(2)]
 
 
@@ -57,9 +57,9 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_the_launcher_ends_with_one_line(
-    server: Server, tmp_path: Path, number: signal.Signals
+    forks: Forks, tmp_path: Path, number: signal.Signals
 ) -> None:
-    launcher, pids = started(server, tmp_path, "program.py")
+    launcher, pids = started(forks, tmp_path, "program.py")
     os.kill(launcher.pid, number)
     done = launcher.wait()
     assert done.returncode == 128 + number
@@ -68,8 +68,8 @@ def test_a_signal_is_passed_on_and_the_launcher_ends_with_one_line(
     assert_gone(pids)
 
 
-def test_ctrl_c_shows_no_traceback_of_a_worker_either(server: Server, tmp_path: Path) -> None:
-    launcher, pids = started(server, tmp_path, "program.py", code=KEEPS_DEFAULTS)
+def test_ctrl_c_shows_no_traceback_of_a_worker_either(forks: Forks, tmp_path: Path) -> None:
+    launcher, pids = started(forks, tmp_path, "program.py", code=KEEPS_DEFAULTS)
     os.kill(launcher.pid, signal.SIGINT)
     done = launcher.wait()
     assert done.returncode == 130
@@ -77,8 +77,8 @@ def test_ctrl_c_shows_no_traceback_of_a_worker_either(server: Server, tmp_path: 
     assert_gone(pids)
 
 
-def test_a_second_ctrl_c_kills_at_once(server: Server, tmp_path: Path) -> None:
-    launcher, pids = started(server, tmp_path, "--shutdown-timeout", "50", "program.py", "stubborn")
+def test_a_second_ctrl_c_kills_at_once(forks: Forks, tmp_path: Path) -> None:
+    launcher, pids = started(forks, tmp_path, "--shutdown-timeout", "50", "program.py", "stubborn")
     os.kill(launcher.pid, signal.SIGINT)
     launcher.wait_for_lines(4)
     assert all(is_running(pid) for pid in pids)
@@ -90,8 +90,8 @@ def test_a_second_ctrl_c_kills_at_once(server: Server, tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_workers_that_do_not_end_are_killed_when_their_time_is_up(server: Server, tmp_path: Path) -> None:
-    launcher, pids = started(server, tmp_path, "--shutdown-timeout", "1", "program.py", "stubborn")
+def test_workers_that_do_not_end_are_killed_when_their_time_is_up(forks: Forks, tmp_path: Path) -> None:
+    launcher, pids = started(forks, tmp_path, "--shutdown-timeout", "1", "program.py", "stubborn")
     os.kill(launcher.pid, signal.SIGTERM)
     done = launcher.wait()
     assert done.returncode == 143
@@ -99,11 +99,11 @@ def test_workers_that_do_not_end_are_killed_when_their_time_is_up(server: Server
     assert_gone(pids)
 
 
-def test_nohup_is_respected(server: Server, tmp_path: Path) -> None:
+def test_nohup_is_respected(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, time\nprint('ready', flush=True)\nwhile not os.path.exists('end'):\n    time.sleep(0.01)\n"
     )
-    launcher = server.start(tmp_path, "-n", "2", "program.py", ignored=[signal.SIGHUP])
+    launcher = forks.launch(tmp_path, "-n", "2", "program.py", ignored=[signal.SIGHUP])
     launcher.wait_for_lines(2)
     os.kill(launcher.pid, signal.SIGHUP)
     (tmp_path / "end").touch()
@@ -112,9 +112,9 @@ def test_nohup_is_respected(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [("program.py",), ("--no-python", "python3", "program.py")])
 def test_workers_end_within_two_seconds_when_the_launcher_is_killed(
-    server: Server, tmp_path: Path, options: tuple[str, ...]
+    forks: Forks, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    launcher, pids = started(server, tmp_path, *options, "stubborn")
+    launcher, pids = started(forks, tmp_path, *options, "stubborn")
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     assert_gone(pids)
@@ -142,10 +142,10 @@ time.sleep(60)
 
 @pytest.mark.parametrize("options", [(), ("--no-python", "python3")])
 def test_what_ranks_started_and_the_folder_go_when_the_launcher_is_killed(
-    server: Server, tmp_path: Path, options: tuple[str, ...]
+    forks: Forks, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     (tmp_path / "program.py").write_text(PARENT)
-    launcher = server.start(tmp_path, "-n", "2", *options, "program.py")
+    launcher = forks.launch(tmp_path, "-n", "2", *options, "program.py")
     lines = [line.split("started ")[1].split() for line in launcher.wait_for_lines(2)]
     folder = Path(lines[0][0])
     assert folder.name.startswith("syncline_")
@@ -192,9 +192,9 @@ def test_the_guardian_ends_with_its_launcher_and_takes_nobody_else() -> None:
         another.wait()
 
 
-def test_what_an_interrupted_worker_started_is_not_left_behind(server: Server, tmp_path: Path) -> None:
+def test_what_an_interrupted_worker_started_is_not_left_behind(forks: Forks, tmp_path: Path) -> None:
     launcher, pids = started(
-        server,
+        forks,
         tmp_path,
         "program.py",
         code=(
@@ -212,12 +212,12 @@ def test_what_an_interrupted_worker_started_is_not_left_behind(server: Server, t
     assert_gone(pids)
 
 
-def test_the_third_signal_ends_a_launcher_whose_output_nobody_reads(server: Server, tmp_path: Path) -> None:
+def test_the_third_signal_ends_a_launcher_whose_output_nobody_reads(forks: Forks, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('x\\n' * 1_000_000)\n")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    launcher = server.start(tmp_path, "-n", "1", "program.py", terminal=str(pipe))
+    launcher = forks.launch(tmp_path, "-n", "1", "program.py", terminal=str(pipe))
     try:
         deadline = time.monotonic() + 60
         while not is_full(reader):
@@ -240,9 +240,9 @@ def is_full(pipe_fd: int) -> bool:
     return held[0] > fcntl.fcntl(pipe_fd, fcntl.F_GETPIPE_SZ) - 4096
 
 
-def test_what_a_failed_worker_started_is_not_left_behind(server: Server, tmp_path: Path) -> None:
+def test_what_a_failed_worker_started_is_not_left_behind(forks: Forks, tmp_path: Path) -> None:
     launcher, pids = started(
-        server,
+        forks,
         tmp_path,
         "program.py",
         code=(
@@ -278,9 +278,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_stop_are_waited_for_and_are_no_failure(
-    server: Server, tmp_path: Path, number: signal.Signals
+    forks: Forks, tmp_path: Path, number: signal.Signals
 ) -> None:
-    launcher, pids = started(server, tmp_path, "--max-restarts", "3", "program.py", code=STOPS)
+    launcher, pids = started(forks, tmp_path, "--max-restarts", "3", "program.py", code=STOPS)
     os.kill(launcher.pid, number)
     launcher.wait_for_lines(4)
     (pid,) = pids_of_rank_0(launcher)
@@ -296,15 +296,15 @@ def test_ranks_that_stop_are_waited_for_and_are_no_failure(
     )
 
 
-def pids_of_rank_0(launcher: Launcher) -> list[int]:
+def pids_of_rank_0(launcher: Process) -> list[int]:
     return [int(line.split()[-1]) for line in launcher.wait_for_lines(2) if line.startswith("[rank 0] pid")]
 
 
 @pytest.mark.parametrize("is_later", [True, False])
 def test_a_rank_that_fails_while_others_stop_is_a_failure(
-    server: Server, tmp_path: Path, is_later: bool
+    forks: Forks, tmp_path: Path, is_later: bool
 ) -> None:
-    launcher, _ = started(server, tmp_path, "program.py", "fails", code=STOPS)
+    launcher, _ = started(forks, tmp_path, "program.py", "fails", code=STOPS)
     if not is_later:
         (tmp_path / "end").touch()
     os.kill(launcher.pid, signal.SIGUSR1)
@@ -316,7 +316,7 @@ def test_a_rank_that_fails_while_others_stop_is_a_failure(
     assert "rank 1 " in done.stderr.splitlines()[0]
 
 
-def test_sigusr1_changes_nothing_for_ranks_that_go_on(server: Server, tmp_path: Path) -> None:
+def test_sigusr1_changes_nothing_for_ranks_that_go_on(forks: Forks, tmp_path: Path) -> None:
     code = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: print('told', flush=True))\n"
@@ -324,7 +324,7 @@ def test_sigusr1_changes_nothing_for_ranks_that_go_on(server: Server, tmp_path: 
         "while not os.path.exists('end'):\n"
         "    time.sleep(0.01)\n"
     )
-    launcher, _ = started(server, tmp_path, "program.py", code=code)
+    launcher, _ = started(forks, tmp_path, "program.py", code=code)
     os.kill(launcher.pid, signal.SIGUSR1)
     launcher.wait_for_lines(4)
     (tmp_path / "end").touch()
@@ -334,10 +334,10 @@ def test_sigusr1_changes_nothing_for_ranks_that_go_on(server: Server, tmp_path: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_do_not_listen_end_by_the_signal(
-    server: Server, tmp_path: Path, number: signal.Signals
+    forks: Forks, tmp_path: Path, number: signal.Signals
 ) -> None:
     restarts = ["--max-restarts", "3"] if number == signal.SIGTERM else []
-    launcher, pids = started(server, tmp_path, *restarts, "program.py", code=KEEPS_DEFAULTS)
+    launcher, pids = started(forks, tmp_path, *restarts, "program.py", code=KEEPS_DEFAULTS)
     os.kill(launcher.pid, number)
     done = launcher.wait()
     assert done.returncode == 128 + number
@@ -346,7 +346,7 @@ def test_ranks_that_do_not_listen_end_by_the_signal(
 
 
 @pytest.mark.parametrize("is_python", [True, False])
-def test_only_of_a_command_all_processes_are_told(server: Server, tmp_path: Path, is_python: bool) -> None:
+def test_only_of_a_command_all_processes_are_told(forks: Forks, tmp_path: Path, is_python: bool) -> None:
     """Those that a Python program has started, such as workers of a DataLoader, would end too early."""
     (tmp_path / "program.py").write_text(
         "import os, signal, sys, time\n"
@@ -361,7 +361,7 @@ def test_only_of_a_command_all_processes_are_told(server: Server, tmp_path: Path
         "time.sleep(60)\n"
     )
     command = ["program.py"] if is_python else ["--no-python", "python3", "program.py"]
-    launcher = server.start(tmp_path, "-n", "1", *command)
+    launcher = forks.launch(tmp_path, "-n", "1", *command)
     launcher.wait_for_lines(2)
     os.kill(launcher.pid, signal.SIGTERM)
     lines = launcher.wait_for_lines(3 if is_python else 4)

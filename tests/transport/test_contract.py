@@ -1,7 +1,8 @@
 """One suite for every engine: what a strategy may rely on, whatever it runs on.
 
 A program is what one rank does with its transport. Each program runs over ranks as threads, over a `FaultyTransport`
-without faults, and in processes over Gloo, over shared memory, and over a hierarchy of both, whose hosts are made up.
+without faults, and in processes over Gloo, over shared memory, and over a hierarchy of both, whose hosts are made up:
+there all of them one after the other over one transport, which none of them may spoil for the next.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ctypes
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -83,9 +84,11 @@ def raw(tensor: Tensor) -> bytes:
     return ctypes.string_at(data.data_ptr(), data.numel())
 
 
-def assert_same_bits_on_all_ranks(transport: Transport, tensor: Tensor, what: str) -> None:
-    digest = hashlib.sha256(raw(tensor)).digest()
-    assert len(set(transport.all_gather_bytes(digest))) == 1, f"{what}: the ranks' bits differ"
+def assert_same_bits_on_all_ranks(transport: Transport, tensors: Mapping[str, Tensor]) -> None:
+    digests = b"".join(hashlib.sha256(raw(tensor)).digest() for tensor in tensors.values())
+    rows = transport.all_gather_bytes(digests)
+    differ = [what for n, what in enumerate(tensors) if len({row[32 * n : 32 * n + 32] for row in rows}) > 1]
+    assert not differ, f"the ranks' bits differ: {differ}"
 
 
 def wait_until_completed(work: Work) -> None:
@@ -99,6 +102,7 @@ def wait_until_completed(work: Work) -> None:
 
 
 def all_reduce_every_type_and_operation(t: Transport) -> None:
+    results = {}
     for dtype, ops in REDUCTIONS.items():
         for op in ops:
             for numel in NUMELS[:3]:
@@ -106,7 +110,8 @@ def all_reduce_every_type_and_operation(t: Transport) -> None:
                 tensor = values(t.rank, numel, dtype)
                 t.all_reduce(tensor, op).wait()
                 assert_close(tensor, reference(t.size, numel, dtype, op), t.size, what)
-                assert_same_bits_on_all_ranks(t, tensor, what)
+                results[what] = tensor
+    assert_same_bits_on_all_ranks(t, results)
 
 
 def all_reduce_a_large_tensor_repeats_its_bits(t: Transport) -> None:
@@ -115,7 +120,7 @@ def all_reduce_a_large_tensor_repeats_its_bits(t: Transport) -> None:
     t.all_reduce(second, "mean").wait()
     assert_close(first, reference(t.size, NUMELS[-1], torch.float32, "mean"), t.size, "mean")
     assert torch.equal(first, second)
-    assert_same_bits_on_all_ranks(t, first, "mean")
+    assert_same_bits_on_all_ranks(t, {"mean": first})
 
 
 def reduce_scatter_every_type_and_operation(t: Transport) -> None:
@@ -187,7 +192,7 @@ def allocated_memory_is_reduced_like_any_other(t: Transport) -> None:
                 expected = reference(t.size, numel, dtype, op)
                 for target in (tensor, again):
                     assert_close(target, expected, t.size, f"{op} of {numel} {dtype}")
-                    assert_same_bits_on_all_ranks(t, target, op)
+                assert_same_bits_on_all_ranks(t, {op: tensor, f"{op} again": again})
             tensor.copy_(values(t.rank, numel, dtype))
             team = t.team(cpu)
             bounds = [member * numel // team.size for member in range(team.size + 1)]
@@ -540,30 +545,43 @@ def test_faulty_without_faults(program: str) -> None:
     run_ranks(2, lambda t: PROGRAMS[program](FaultyTransport(t, [])), timeout_seconds=30)
 
 
-@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3)])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_gloo(program: str, size: int) -> None:
-    transport = C10dTransport(timeout_seconds=30)
-    assert (transport.name, transport.size) == ("gloo", size)
-    PROGRAMS[program](transport)
+def run_all(transport: Transport, name: str) -> None:
+    assert transport.name == name
+    for program_name, program in PROGRAMS.items():
+        try:
+            program(transport)
+        except BaseException as error:
+            error.add_note(f"in {program_name} over {name}")
+            raise
 
 
-@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 5)])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_shared_memory(program: str, size: int) -> None:
-    transport = SharedMemoryTransport.over(C10dTransport(timeout_seconds=30))
-    assert (transport.name, transport.size) == ("gloo" if size == 1 else "shared memory", size)
-    PROGRAMS[program](transport)
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120)) for n in (1, 2, 3)]
+)
+def test_gloo(size: int) -> None:
+    run_all(C10dTransport(timeout_seconds=60), "gloo")
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120)) for n in (2, 3, 5)]
+)
+def test_shared_memory(size: int) -> None:
+    run_all(SharedMemoryTransport.over(C10dTransport(timeout_seconds=60)), "shared memory")
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_that_is_alone_needs_no_shared_memory() -> None:
+    assert SharedMemoryTransport.over(C10dTransport(timeout_seconds=60)).name == "gloo"
 
 
 @pytest.mark.parametrize(
     "hosts",
-    [pytest.param(hosts, marks=pytest.mark.ranks(len(hosts))) for hosts in ("aab", "abba", "abcac", "aabb")],
+    [
+        pytest.param(hosts, marks=pytest.mark.ranks(len(hosts), timeout=120))
+        for hosts in ("aab", "abba", "abcac", "aabb")
+    ],
 )
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_hierarchy(program: str, hosts: str) -> None:
-    beneath = C10dTransport(timeout_seconds=30)
+def test_hierarchy(hosts: str) -> None:
+    beneath = C10dTransport(timeout_seconds=60)
     transport = HierarchicalTransport.over(beneath, host=hosts[beneath.rank])
-    name = f"shared memory within {len(set(hosts))} hosts, gloo across"
-    assert (transport.name, transport.size) == (name, len(hosts))
-    PROGRAMS[program](transport)
+    run_all(transport, f"shared memory within {len(set(hosts))} hosts, gloo across")

@@ -308,7 +308,7 @@ def many_ranks(size: int, store_path: str) -> None:
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 
 
-@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("size", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_many_ranks(size: int, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     program = f"from test_shared_memory import many_ranks; many_ranks({size}, {str(tmp_path / 'store')!r})"

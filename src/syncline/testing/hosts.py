@@ -96,22 +96,7 @@ class TwoHosts:
         """
         for rank, letter in enumerate(on):
             name = self.names[letter]
-            told = Environment(
-                launcher="environment",
-                rank=rank,
-                size=len(on),
-                local_rank=on[:rank].count(letter),
-                local_size=on.count(letter),
-                master_addr=self.address_of(on[0]),
-                master_port=_PORT,
-            )
-            env = {
-                **told.variables(),
-                "GLOO_SOCKET_IFNAME": _INTERFACE,
-                "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # no warnings about host names that DNS cannot resolve
-                **(variables or {}),
-            }
+            env = {**self.variables_of_rank(rank, on), **(variables or {})}
             as_host = f'hostname {name} && exec "$0" "$@"'
             self.processes.append(
                 subprocess.Popen(
@@ -124,6 +109,24 @@ class TwoHosts:
                     start_new_session=True,
                 )
             )
+
+    def variables_of_rank(self, rank: int, on: str) -> dict[str, str]:
+        """Return the environment variables of one rank of `start`."""
+        torchrun = Environment(
+            launcher="environment",
+            rank=rank,
+            size=len(on),
+            local_rank=on[:rank].count(on[rank]),
+            local_size=on.count(on[rank]),
+            master_addr=self.address_of(on[0]),
+            master_port=_PORT,
+        )
+        return {
+            **torchrun.variables(),
+            "GLOO_SOCKET_IFNAME": _INTERFACE,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # no warnings about host names that DNS cannot resolve
+        }
 
     def wait_ready(self) -> None:
         """Wait until every rank has printed the line "ready"."""

@@ -1,0 +1,379 @@
+"""Processes that begin with torch imported: forks of one process, the server, which has imported it.
+
+`Forks` starts them. `launch` gives what `subprocess.Popen` would of `python -m syncline.tools.cli run ...`, and `start`
+what it would of `python PROGRAM ...`: a process with its own signals, environment and output. `run` starts a program on
+several ranks and waits. Run as a script, this file is the server.
+
+The ranks of a launcher with `warm_ranks` are forks too, of the launcher, in place of `python .../worker.py`. They find
+torch imported, and all hash strings alike. This is for tests of what ranks do; other tests are of how they start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import math
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from syncline.session.process import end_with_parent
+from syncline.testing.ports import variables_of_rank
+
+__all__ = ["Forks", "Process"]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+MAX_SECONDS_OF_PROGRAM = 100.0
+"""A program that runs longer prints its stacks, and ends."""
+
+
+# ---------------------------------------------------------------------- for tests
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that was started."""
+
+    pid: int
+    folder: Path
+
+    @property
+    def has_ended(self) -> bool:
+        return (self.folder / "code").exists()
+
+    def wait(self, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Wait for its end, and return its exit code (below 0 for a signal) and output."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.has_ended:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                raise TimeoutError(
+                    f"no end after {timeout_seconds} s; output: {self.output()} {self.error()}"
+                )
+            time.sleep(0.005)
+        code = int((self.folder / "code").read_text())
+        return subprocess.CompletedProcess([], code, self.output(), self.error())
+
+    def wait_for_lines(self, num_lines: int, timeout_seconds: float = 60.0) -> list[str]:
+        """Return the lines that it has printed, once there are that many."""
+        deadline = time.monotonic() + timeout_seconds
+        while len(lines := self.output().splitlines()) < num_lines:
+            if time.monotonic() > deadline or self.has_ended:
+                raise TimeoutError(f"expected {num_lines} lines, got {lines}; {self.error()}")
+            time.sleep(0.005)
+        return lines
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def error(self) -> str:
+        return (self.folder / "error").read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the server forks."""
+
+    folder: Path
+    """For the output, and for the exit code once it has ended."""
+    cwd: Path
+    arguments: tuple[str, ...]
+    """Of `syncline`, or a program and its arguments."""
+    is_program: bool = False
+    variables: Mapping[str, str]
+    ignored: tuple[signal.Signals, ...] = ()
+    terminal: str = ""
+    warm_ranks: bool = False
+
+
+class Forks:
+    """Starts processes. The server starts with the first of them, and again after it has failed."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._channel: Connection | None = None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (until close)
+
+    def launch(
+        self,
+        cwd: Path,
+        *arguments: object,
+        command: str = "run",
+        ignored: Sequence[signal.Signals] = (),
+        terminal: str = "",
+        warm_ranks: bool = False,
+    ) -> Process:
+        """Start `syncline run ARGUMENTS`.
+
+        Args:
+            cwd: its working directory; a folder in it gets the output.
+            arguments: the command line.
+            command: another one than `run`.
+            ignored: signals that it ignores from the beginning, as under nohup.
+            terminal: a device that is its stdout and stderr, in place of files.
+            warm_ranks: its ranks have imported torch when they begin.
+        """
+        return self._start(
+            cwd, command, *arguments, ignored=tuple(ignored), terminal=terminal, warm_ranks=warm_ranks
+        )
+
+    def start(
+        self, cwd: Path, program: Path, *arguments: object, variables: Mapping[str, str] | None = None
+    ) -> Process:
+        """Start `python PROGRAM ARGUMENTS` in `cwd`, with more environment variables."""
+        return self._start(cwd, program, *arguments, is_program=True, variables=variables or {})
+
+    def run(self, num_ranks: int, program: Path, *arguments: object) -> tuple[list[int], str]:
+        """Run a program on that many ranks, and return their exit codes and what they have printed."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store is the test's, because rank 0 may be killed.
+        ranks = [
+            variables_of_rank(rank, num_ranks, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            for rank in range(num_ranks)
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            started = [self.start(Path(folder), program, *arguments, variables=rank) for rank in ranks]
+            ended = [process.wait(MAX_SECONDS_OF_PROGRAM + 20) for process in started]
+        return [one.returncode for one in ended], "".join(one.stdout + one.stderr for one in ended)
+
+    def close(self) -> None:
+        """End the server, once everything that it has started has ended or is killed."""
+        if self._server is not None:
+            assert self._channel is not None
+            self._channel.close()
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+        self._errors.close()
+
+    def _start(
+        self, cwd: Path, *arguments: object, variables: Mapping[str, str] | None = None, **how: Any
+    ) -> Process:
+        folder = Path(tempfile.mkdtemp(prefix="process-", dir=cwd))
+        for name in ("output", "error"):
+            (folder / name).touch()
+        outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        request = Request(
+            folder=folder,
+            cwd=cwd,
+            arguments=tuple(map(str, arguments)),
+            variables=outside | dict(variables or {}),
+            **how,
+        )
+        channel = self._channel_to_server()
+        try:
+            channel.send(request)
+            return Process(channel.recv(), folder)
+        except (EOFError, OSError) as error:
+            assert self._server is not None
+            code, self._server = self._server.wait(10), None
+            self._errors.seek(0)
+            raise RuntimeError(f"the server has ended with {code}: {self._errors.read()}") from error
+
+    def _channel_to_server(self) -> Connection:
+        if self._server is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._server = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stderr=self._errors,
+                )
+            self._channel = Connection(ours.detach())
+        assert self._channel is not None
+        return self._channel
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def serve(channel: Connection) -> None:
+    """Fork processes on request, and write the exit codes of those that have ended, until the channel is closed."""
+    ended, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    folders: dict[int, Path] = {}
+    server_pid = os.getpid()
+    while True:
+        ready = wait([channel, ended])
+        if ended in ready:
+            os.read(ended, 4096)
+            # Not in the handler of the signal: one that interrupts another would wait for the same process twice.
+            for pid in [pid for pid in folders if write_code(pid, folders[pid])]:
+                del folders[pid]
+        if channel in ready:
+            try:
+                request: Request = channel.recv()
+            except EOFError:
+                return
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            pid = os.fork()
+            if not pid:
+                leave(partial(be, request, server_pid))
+            folders[pid] = request.folder
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            channel.send(pid)
+
+
+def write_code(pid: int, folder: Path) -> bool:
+    """Write the exit code if the process has ended, and return whether it has."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if ended:
+        with contextlib.suppress(FileNotFoundError):  # nothing waits for it any more
+            (folder / "code.part").write_text(str(os.waitstatus_to_exitcode(status)))
+            (folder / "code.part").rename(folder / "code")
+    return bool(ended)
+
+
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run it in a fork, and end as an interpreter does."""
+    code = 70
+    try:
+        code = main()
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def be(request: Request, server_pid: int) -> int:
+    """In the fork: what a new interpreter would be."""
+    end_with_parent(server_pid)
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number in request.ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for fd, name in ((1, "output"), (2, "error")):
+        path = request.terminal or request.folder / name
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+        os.dup2(file, fd)
+        os.close(file)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.variables)
+    if request.is_program:
+        faulthandler.dump_traceback_later(MAX_SECONDS_OF_PROGRAM, exit=True)
+        return exit_code_of_script(request.arguments)
+    if request.warm_ranks:
+        warm_the_ranks()
+    from syncline.tools.cli import main
+
+    return main([*request.arguments])
+
+
+def exit_code_of_script(argv: Sequence[str]) -> int:
+    """Run `python ARGV`, and do with what it raises what the interpreter does."""
+    atexit._clear()  # what the parent does at its end
+    gc.freeze()  # what the parent has
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    sys.argv[:] = argv
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
+
+# ---------------------------------------------------------------------- ranks that have torch
+
+
+def warm_the_ranks() -> None:
+    """Make this process, a launcher, fork its ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
+        pid = os.fork()
+        if not pid:
+            leave(partial(be_a_rank, args[1:], env, handler._stdout, handler._stderr))
+        return ForkedRank(pid)
+
+    SubprocessHandler._popen = start  # type: ignore[assignment,method-assign]
+
+
+class ForkedRank:
+    """With what torch's launcher and ours ask of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                if ended:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([], timeout)
+            time.sleep(0.005)
+        return code
+
+
+def be_a_rank(argv: tuple[str, ...], env: dict[str, str], stdout: Any, stderr: Any) -> int:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for fd, file in ((1, stdout), (2, stderr)):
+        if file is not None:
+            os.dup2(file.fileno(), fd)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(env)
+    return exit_code_of_script(argv)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    torch.set_num_threads(1)
+    # Imported once, not in each fork: by the launcher, and by the first step of an optimizer.
+    for slow in (
+        "syncline.tools.launch.supervise",
+        "syncline.tools.cli",
+        "syncline.ddp.wrapper",
+        "torch._dynamo",
+    ):
+        importlib.import_module(slow)
+    serve(Connection(int(sys.argv[1])))
