@@ -302,8 +302,9 @@ def exit_code_of_script(argv: Sequence[str]) -> int:
             return left.code or 0
         print(left.code, file=sys.stderr)
         return 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

@@ -447,7 +447,7 @@ def without_library() -> Iterator[None]:
 
 def assert_falls_back(reason: str) -> None:
     """auto takes Gloo, and rank 0 says why, once."""
-    sys.modules["syncline.session.transports"]._has_warned = False  # type: ignore[attr-defined]
+    sys.modules["syncline.session.world"]._SESSION.transports._has_warned = False  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         world = sl.init()
@@ -463,7 +463,7 @@ def assert_falls_back(reason: str) -> None:
     assert len(texts) == (1 if world.rank == 0 else 0), texts
     for text in texts:
         assert reason in text
-        assert "Tensors on the CPU travel by gloo instead, more slowly" in text
+        assert "Tensors on the CPU are sent by gloo instead, which is slower" in text
 
 
 @pytest.mark.ranks(2)

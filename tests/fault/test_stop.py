@@ -170,7 +170,7 @@ def test_the_second_sigterm_ends_at_once(signals: list[str], code: int) -> None:
         "now = 0.0\n"
         "stopping.time.monotonic = lambda: now\n"
         "request = stopping.StopRequest()\n"
-        "assert stopping.listen(request, stopping.checked_signals(stopping.STOP_SIGNALS))\n"
+        "assert request.listen(stopping.checked_signals(stopping.STOP_SIGNALS))\n"
         f"for what in {signals!r}:\n"
         "    if what == 'later':\n"
         "        now += 2.5\n"

@@ -353,19 +353,19 @@ def test_between_a_stop_and_the_end_of_the_process_a_signal_does_no_harm(
 def test_who_else_listens_goes_on(usr1: list[str]) -> None:
     own, one, other = handler(), StopRequest(), StopRequest()
     signals = stopping.checked_signals([signal.SIGUSR1])
-    assert stopping.listen(one, signals)
-    assert stopping.listen(other, signals)
-    stopping.forget(one)
+    assert one.listen(signals)
+    assert other.listen(signals)
+    one.forget()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (one.why, other.why) == (None, "got SIGUSR1")
-    stopping.forget(other)
+    other.forget()
     assert handler() is own
 
 
 def test_forgotten_in_another_thread_the_signal_does_what_it_did(usr1: list[str]) -> None:
     request = StopRequest()
-    stopping.listen(request, stopping.checked_signals(["SIGUSR1"]))
-    thread = threading.Thread(target=stopping.forget, args=(request,))
+    request.listen(stopping.checked_signals(["SIGUSR1"]))
+    thread = threading.Thread(target=request.forget)
     thread.start()
     thread.join()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -375,7 +375,7 @@ def test_forgotten_in_another_thread_the_signal_does_what_it_did(usr1: list[str]
 def test_what_is_ignored_stays_ignored(usr1: list[str]) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     request = StopRequest()
-    stopping.listen(request, stopping.checked_signals(["SIGUSR1"]))
+    request.listen(stopping.checked_signals(["SIGUSR1"]))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert not request.is_asked
     assert handler() == signal.SIG_IGN
@@ -395,12 +395,12 @@ def exit_code_of_child(fn: Callable[[], None]) -> int:
 def test_a_worker_of_a_dataloader_outlives_sigusr1_and_ends_by_sigterm() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     request = StopRequest()
-    stopping.listen(request, stopping.checked_signals(stopping.STOP_SIGNALS))
+    request.listen(stopping.checked_signals(stopping.STOP_SIGNALS))
     try:
         assert exit_code_of_child(lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 0
         assert exit_code_of_child(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
     finally:
-        stopping.forget(request)
+        request.forget()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -422,15 +422,16 @@ def test_after_a_stop_a_signal_counts_as_the_first(monkeypatch: pytest.MonkeyPat
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     request = StopRequest()
     try:
-        stopping.listen(request, stopping.checked_signals(["SIGTERM"]))
+        request.listen(stopping.checked_signals(["SIGTERM"]))
         for seconds in (0, 1, 3):
             now[0] = seconds
             os.kill(os.getpid(), signal.SIGTERM)
         assert len(calls) == 3  # the program's own is called each time
-        assert stopping._handlers[signal.SIGTERM].first_at == 0
-        stopping.rearm()
+        installed: Any = signal.getsignal(signal.SIGTERM)
+        assert installed.first_at == 0
+        request.rearm()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stopping._handlers[signal.SIGTERM].first_at == 3
+        assert installed.first_at == 3
     finally:
-        stopping.forget(request)
+        request.forget()
         signal.signal(signal.SIGTERM, before)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import syncline as sl
 from syncline.errors import ContractMismatch, SynclineError
+from syncline.session.session import Session
 from syncline.session.world import init, shutdown, transport_of, world
 from syncline.transport.threads import ThreadGroup
 
@@ -162,25 +163,37 @@ def test_a_transport_that_is_in_use_is_not_changed() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_excepthook_is_restored() -> None:
+def test_the_excepthook_is_replaced_by_init_only_and_restored() -> None:
     before = sys.excepthook
+    sl.barrier()
+    assert sys.excepthook is before
     init()
+    assert sys.excepthook is not before
     shutdown()
     assert sys.excepthook is before
 
 
-def test_several_ranks_that_nobody_joined_are_an_error_not_a_silent_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
+@pytest.fixture
+def _launched_as_rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("_launched_as_rank_1_of_2")
+def test_several_ranks_that_nobody_joined_are_an_error_not_a_silent_one() -> None:
+    fresh = Session()  # other tests of this process have called init
+    for call in (fresh.world, lambda: fresh.transport_of(None)):
+        with pytest.raises(SynclineError, match=r"rank 1 of 2 .* has not joined .* call sl\.init\(\) first"):
+            call()
+
+
+def test_several_ranks_after_shutdown_are_an_error_that_says_so(request: pytest.FixtureRequest) -> None:
+    init()
+    shutdown()
+    request.getfixturevalue("_launched_as_rank_1_of_2")
     for call in (world, transport_of):
-        with pytest.raises(SynclineError, match=r"rank 1 of 2 .* call sl\.init\(\) first"):
+        with pytest.raises(SynclineError, match=r"rank 1 of 2 .* left the others by sl\.shutdown\(\)"):
             call()
 
 
@@ -210,10 +223,10 @@ def test_each_group_has_one_transport_and_ranks_of_its_own() -> None:
 
 
 def test_an_argument_that_all_ranks_refuse_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused_by_all(fault: Exception) -> None:
+    def refused_by_all(session: Session, fault: Exception) -> None:
         raise ValueError(f"ranks 0, 1: {fault}")
 
-    monkeypatch.setattr(sys.modules["syncline.session.world"], "_refuse", refused_by_all)
+    monkeypatch.setattr(Session, "_refuse", refused_by_all)
     with pytest.raises(ValueError, match=r"^ranks 0, 1: expected transport") as caught:
         init("smh")
     assert caught.value.__context__ is None

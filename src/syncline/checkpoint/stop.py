@@ -1,6 +1,6 @@
 """Stop all ranks after the same step when one of them was asked to stop.
 
-The ranks agree with the control data of their backwards, or by a separate collective (see `gradients/stop_vote.py`).
+The ranks agree with the control data of their backwards, or by a separate collective (see `gradients/riders/stop.py`).
 Which of the two they use depends only on what all ranks did alike, never on what a single rank knows.
 """
 
@@ -22,15 +22,7 @@ from syncline.differences import describe_ranks, ranks_with
 from syncline.errors import SynclineError
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.wrapper_protocol import replica_of
-from syncline.session.stop_request import (
-    EXIT_STOPPED,
-    Stopped,
-    StopRequest,
-    checked_signals,
-    forget,
-    listen,
-    rearm,
-)
+from syncline.session.stop_request import EXIT_STOPPED, Stopped, StopRequest, checked_signals
 from syncline.transport.base import Transport
 
 __all__ = ["JointStop"]
@@ -102,9 +94,9 @@ class JointStop:
 
     def _listen(self) -> None:
         self._is_listening = True
-        if listen(self.request, self._signals):
+        if self.request.listen(self._signals):
             # Not at exit: until the process has ended, the signals must not regain their usual effect.
-            weakref.finalize(self, forget, self.request).atexit = False
+            weakref.finalize(self, self.request.forget).atexit = False
         elif self._signals:
             warnings.warn(
                 "sl.Checkpointer.stop_if_asked: only the main thread can listen to signals, and this is another, so "
@@ -118,8 +110,7 @@ class JointStop:
         """Stop handling signals, unless a stop was agreed: then signals stay ineffective until the process ends."""
         if self._vote.asked_ranks:
             return
-        if self._is_listening:
-            forget(self.request)
+        self.request.forget()
         if self._lane is not None and self._lane is not self._transport:
             self._lane.close()
 
@@ -153,7 +144,7 @@ class JointStop:
             )
         # This process ends soon. A launcher that sees one rank end may signal the others to end, and such a signal
         # must not change this rank's exit code.
-        rearm()
+        self.request.rearm()
         raise Stopped
 
 

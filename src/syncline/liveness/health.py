@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -205,7 +206,12 @@ class Health:
             return
         keeper = threading.Timer(self._timeout_seconds + 1, id, args=(groups,))
         keeper.daemon = True
-        keeper.start()
+        try:
+            keeper.start()
+        except (
+            RuntimeError
+        ):  # Python 3.12 starts no thread while it exits: keep the groups to the end of the process
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
 
     # ------------------------------------------------------------------ positions of ranks
 

@@ -1,15 +1,19 @@
 """The session of a process: its rank, and how it joins and leaves the other ranks.
 
-`init` calls these modules in order: arguments, rendezvous, transports, world.
+`init` calls these modules in order: arguments, rendezvous, transports. One object, of the class in session.py, holds
+all state of the process; world.py makes it.
 
-Imports: errors, differences, checks, environment, _torch, liveness, transport.
+Imports: errors, differences, checks, environment, user_code, _torch, liveness, transport.
 
 arguments.py     check the arguments of `sl.init`, and write them as lines that ranks compare
+ending.py        the end of the process: report an exception to the launcher and the peers, end without a hang
 listening.py     sockets that listen at one address, for stores; needs no torch
 process.py       what a rank leaves for its launcher: an error file; and its end when the launcher ends
+ranks.py         World: the rank of a process, from a launcher's variables, from a process group, or alone
 registry.py      what is attached to a user's modules, found by kind: the only such registry
 rendezvous.py    how ranks meet at the store, compare arguments and agree on a backend
+session.py       the session: not initialised, initialised, shut down
 stop_request.py  was this process asked to stop?
-transports.py    choose the engine, the same on all ranks
-world.py         World, init, shutdown, and the transport of a group
+transports.py    the transport of each process group, selected by all of its ranks together
+world.py         init, shutdown, world, and the transport of a group
 """

@@ -25,14 +25,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from syncline._torch.process_groups import Store, TCPStore
+from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.differences import describe_difference, refusal_of
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.liveness.store_messages import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
 
-__all__ = ["REMEDY", "TITLE", "Presence", "backend_for", "connect", "meet"]
+__all__ = ["REMEDY", "TITLE", "Presence", "Stores", "backend_for", "connect", "meet"]
 
 
 TITLE = "sl.init"
@@ -75,6 +75,25 @@ class Presence:
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
+
+
+class Stores:
+    """The stores of this process. They outlive `shutdown`, so that a second `init` connects to none that is closing."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[str | None, int | None, int, int], Store] = {}
+        self._num_inits = 0
+
+    def of_next_init(self, env: Environment, timeout_seconds: float) -> Store:
+        """Return the store for one `init`, with a prefix of its own.
+
+        Without the prefix, the launcher's store could return keys of an earlier attempt or an earlier `init`.
+        """
+        place = (env.master_addr, env.master_port, env.rank, env.size)
+        if place not in self._by_place:
+            self._by_place[place] = connect(env, timeout_seconds)
+        self._num_inits += 1
+        return PrefixStore(f"syncline/{env.generation}/{self._num_inits - 1}", self._by_place[place])
 
 
 def connect(env: Environment, timeout_seconds: float) -> Store:

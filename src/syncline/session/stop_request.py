@@ -33,9 +33,6 @@ __all__ = [
     "StopRequest",
     "Stopped",
     "checked_signals",
-    "forget",
-    "listen",
-    "rearm",
 ]
 
 
@@ -62,35 +59,6 @@ class Stopped(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(EXIT_STOPPED)
-
-
-class StopRequest:
-    """A request to stop this process, and its reason. Safe in signal handlers and from any thread.
-
-    Example:
-        >>> request = StopRequest()
-        >>> request.ask("got SIGTERM")
-        >>> request.ask("got SIGUSR1")
-        >>> request.is_asked, request.why
-        (True, 'got SIGTERM')
-    """
-
-    __slots__ = ("is_asked", "why")
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        self.why: str | None = None
-        """The first reason that was given."""
-
-    def ask(self, why: str) -> None:
-        """Ask to stop. The first reason is kept."""
-        # No lock: a signal handler that interrupts the code that holds the lock would wait forever.
-        if self.why is None:
-            self.why = why
-        self.is_asked = True
-
-
-# ---------------------------------------------------------------------- signals
 
 
 class _Handler:
@@ -132,7 +100,68 @@ class _Handler:
             os.kill(os.getpid(), self.number)
 
 
-_handlers: dict[signal.Signals, _Handler] = {}
+class StopRequest:
+    """A request to stop this process, and its reason. `ask` is safe in signal handlers and from any thread.
+
+    Example:
+        >>> request = StopRequest()
+        >>> request.ask("got SIGTERM")
+        >>> request.ask("got SIGUSR1")
+        >>> request.is_asked, request.why
+        (True, 'got SIGTERM')
+    """
+
+    __slots__ = ("_handlers", "is_asked", "why")
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.why: str | None = None
+        """The first reason that was given."""
+        self._handlers: list[_Handler] = []
+
+    def ask(self, why: str) -> None:
+        """Ask to stop. The first reason is kept."""
+        # No lock: a signal handler that interrupts the code that holds the lock would wait forever.
+        if self.why is None:
+            self.why = why
+        self.is_asked = True
+
+    def listen(self, signals: Sequence[signal.Signals]) -> bool:
+        """Let each of these signals call `ask` until `forget`.
+
+        The program's own handler is called as well. An ignored signal stays ignored.
+
+        Returns:
+            Whether the signals are handled. Only the main thread can do this.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for number in signals:
+            handler: Any = signal.getsignal(number)
+            if handler is None or handler == signal.SIG_IGN:  # None: it was not set by Python
+                continue
+            if not isinstance(handler, _Handler):
+                handler = _Handler(number, handler)
+                signal.signal(number, handler)
+            if self not in handler.requests:
+                handler.requests.append(self)
+                self._handlers.append(handler)
+        return True
+
+    def forget(self) -> None:
+        """Undo `listen`. A signal without any request does again what it did before."""
+        while self._handlers:
+            handler = self._handlers.pop()
+            handler.requests.remove(self)
+            installed: Any = signal.getsignal(handler.number)
+            if not handler.requests and installed is handler:
+                with contextlib.suppress(ValueError):  # not in the main thread: the handler calls the old one
+                    signal.signal(handler.number, handler.before)
+
+    def rearm(self) -> None:
+        """Treat the next signal as a first one, because this request has been carried out."""
+        for handler in self._handlers:
+            handler.first_at = None
 
 
 def checked_signals(names: Iterable[str | int]) -> tuple[signal.Signals, ...]:
@@ -177,44 +206,3 @@ def _near(name: str | int) -> str:
         return ""
     upper = name.upper()
     return did_you_mean(upper if upper.startswith("SIG") else f"SIG{upper}", signal.Signals.__members__)
-
-
-def listen(request: StopRequest, signals: Sequence[signal.Signals]) -> bool:
-    """Register `request` for these signals: until `forget`, each of them calls `request.ask`.
-
-    The program's own handler is called as well. An ignored signal stays ignored.
-
-    Returns:
-        Whether the request was registered. Only the main thread can do this.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    for number in signals:
-        handler = signal.getsignal(number)
-        if handler is None or handler == signal.SIG_IGN:  # None: it was not set by Python
-            continue
-        if not isinstance(handler, _Handler):
-            handler = _handlers[number] = _Handler(number, handler)
-            signal.signal(number, handler)
-        if request not in handler.requests:
-            handler.requests.append(request)
-    return True
-
-
-def forget(request: StopRequest) -> None:
-    """Undo `listen` for `request`. A signal without any request does again what it did before."""
-    for number, handler in list(_handlers.items()):
-        if request not in handler.requests:
-            continue
-        handler.requests.remove(request)
-        current: Any = signal.getsignal(number)
-        if not handler.requests and current is handler:
-            with contextlib.suppress(ValueError):  # not in the main thread: the handler calls the old one
-                signal.signal(number, handler.before)
-                del _handlers[number]
-
-
-def rearm() -> None:
-    """Treat the next signal as a first one, because the last request has been carried out."""
-    for handler in list(_handlers.values()):
-        handler.first_at = None

@@ -1,45 +1,202 @@
-"""Selection of a transport: shared memory, a hierarchy of shared memory and Gloo, or torch.distributed alone."""
+"""The transports of a process, one per process group, each selected by all ranks of the group together.
+
+A transport is shared memory, a hierarchy of shared memory and Gloo, or torch.distributed alone.
+"""
 
 from __future__ import annotations
 
-import warnings
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch.distributed as dist
+
+from syncline.errors import SynclineError
+from syncline.session.ranks import default_group, is_alive
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.hierarchy import HierarchicalTransport
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.threads import ThreadGroup
+from syncline.user_code import warn_user
 
-__all__ = ["best_over"]
+__all__ = ["Transports"]
 
 
-_has_warned = False
+@dataclass
+class _Entry:
+    """A process group of which this process is a member, and its transport once selected."""
+
+    group: dist.ProcessGroup
+    is_default: bool
+    transport: Transport | None = None
+    lock: Any = field(default_factory=threading.RLock)
+    """Held while the ranks select the transport. Per group, because other threads may do this for other groups."""
 
 
-def best_over(c10d: C10dTransport, asked: str) -> Transport:
-    """Return the requested transport, or for "auto" the best one that all ranks can use; a collective call.
+class Transports:
+    """The transports of the process groups that this process is in, and of a world of one rank.
 
     Args:
-        c10d: a transport between the ranks. The returned transport closes it.
-        asked: "auto", "c10d" or "shm", the same on all ranks.
-
-    Raises:
-        SharedMemoryUnavailable: "shm" was requested and is not available. The text gives the same reason on all ranks.
+        before_first: called before a transport is selected by a first call, not by `init`.
+        check_alone: raises if this process must not be a world of one rank.
     """
-    global _has_warned
-    if asked == "c10d":
-        return c10d
-    try:
-        return SharedMemoryTransport.over(c10d) if asked == "shm" else HierarchicalTransport.over(c10d)
-    except SharedMemoryUnavailable as error:
-        if asked == "shm":
-            text = f'sl.init(transport="shm"): {error}'
-            if not error.is_worth_a_warning:
-                text += f'\nUse transport="auto": shared memory within each host, {c10d.name} between them'
-            raise SharedMemoryUnavailable(text) from error
-        if error.is_worth_a_warning and not _has_warned and c10d.rank == 0:
-            _has_warned = True
-            warnings.warn(
-                f"{error}\nTensors on the CPU travel by {c10d.name} instead, more slowly", stacklevel=4
+
+    def __init__(self, before_first: Callable[[], None], check_alone: Callable[[], None]) -> None:
+        self._before_first = before_first
+        self._check_alone = check_alone
+        self._lock = threading.RLock()
+        self._entries: dict[int, _Entry] = {}
+        self._alone: Transport | None = None
+        self._has_lost_default = False
+        """Whether code other than `shutdown` destroyed a default group of several ranks."""
+        self._has_warned = False
+
+    def of(self, group: dist.ProcessGroup | Transport | None, asked: str) -> Transport:
+        """Return the transport of a group; see `world.transport_of`.
+
+        Args:
+            group: a process group; None means torch's default group, or a world of one rank if there is none.
+            asked: "auto", "c10d" or "shm", used if the ranks have to select the transport now.
+        """
+        if isinstance(group, Transport):
+            return group
+        default = default_group()
+        known = self._entries.get(id(default if group is None else group))
+        if known is not None and known.group is default and known.transport is not None:
+            # The fast path of almost every call: a default group exists as long as it is the default.
+            return known.transport
+        with self._lock:
+            self.forget_destroyed()
+            if default is not None:
+                self._has_lost_default = False
+            found = group if group is not None else default
+            if found is None:
+                return self._of_one_rank()
+            known = self._entry(found, is_default=found is default)
+        with known.lock:
+            if known.transport is None:
+                known.transport = self._selected(known.group, asked, None)
+            return known.transport
+
+    def _of_one_rank(self) -> Transport:
+        if self._has_lost_default:
+            raise SynclineError(
+                "the default process group was destroyed (torch.distributed.destroy_process_group), and this "
+                "process is in no group of ranks any more: synchronize before that, or join the ranks again "
+                "(sl.init(), or torch.distributed.init_process_group()); after sl.shutdown() it continues alone"
             )
-        return c10d
+        self._check_alone()
+        if self._alone is None:
+            self._alone = ThreadGroup(1).transport(0)
+        return self._alone
+
+    def _entry(self, group: object, *, is_default: bool) -> _Entry:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"expected group to be a process group that this rank is in, got {group!r}: dist.new_group "
+                "returns such a value on ranks outside of the group; make no call with it there"
+            )
+        if id(group) not in self._entries:
+            if not is_alive(group):
+                raise ValueError("this process group was destroyed: pass one that is alive, or None")
+            self._entries[id(group)] = _Entry(group, is_default)
+            self._before_first()
+        return self._entries[id(group)]
+
+    def known(self, group: dist.ProcessGroup) -> Transport | None:
+        """Return the transport of a group if the ranks have selected it."""
+        entry = self._entries.get(id(group))
+        return None if entry is None else entry.transport
+
+    def select(
+        self,
+        group: dist.ProcessGroup,
+        asked: str,
+        timeout_seconds: float,
+        compare: Callable[[Transport], object] = lambda c10d: None,
+    ) -> None:
+        """Select the transport of the default group, in `init`; a collective call.
+
+        Args:
+            group: the default group.
+            asked: "auto", "c10d" or "shm".
+            timeout_seconds: how long an operation may wait.
+            compare: called first with a transport between the ranks; raises if they do not agree.
+        """
+        selected = self._selected(group, asked, timeout_seconds, compare)
+        self._entries[id(group)] = _Entry(group, is_default=True, transport=selected)
+
+    def _selected(
+        self,
+        group: dist.ProcessGroup,
+        asked: str,
+        timeout_seconds: float | None,
+        compare: Callable[[Transport], object] = lambda c10d: None,
+    ) -> Transport:
+        c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
+        try:
+            compare(c10d)
+            return self._best_over(c10d, asked)
+        except BaseException:
+            c10d.close()
+            raise
+
+    def _best_over(self, c10d: C10dTransport, asked: str) -> Transport:
+        """Return the requested transport, or for "auto" the best one that all ranks can use; a collective call.
+
+        Args:
+            c10d: a transport between the ranks. The returned transport closes it.
+            asked: "auto", "c10d" or "shm", the same on all ranks.
+
+        Raises:
+            SharedMemoryUnavailable: "shm" was requested and is not available. The text gives the same reason on all
+                ranks.
+        """
+        if asked == "c10d":
+            return c10d
+        try:
+            return SharedMemoryTransport.over(c10d) if asked == "shm" else HierarchicalTransport.over(c10d)
+        except SharedMemoryUnavailable as error:
+            if asked == "shm":
+                text = f'sl.init(transport="shm"): {error}'
+                if not error.is_worth_a_warning:
+                    text += (
+                        f'\nUse transport="auto": shared memory within each host, {c10d.name} between them'
+                    )
+                raise SharedMemoryUnavailable(text) from error
+            if error.is_worth_a_warning and not self._has_warned and c10d.rank == 0:
+                self._has_warned = True
+                warn_user(
+                    f"{error}\nTensors on the CPU are sent by {c10d.name} instead, which is slower",
+                    UserWarning,
+                )
+            return c10d
+
+    def selected(self) -> list[Transport]:
+        """Return the transports of all process groups."""
+        return [known.transport for known in list(self._entries.values()) if known.transport is not None]
+
+    def forget_destroyed(self) -> None:
+        """Close the transports of groups that were destroyed."""
+        for key in [key for key, known in self._entries.items() if not is_alive(known.group)]:
+            known = self._entries.pop(key)
+            if known.transport is not None:
+                self._has_lost_default |= known.is_default and known.transport.size > 1
+                known.transport.close()
+
+    def continue_alone(self) -> None:
+        """Let this process be a world of one rank from now on if it is in no group; part of `shutdown`."""
+        with self._lock:
+            self._alone = None
+            self.forget_destroyed()
+            self._has_lost_default = False
+
+    def close(self) -> None:
+        """Close the transports of all process groups."""
+        with self._lock:
+            for transport in self.selected():
+                transport.close()
+            self._entries.clear()

@@ -1,0 +1,117 @@
+"""The rank of a process among the others: from a launcher's variables, from a process group, or alone."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from syncline import environment
+from syncline.environment import Environment
+from syncline.errors import SynclineError
+
+__all__ = [
+    "World",
+    "check_that_ranks_were_joined",
+    "default_group",
+    "is_alive",
+    "world_alone",
+    "world_from",
+    "world_of_default_group",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The place of this process among the ranks of its job."""
+
+    rank: int
+    """Rank of this process, from 0 to `size - 1`, over all hosts."""
+    size: int
+    """Number of ranks."""
+    local_rank: int
+    """Rank on this host, from 0 to `local_size - 1`."""
+    local_size: int
+    """Number of ranks on this host."""
+    host: str
+    """This host's name."""
+    generation: int
+    """Number of times that the launcher has restarted the ranks."""
+    device: torch.device
+    """The device on which this rank should compute."""
+
+
+def world_from(env: Environment, device: torch.device | None) -> World:
+    """Return the world that a launcher's variables describe; device None: the GPU of the local rank, else the CPU."""
+    return World(
+        rank=env.rank,
+        size=env.size,
+        local_rank=env.local_rank,
+        local_size=env.local_size,
+        host=socket.gethostname(),
+        generation=env.generation,
+        device=_device(device, env.local_rank),
+    )
+
+
+def world_alone(device: torch.device | None) -> World:
+    """Return a world of one rank."""
+    return world_from(Environment(launcher="alone"), device)
+
+
+def world_of_default_group(device: torch.device | None) -> World:
+    """Return the world of torch's default group, which exists."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        env = environment.current()
+    except ValueError:  # torch.distributed was initialised without these variables
+        env = Environment(launcher="alone")
+    if (env.rank, env.size) != (rank, size):
+        # The variables do not say which ranks share a host, and asking the ranks is a collective. Assume one host.
+        env = Environment(launcher="environment", rank=rank, size=size, local_rank=rank, local_size=size)
+    if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())  # the program has already selected it
+    return world_from(env, device)
+
+
+def _device(asked: torch.device | None, local_rank: int) -> torch.device:
+    if asked is None:
+        asked = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if str(asked) == "cuda":
+        # A launcher may show each rank only its own GPU. Then the rank sees one GPU, with index 0.
+        return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    return asked
+
+
+def check_that_ranks_were_joined(*, has_left: bool) -> None:
+    """Raise if a launcher started several ranks and this process is not joined to them. Each would train alone.
+
+    Args:
+        has_left: whether this process was joined to them until `shutdown`.
+    """
+    try:
+        env = environment.current()
+    except ValueError:
+        return  # `init` reports invalid variables; without `init` they are ignored
+    if env.size > 1:
+        has = "has left the others by sl.shutdown()" if has_left else "has not joined the others"
+        raise SynclineError(
+            f"this process is rank {env.rank} of {env.size} (launcher: {env.launcher}), but it {has}: call sl.init() "
+            "first, or torch.distributed.init_process_group()"
+        )
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Return torch's default group; None if there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group was not destroyed."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True

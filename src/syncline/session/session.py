@@ -1,0 +1,300 @@
+"""The session of a process: how it joins the other ranks, what it has while it is joined, and how it leaves them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import enum
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from syncline import environment
+from syncline.environment import Environment
+from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
+from syncline.session import process
+from syncline.session.arguments import Asked
+from syncline.session.ending import (
+    Destroyer,
+    ReportingHook,
+    has_failed,
+    keep_groups,
+    report_to_peers,
+    uncaught_exception,
+)
+from syncline.session.ranks import (
+    World,
+    check_that_ranks_were_joined,
+    default_group,
+    world_alone,
+    world_from,
+    world_of_default_group,
+)
+from syncline.session.rendezvous import REMEDY, TITLE, Presence, Stores, backend_for, meet
+from syncline.session.transports import Transports
+from syncline.transport.agreement import exchange
+from syncline.transport.base import Transport
+from syncline.transport.c10d import C10dTransport
+
+__all__ = ["Session", "State"]
+
+
+_REFUSAL_SECONDS = 10.0
+"""How long a rank with invalid arguments waits for the others, to report the error to them, before it raises alone."""
+
+
+class State(enum.Enum):
+    """The state of a session."""
+
+    NOT_INITIALISED = "not initialised"
+    """`init` has not been called. The library uses torch's process groups, and does not change the process."""
+    INITIALISED = "initialised"
+    """`init` has joined the ranks. It may have created the default group and replaced the excepthook."""
+    SHUT_DOWN = "shut down"
+    """`shutdown` has undone `init`, which may be called again."""
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The effects of one `init`, which `shutdown` undoes."""
+
+    asked: Asked
+    world: World
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    """The default group that `init` created or found; None in a world of one process without a group."""
+    destroyer: Destroyer | None = None
+    """Set only if `init` created the group."""
+    variables_before: dict[str, str | None] = field(default_factory=dict)
+    hook: ReportingHook | None = None
+
+    def is_current(self) -> bool:
+        """Return True if the default group is still that of this session. Users and tests may destroy it."""
+        return (self.group() if self.group is not None else None) is default_group()
+
+
+class Session:
+    """The state of the library that belongs to the process as a whole."""
+
+    def __init__(self) -> None:
+        self.state = State.NOT_INITIALISED
+        self.transports = Transports(self._leave_at_exit, self._check_alone)
+        self._joined: _Joined | None = None
+        """Set only in the state INITIALISED."""
+        self._lock = threading.RLock()
+        self._stores = Stores()
+        self._waits: list[weakref.WeakMethod[Callable[[], object]]] = []
+        """Methods that wait for pending work, called by `shutdown`."""
+        self._pid_at_exit = 0
+        """The process that runs `_at_exit` when it ends; 0 if none does."""
+
+    # ------------------------------------------------------------------ init
+
+    def init(self, ask: Callable[[], Asked]) -> World:
+        """Join the other ranks; see `world.init`.
+
+        Args:
+            ask: checks the arguments and returns them.
+        """
+        with self._lock:
+            if self._joined is not None and not self._joined.is_current():
+                self.shutdown()
+            refused: Exception | None = None
+            try:
+                asked = ask()
+            except (TypeError, ValueError) as fault:
+                refused = fault
+            if refused is not None:  # outside of `except`, because chaining would print the error twice
+                if self._joined is None:
+                    self._refuse(refused)
+                raise refused
+            if self._joined is None:
+                self._joined = self._start(asked)
+                self.state = State.INITIALISED
+            elif self._joined.asked != asked:
+                raise SynclineError(
+                    f"init was called before with {self._joined.asked}, and now with {asked}: use the same arguments, "
+                    "or call shutdown() in between"
+                )
+            return self._joined.world
+
+    def _start(self, asked: Asked) -> _Joined:
+        group = default_group()
+        if group is not None:
+            return self._adopt(group, asked)
+        env = environment.current()
+        if env.master_addr is None or env.master_port is None:
+            return _Joined(asked, world_alone(asked.device))
+        if env.launcher in ("syncline run", "torchrun"):
+            process.end_with_parent()  # the parent stays alive as long as its ranks; a thread of Ray's may not
+        before = environment.export(env.variables())
+        hook_before = sys.excepthook
+        try:
+            world = world_from(env, asked.device)
+            if world.device.type == "cuda":
+                torch.cuda.set_device(world.device)
+            group = self._make_default_group(env, world.device, asked)
+        except BaseException:
+            environment.restore(before)
+            raise
+        # Torch's own hook puts "[rank1]: " before each line. Output of `syncline run` names the rank already.
+        if env.launcher != "syncline run":
+            hook_before = sys.excepthook
+        destroyer = Destroyer()
+        self._run_at_exit()
+        hook = ReportingHook(hook_before, self._report)
+        return _Joined(asked, world, weakref.ref(group), destroyer, before, hook)
+
+    def _adopt(self, group: dist.ProcessGroup, asked: Asked) -> _Joined:
+        """Compare the arguments over a group that `init` has found, and select the group's transport."""
+        world = world_of_default_group(asked.device)
+        lines = asked.lines(world.device)
+        known = self.transports.known(group)
+        if known is None:
+            self.transports.select(
+                group,
+                asked.transport,
+                asked.timeout_seconds,
+                compare=lambda c10d: exchange(c10d, TITLE, lines, remedy=REMEDY),
+            )
+        else:
+            exchange(known, TITLE, lines, remedy=REMEDY)
+            if asked.transport != "auto":
+                raise SynclineError(
+                    f"the ranks use {known.name} already, chosen by their first call without init: call "
+                    f"sl.init({asked.transport!r}) before it"
+                )
+        self._run_at_exit()
+        return _Joined(asked, world, weakref.ref(group), hook=ReportingHook(sys.excepthook, self._report))
+
+    def _make_default_group(self, env: Environment, device: torch.device, asked: Asked) -> dist.ProcessGroup:
+        """Meet the other ranks, compare the arguments, create torch's default group, and select its transport."""
+        store = self._stores.of_next_init(env, asked.timeout_seconds)
+        mine = Presence.of_this_process(env, device, asked.lines(device))
+        everyone = meet(store, mine, asked.timeout_seconds)
+        backend = backend_for(everyone, warn=env.local_rank == 0)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=env.rank,
+            world_size=env.size,
+            timeout=timedelta(seconds=asked.timeout_seconds),
+            device_id=device if "nccl" in backend else None,
+        )
+        group = default_group()
+        assert group is not None
+        try:
+            self.transports.select(group, asked.transport, asked.timeout_seconds)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+        return group
+
+    def _refuse(self, fault: Exception) -> None:
+        """Report invalid arguments of `init` on this rank to the other ranks, which may be waiting for it.
+
+        Raises:
+            TypeError, ValueError: the arguments are invalid on some rank. Every rank raises it.
+        """
+        group = default_group()
+        if group is not None:
+            c10d = C10dTransport(group)
+            try:
+                exchange(c10d, TITLE, [], fault=fault)
+            finally:
+                c10d.close()
+        env = environment.current()
+        if env.master_addr is not None and env.master_port is not None:
+            # The invalid arguments matter more than missing ranks or a missing store, so these errors are dropped.
+            with contextlib.suppress(CollectiveTimeout, PeerLost):
+                store = self._stores.of_next_init(env, _REFUSAL_SECONDS)
+                mine = Presence.of_this_process(env, torch.device("cpu"), fault=fault)
+                meet(store, mine, _REFUSAL_SECONDS)
+
+    # ------------------------------------------------------------------ while the ranks are joined
+
+    def world(self) -> World:
+        """Return the world of this process; see `world.world`."""
+        with self._lock:
+            if self._joined is not None and self._joined.is_current():
+                return self._joined.world
+        if default_group() is not None:
+            return world_of_default_group(None)
+        self._check_alone()
+        return world_alone(None)
+
+    def transport_of(self, group: dist.ProcessGroup | Transport | None) -> Transport:
+        """Return the transport of a group; see `world.transport_of`."""
+        joined = self._joined
+        return self.transports.of(group, "auto" if joined is None else joined.asked.transport)
+
+    def before_shutdown(self, wait: Callable[[], object]) -> None:
+        """Register a method to be called by `shutdown`. Its object is held weakly."""
+        self._waits = [known for known in self._waits if known() is not None]
+        self._waits.append(weakref.WeakMethod(wait))
+
+    def _check_alone(self) -> None:
+        check_that_ranks_were_joined(has_left=self.state is State.SHUT_DOWN)
+
+    # ------------------------------------------------------------------ shutdown and the end of the process
+
+    def shutdown(self) -> None:
+        """Undo `init`; see `world.shutdown`."""
+        error = sys.exc_info()[1]
+        if error is None:
+            for known in self._waits:
+                wait = known()
+                if wait is not None:
+                    with contextlib.suppress(Exception):  # the error was reported where it occurred
+                        wait()
+        with self._lock:
+            joined, self._joined = self._joined, None
+            self.transports.continue_alone()
+            if joined is None:
+                return
+            self.state = State.SHUT_DOWN
+            atexit.unregister(self._at_exit)
+            self._pid_at_exit = 0
+            group_is_live = joined.is_current()
+            # `shutdown` may run in a `finally` or `with` while an exception is raised.
+            if error is not None and process.exit_code_of(error) and not process.is_agreed_stop(error):
+                self._report(error, error.__traceback__)
+            self.transports.close()
+            if joined.destroyer is not None:
+                joined.destroyer.end(destroy=group_is_live)
+            if joined.hook is not None:
+                joined.hook.remove()
+            environment.restore(joined.variables_before)
+
+    def _report(self, error: BaseException, tb: TracebackType | None) -> None:
+        report_to_peers(self.transports.selected(), error, tb)
+
+    def _leave_at_exit(self) -> None:
+        """Leave the peers when the process ends, also in a program that uses torch.distributed without `init`."""
+        if not self._pid_at_exit:
+            self._run_at_exit()
+
+    def _run_at_exit(self) -> None:
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        self._pid_at_exit = os.getpid()
+
+    def _at_exit(self) -> None:
+        """Leave the peers: ranks waiting for this one, now or later, raise an error that says why it does not come."""
+        failed = has_failed()
+        if self.state is State.INITIALISED:
+            keep_groups() if failed else self.shutdown()
+        elif not failed:
+            for transport in self.transports.selected():
+                transport.leave()  # the peers raise `UnevenInputs`, not a lost connection
+        elif os.getpid() == self._pid_at_exit:  # a fork inherits the call
+            error = uncaught_exception()
+            if error is not None:
+                self._report(error, error.__traceback__)
