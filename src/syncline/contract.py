@@ -1,7 +1,7 @@
 """The contract: what is synchronized, when and how, and how much replicas may drift apart between two syncs.
 
-A contract is immutable and is built from the arguments. The ranks compare its lines before they send any tensor.
-`print(contract)` shows it as a table.
+A contract is immutable. It is computed from facts that the ranks have agreed on (`ddp/plan.py`), and nothing decides by
+its words. `print(contract)` shows it as a table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Contract", "Row", "Rule", "Rules", "add_evidence", "compared_lines", "table"]
+__all__ = ["Contract", "Row", "Rule", "Rules", "add_evidence", "table"]
 
 
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
@@ -30,10 +30,11 @@ class Row:
 
 
 class Rule(NamedTuple):
-    """A strategy's text for one row of the contract."""
+    """The promise of one row of the contract."""
 
     when: str
-    how: str
+    how: str | None
+    """None if nothing is sent."""
     drift_allowed: str
 
 
@@ -53,7 +54,7 @@ class Rules:
     optimizer: Rule
     at_step: str
     reduces: bool = True
-    """Whether any backward averages gradients. If `gradients` rules it out (its `how` is "-"), this has no effect."""
+    """Whether any backward averages gradients. It has no effect if `gradients` says that nothing is sent."""
     acts_alone: bool = False
     """Whether the strategy does anything in a world of one rank."""
     meets_equal: bool = False
@@ -89,11 +90,6 @@ class Contract:
             if row.what == what:
                 return row
         raise KeyError(f"expected one of {', '.join(row.what for row in self.rows)}; got {what!r}")
-
-
-def compared_lines(contract: Contract) -> list[str]:
-    """Return one line per row for the ranks to compare. It holds the rules, without sizes and records."""
-    return [f"{r.what}: {r.when}; {r.how}; drift allowed: {r.drift_allowed}" for r in contract.rows]
 
 
 def add_evidence(contract: Contract, last_done: Mapping[str, str]) -> Contract:

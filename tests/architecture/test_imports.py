@@ -41,7 +41,6 @@ LEVELS = (
     ("checkpoint",),
     ("evolution",),
     ("verbs",),
-    ("report",),
     ("ddp",),
     ("debug",),
     ("tools",),
@@ -73,6 +72,9 @@ PURE = (
     *(
         "debug.compare",
         "debug.diagnosis",
+        "ddp.contract_rows",
+        "ddp.plan",
+        "ddp.timeline",
         "gradients.bucket_plan",
         "gradients.shard_plan",
         "liveness.deadlock",

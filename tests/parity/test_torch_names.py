@@ -168,7 +168,7 @@ def test_bucket_caps_are_reported_as_in_torch(arguments: dict[str, Any]) -> None
 def test_the_last_cap_of_a_list_goes_on() -> None:
     caps = sl.DistributedDataParallel(
         nn.Linear(1, 1), bucket_cap_mb=7, bucket_cap_mb_list=[2, 5, 1]
-    )._replica.options.caps
+    )._replica.config.gradients.caps
     assert [caps.of(position) / 2**20 for position in range(5)] == [2, 5, 1, 1, 1]
     with pytest.raises(ValueError, match="above 0"):
         sl.DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb_list=[1, 0])

@@ -987,7 +987,7 @@ def test_nonsense_is_refused(make: Callable[[], object], error: type[Exception],
 
 def test_ranks_have_to_check_alike() -> None:
     def program(t: Transport) -> None:
-        with pytest.raises(ContractMismatch, match="replica check"):
+        with pytest.raises(ContractMismatch, match="replica_check"):
             wrapped(t, replica_check=sl.ReplicaCheck(every=1 + t.rank))
 
     run_ranks(2, program)

@@ -201,7 +201,7 @@ def test_ranks_that_have_made_different_numbers_of_steps_do_not_meet(strategy: A
         if transport.rank and not isinstance(strategy, sl.Gossip):
             run.optimizer.step()
         elif transport.rank:
-            run.ddp._replica.rounds.step += 1
+            run.ddp._replica.drift.rounds.step += 1
         run.ddp.sync_parameters_()
 
     first, second = texts_of(program, sl.ContractMismatch)

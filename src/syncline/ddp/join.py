@@ -8,36 +8,35 @@ of the rank that finished last.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from syncline._torch.modules import leave_join, set_join_configs
 from syncline.buffers.policies import BufferSync
+from syncline.checks import checked_truth
+from syncline.ddp.config import checked_truths
+from syncline.ddp.torch_names import TorchNames
+from syncline.ddp.wrapping import broadcast_values
 from syncline.gradients.reducer import GradientSync
 from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 
-__all__ = [
-    "NOT_WITH_JOIN",
-    "Iteration",
-    "JoinBlock",
-    "ShadowHook",
-    "agree_on_iteration",
-    "joined_forward_begins",
-]
+__all__ = ["JoinMethods"]
 
 
-NOT_WITH_JOIN = "a rank without inputs would have to step its share, so join() is not possible"
+_NOT_WITH_SHARDS = "a rank without inputs would have to step its share, so join() is not possible"
 """The reason why sharded replicas cannot join."""
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Iteration:
+class _Iteration:
     """The work of one iteration on the ranks that still have inputs."""
 
     synchronizes: bool
@@ -50,7 +49,7 @@ class Iteration:
     """Whether this rank has inputs."""
 
 
-class JoinBlock(Join):
+class _JoinBlock(Join):
     """torch's `Join` that resets its joinables at the end; torch's leaves them in the state of the block.
 
     Args:
@@ -81,13 +80,13 @@ class JoinBlock(Join):
                 leave_join(joinable)
 
 
-def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> Iteration:
+def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> _Iteration:
     """Agree on the next iteration with one all_reduce of `size + 1` numbers; collective, also without inputs."""
     mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
     mine[transport.rank], mine[-1] = has_inputs, synchronizes
     transport.all_reduce(mine, "sum").wait()
     *with_inputs, any_synchronizes = mine.tolist()
-    return Iteration(
+    return _Iteration(
         synchronizes=bool(any_synchronizes),
         buffers_from=max((rank for rank, has in enumerate(with_inputs) if has), default=-1),
         num_with_inputs=sum(with_inputs),
@@ -95,35 +94,7 @@ def agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: 
     )
 
 
-def joined_forward_begins(
-    joinable: Joinable,
-    transport: Transport,
-    gradients: GradientSync,
-    buffers: BufferSync,
-    *,
-    synchronizes: bool,
-    counts_all_ranks: bool,
-) -> None:
-    """Prepare a forward inside `join`, on a rank with inputs.
-
-    Args:
-        joinable: the wrapper; the other ranks are notified that it still has inputs.
-        transport: the wrapper's transport.
-        gradients: its gradient synchronization.
-        buffers: its buffers, which are synchronized if that is due.
-        synchronizes: whether this iteration reduces gradients on this rank.
-        counts_all_ranks: whether to divide gradients by the number of all ranks, not only of those with inputs.
-    """
-    work = Join.notify_join_context(joinable)
-    if work is not None:
-        watched: Any = transport
-        CallOfTorch(watched, joinable.join_process_group, _COUNT, work).wait()
-        if not counts_all_ranks:
-            gradients.controls.count_ranks(int(work.result()[0].item()))
-    _sync_buffers(buffers, agree_on_iteration(transport, has_inputs=True, synchronizes=synchronizes))
-
-
-def _sync_buffers(buffers: BufferSync, iteration: Iteration) -> None:
+def _sync_buffers(buffers: BufferSync, iteration: _Iteration) -> None:
     """Synchronize buffers as a forward does."""
     buffers.before_forward(
         next_is_due=iteration.synchronizes,
@@ -133,7 +104,7 @@ def _sync_buffers(buffers: BufferSync, iteration: Iteration) -> None:
     )
 
 
-class ShadowHook(JoinHook):
+class _ShadowHook(JoinHook):
     """The hook that runs on a rank while it has no inputs left.
 
     Args:
@@ -158,7 +129,7 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Match the collectives of the other ranks in one iteration."""
-        iteration = agree_on_iteration(self._transport, has_inputs=False, synchronizes=False)
+        iteration = _agree_on_iteration(self._transport, has_inputs=False, synchronizes=False)
         _sync_buffers(self._buffers, iteration)
         if iteration.synchronizes:
             with torch.no_grad():
@@ -171,3 +142,84 @@ class ShadowHook(JoinHook):
         )
         self._transport.all_reduce(last, "max").wait()
         self._sync_module(int(last.item()))
+
+
+class JoinMethods(TorchNames, Joinable):
+    """The methods of the wrapper for uneven inputs; a base of `DistributedDataParallel` only."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which ranks may run out of inputs at different times, as in torch.
+
+        A rank that leaves its loop early takes part in the collectives of the other ranks, with zeros, until all ranks
+        are done. Then the model of the last rank is broadcast to all.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks. With False, divide by the number
+                of ranks that still have inputs.
+            enable: with False, the context does nothing.
+            throw_on_early_termination: raise on every rank as soon as one rank has no inputs left.
+
+        Raises:
+            ValueError: the module is not synchronized over a torch.distributed group.
+        """
+        replica = self._replica
+        options = checked_truths(
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        if not checked_truth("enable", enable) or replica.transport.size == 1:
+            return nullcontext()
+        replica.refuse_sharded(_NOT_WITH_SHARDS)
+        replica.drift.refuse("ranks without inputs cannot follow, so join() is not possible")
+        if self.process_group is None:
+            raise ValueError(
+                "join needs a torch.distributed process group; this module is synchronized over "
+                f"{replica.transport.name}"
+            )
+        return _JoinBlock(replica.transport, [self], **options)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook for `torch.distributed.algorithms.join.Join`, which may also hold other joinables."""
+        replica = self._replica
+        replica.refuse_sharded(_NOT_WITH_SHARDS)
+        self._has_joined = True
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        replica.agree_before_join()
+        return _ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device on which `Join` creates its tensors."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The process group over which `Join` counts ranks."""
+        assert self.process_group is not None
+        return self.process_group
+
+    def _make_all_equal_to(self, src: int) -> None:
+        self._authoritative_rank = src
+        replica = self._replica
+        broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
+
+    def _joined_forward_begins(self, *, synchronizes: bool) -> None:
+        """Prepare a forward inside `join`, on a rank with inputs.
+
+        Args:
+            synchronizes: whether this iteration reduces gradients on this rank.
+        """
+        replica = self._replica
+        work = Join.notify_join_context(self)
+        if work is not None:
+            watched: Any = replica.transport
+            CallOfTorch(watched, self.join_process_group, _COUNT, work).wait()
+            if not self._divide_by_initial_world_size:
+                replica.gradients.controls.count_ranks(int(work.result()[0].item()))
+        iteration = _agree_on_iteration(replica.transport, has_inputs=True, synchronizes=synchronizes)
+        _sync_buffers(replica.buffers, iteration)

@@ -7,7 +7,7 @@ since it was wrapped.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from syncline._torch.modules import IGNORED_BY_DDP
 from syncline.checks import checked_kind
 
-__all__ = ["Inventory", "Selection", "select"]
+__all__ = ["Inventory", "Selection", "checked_delayed", "select"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +97,25 @@ def select(
         buffers=tuple(buffers),
         ignored=tuple(sorted(ignored)),
     )
+
+
+def checked_delayed(named: Any, trigger: nn.Parameter | None) -> Sequence[tuple[str, nn.Parameter]]:
+    """Return the parameters whose gradients are reduced last, by torch's rules."""
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
+        )
+    if named is None:
+        return ()
+    checked_kind("param_to_hook_all_reduce", trigger, Tensor, "a parameter")
+    pairs: list[Any] = list(named) if isinstance(named, Iterable) and not isinstance(named, str) else [None]
+    if not all(
+        isinstance(pair, Sequence) and [isinstance(pair[0], str), len(pair)] == [True, 2] for pair in pairs
+    ):
+        raise TypeError(
+            f"expected delay_all_reduce_named_params to be pairs of a name and a parameter, got {named!r}"
+        )
+    return pairs
 
 
 def _ignored(

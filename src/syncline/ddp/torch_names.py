@@ -155,22 +155,22 @@ class TorchNames:
     @property
     def bucket_bytes_cap(self) -> int:
         """The largest cap, in bytes; torch.compile uses it to split graphs."""
-        return self._replica.options.caps.largest_bytes
+        return self._replica.config.gradients.caps.largest_bytes
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
         """The caps of the first buckets, if they were given as a list."""
-        return list(self._replica.options.caps.listed_bytes)
+        return list(self._replica.config.gradients.caps.listed_bytes)
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
         """Whether no caps were given."""
-        return self._replica.options.caps.is_default
+        return self._replica.config.gradients.caps.is_default
 
     @property
     def parameters_to_ignore(self) -> set[str]:
         """Names of the parameters and buffers that are not synchronized."""
-        return self._replica.ignored
+        return set(self._replica.selection.ignored)
 
     @property
     def modules_buffers(self) -> list[Tensor]:
@@ -180,7 +180,8 @@ class TorchNames:
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """The buffers that are synchronized, by name, looked up at each access."""
-        return {n: b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore}
+        ignored = self.parameters_to_ignore
+        return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
@@ -366,13 +367,16 @@ class TorchNames:
         if not callable(hook):
             raise TypeError(f"expected a callable buffer hook, got {type(hook).__name__}")
         after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._replica.use_buffer_hook(BufferHook(state, hook, after_forward=after))
+        self._replica.drift.refuse(
+            "buffers are synchronized with parameters, so that a buffer hook would never be called"
+        )
+        self._replica.registered.use_buffer_hook(BufferHook(state, hook, after_forward=after))
 
     def _check_comm_hook(self, hook: object) -> None:
         checked_comm_hook(None, hook)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        hook = self._replica.buffer_hook
+        hook = self._replica.registered.buffer_hook
         return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
 
     def _check_sync_bufs_post_fwd(self) -> bool:

@@ -7,54 +7,37 @@ in `torch_names.py`. `docs/architecture.md` draws the flow of one step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from syncline._torch.compilation import NotTraced
 from syncline._torch.modules import is_in_join, while_in_forward_of_ddp, with_join_disabled
 from syncline._torch.tensors import tree_map_only
 from syncline.buffers.policies import BufferPolicy
-from syncline.checks import checked_flag, checked_number, checked_truth
+from syncline.checks import checked_truth
 from syncline.compression import Compression
 from syncline.contract import Contract
-from syncline.ddp.arguments import (
-    check_compression,
-    check_reduce_dtype,
-    check_sharded,
-    checked_buffers,
-    checked_caps,
-    checked_delayed,
-    checked_device_ids,
-    checked_on_nonfinite,
-    checked_replica_check,
-    checked_strategy,
-    checked_truths,
-    group_of_mesh,
-)
-from syncline.ddp.join import NOT_WITH_JOIN, JoinBlock, ShadowHook, joined_forward_begins
-from syncline.ddp.mixed_precision import MixedPrecision
+from syncline.ddp.config import checked_config, checked_truths
+from syncline.ddp.contract_rows import contract_of
+from syncline.ddp.inputs import MixedPrecision, checked_device_ids
+from syncline.ddp.join import JoinMethods
 from syncline.ddp.replica import NOT_COPIED, Replica
-from syncline.ddp.selection import select
-from syncline.ddp.torch_names import TorchNames
-from syncline.ddp.wrapping import are_of_the_bare_module, broadcast_values, gather_hosts, refuse
-from syncline.gradients.bucket_plan import automatic_caps
-from syncline.gradients.comm_hook import checked_comm_hook
-from syncline.gradients.options import GradientOptions, OnNonFinite
+from syncline.ddp.selection import checked_delayed, select
+from syncline.ddp.timeline import explain
+from syncline.ddp.training import TrainingMethods
+from syncline.ddp.wrapping import are_of_the_bare_module, gather_hosts, group_of_mesh, refusals
+from syncline.gradients.options import OnNonFinite
 from syncline.gradients.outputs import when_backward_reaches_any
-from syncline.gradients.riders.items import checked_num_items
-from syncline.gradients.riders.metrics import check_metric
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
 from syncline.records import BackwardRecord, RoundRecord
-from syncline.report.explain import contract_of, explain
 from syncline.session.world import transport_of
 from syncline.sharded.one_copy import OneCopy, remember_one_copy
 from syncline.strategies import Strategy
@@ -65,10 +48,9 @@ from syncline.transport.statistics import Statistics
 __all__ = ["DistributedDataParallel"]
 
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
-
-class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
+class DistributedDataParallel(  # type: ignore[misc, override]
+    TrainingMethods, JoinMethods, SynchronizedModule, nn.parallel.DistributedDataParallel
+):
     """A data-parallel wrapper. It averages gradients over all ranks during backward, which keeps the replicas equal.
 
     It replaces `torch.nn.parallel.DistributedDataParallel` without other changes to your code. It is a subclass of that
@@ -186,110 +168,58 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         nn.Module.__init__(self)  # because torch's own __init__ would build its reducer
         Joinable.__init__(self)
         transport = transport_of(group_of_mesh(process_group, device_mesh, module))
-        try:
-            (
-                init_sync,
-                find_unused_parameters,
-                check_reduction,
-                gradient_as_bucket_view,
-                static_graph,
-                skip_all_reduce_unused_params,
-                batched_grad_copy,
-                lazy_bucket_allocation,
-            ) = checked_truths(
-                init_sync=init_sync,
+        with refusals(transport):
+            flags = checked_truths(
                 find_unused_parameters=find_unused_parameters,
-                check_reduction=check_reduction,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 static_graph=static_graph,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params,
                 batched_grad_copy=batched_grad_copy,
                 lazy_bucket_allocation=lazy_bucket_allocation,
             )
-            if check_reduction:
-                warnings.warn(
-                    "check_reduction is deprecated in torch and not used: every reduction is checked",
-                    FutureWarning,
-                    stacklevel=2,
-                )
-            checked_flag("sharded", sharded)
-            check_reduce_dtype(reduce_dtype)
+            if checked_truth("check_reduction", check_reduction):
+                text = "check_reduction is deprecated in torch and not used: every reduction is checked"
+                warnings.warn(text, FutureWarning, stacklevel=2)
             delayed = checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             chosen = select(module, ignore=ignore, delayed=delayed)
             self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
-            caps = checked_caps(bucket_cap_mb, bucket_cap_mb_list)
-            strategy = checked_strategy(strategy)
-            replica_check = checked_replica_check(replica_check, sharded=sharded)
-            on_nonfinite = checked_on_nonfinite(on_nonfinite, strategy)
-            if (
-                strategy.drifts
-                and (buffers, forward_sync_buffers) == (None, None)
-                and broadcast_buffers is not False
-            ):
-                buffers, broadcast_buffers = "average", None
-            buffer_policy, init_buffers = checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
-            self._lowered = (
-                None
-                if mixed_precision is None
-                else MixedPrecision(module, mixed_precision, frozenset(chosen.ignored))
+            lowered = (
+                None if mixed_precision is None else MixedPrecision(module, mixed_precision, chosen.ignored)
             )
-            if reduce_dtype is None and self._lowered is not None:
-                reduce_dtype = self._lowered.reduce_dtype
-            check_compression(compression, chosen, sharded=sharded)
-            check_sharded(
+            config = checked_config(
                 module,
                 chosen,
-                sharded=sharded,
+                flags,
                 num_ranks=transport.size,
-                mixed_precision=mixed_precision,
-                skips_unused=skip_all_reduce_unused_params,
+                init_sync=init_sync,
+                buffers=buffers,
+                broadcast_buffers=broadcast_buffers,
+                forward_sync_buffers=forward_sync_buffers,
+                bucket_cap_mb=bucket_cap_mb,
+                bucket_cap_mb_list=bucket_cap_mb_list,
+                ignore=ignore,
+                lowered=lowered,
                 reduce_dtype=reduce_dtype,
+                sharded=sharded,
                 strategy=strategy,
+                compression=compression,
+                replica_check=replica_check,
+                on_nonfinite=on_nonfinite,
             )
-        except (TypeError, ValueError, RuntimeError) as error:
-            refuse(transport, error)
         self.module = module
         self.dim = dim
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
         self.mixed_precision = mixed_precision
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
+        for name, flag in flags.items():
+            setattr(self, name, flag)
+        self._lowered = lowered
+        if lowered is not None:
+            lowered.cast_buffers()
         hosts = gather_hosts(transport)
-        first_type = [*chosen.trained, *chosen.delayed][0][1].device.type
-        options = GradientOptions(
-            caps=caps
-            or automatic_caps(
-                hosts.loads, device_type=first_type, reduces_in_place=transport.reduces_in_place
-            ),
-            as_bucket_view=gradient_as_bucket_view and not sharded,
-            allow_unused=find_unused_parameters or static_graph,
-            skip_unused=skip_all_reduce_unused_params and find_unused_parameters and not static_graph,
-            static_graph=static_graph,
-            reduce_dtype=reduce_dtype,
-            sparse=chosen.sparse,
-            delayed=frozenset(name for name, _ in chosen.delayed),
-            sharded=sharded and transport.size > 1,
-            on_nonfinite=on_nonfinite,
-        )
-        self._replica = Replica(
-            module,
-            chosen,
-            transport,
-            options,
-            hosts=hosts,
-            strategy=strategy,
-            init_sync=init_sync,
-            init_buffers=init_sync and init_buffers,
-            buffer_policy=buffer_policy,
-            ignore=ignore,
-            compression=compression,
-            replica_check=replica_check,
-        )
+        if config.gradients.caps.is_default:
+            config = config.with_gradients(caps=hosts.caps_for(chosen, transport))
+        self._replica = Replica(module, chosen, transport, config, hosts)
         if sharded and transport.size == 1:  # so that sl.write_shared also works with one rank
             remember_one_copy(module, OneCopy(list(module.named_parameters()), transport, num_copies=1))
 
@@ -299,8 +229,8 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward. Synchronize buffers first if that is due."""
         replica = self._replica
-        gradients = replica.gradients
-        synchronizes = torch.is_grad_enabled() and gradients.controls.enabled
+        buffer_hook = replica.registered.buffer_hook
+        synchronizes = torch.is_grad_enabled() and replica.gradients.controls.enabled
         board = replica.transport.board
         board.phase = FORWARD if self.training else EVAL_FORWARD
         if synchronizes:
@@ -309,20 +239,13 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             replica.before_forward(synchronizes=synchronizes, inside_join=is_in_join(self))
         replica.gradients.forward_begins()
         if is_in_join(self):
-            joined_forward_begins(
-                self,
-                replica.transport,
-                replica.gradients,
-                replica.buffers,
-                synchronizes=synchronizes,
-                counts_all_ranks=self._divide_by_initial_world_size,
-            )
-        elif replica.buffer_hook is None:
+            self._joined_forward_begins(synchronizes=synchronizes)
+        elif buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
             if synchronizes and replica.gradients.riders.replicas.watch is not None:
                 replica.before_forward_of_equal_buffers()
         else:
-            self._before_hooked_forward(replica.buffer_hook, next_is_due=synchronizes)
+            self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = tree_map_only(
@@ -337,8 +260,8 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             replica.follow_in_backward(output)
         if replica.gradients.ownership.rivals and torch.is_grad_enabled():
             replica.gradients.ownership.watch(output)
-        if replica.buffer_hook is not None and replica.buffer_hook.after_forward:
-            self._run_buffer_hook(replica.buffer_hook)
+        if buffer_hook is not None and buffer_hook.after_forward:
+            self._run_buffer_hook(buffer_hook)
         if self.static_graph and torch.is_grad_enabled():
             # The backward of a re-entrant checkpoint runs inside the backward that begins at an output.
             when_backward_reaches_any(output, replica.gradients.outermost_hook())
@@ -351,228 +274,6 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             replica.gradients.riders.forwards.forward_ended(output)
         board.phase = "after forward"
         return output
-
-    # ------------------------------------------------------------------ registration
-
-    def attach(
-        self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None
-    ) -> AnyOptimizer:
-        """Attach an optimizer, so that its settings and steps are compared between ranks.
-
-        In each synchronized backward the ranks compare the learning rates and other numbers of `param_groups`, and the
-        number of calls of `step`. A difference raises an error on all ranks, before any optimizer steps. A step is also
-        an error if its gradients were not reduced, because the last backward ran under `no_sync`. Attach the optimizer
-        on all ranks.
-
-        Under `on_nonfinite="skip"`, an attached optimizer discards a step whose gradients are not finite.
-
-        With `sharded=True` you must attach every optimizer. Its parameters become this rank's shards, and its state is
-        cut to match them. Its `state_dict()` becomes a collective call.
-
-        You may attach several optimizers. A new one is added if the attached ones have other parameters of this module.
-        It replaces an attached one if it has all parameters of that one, as when a notebook creates its optimizer
-        again. The replaced optimizer is no longer compared or kept in memory, and its `step` raises. If the new one has
-        only some of the parameters of an attached one, use `replace` to choose.
-
-        Args:
-            optimizer: an optimizer of parameters of this module. It may also have other parameters. You may create
-                schedulers and GradScalers before or after this call.
-            elementwise: with `sharded=True`, whether the optimizer treats all elements alike, so that a shard may be a
-                flat span of several parameters. None: Syncline knows this of torch's optimizers (AdamW, SGD and
-                others). Any other optimizer then steps whole parameters, which is correct if the update of each
-                parameter depends on that parameter alone.
-            replace: True replaces all attached optimizers that have any parameter of the new one. False keeps them, so
-                that both step, which `sharded=True` does not allow. None applies the rule above.
-
-        Returns:
-            The same object. Its `step` is replaced by a function that checks first. Attaching it again has no effect.
-
-        Raises:
-            TypeError: it is not an optimizer.
-            ValueError: it has no parameter of this module; it has only some parameters of an attached one, and
-                `replace` is None; or it cannot be sharded.
-            RuntimeError: the module's optimizers step inside backward.
-
-        Example:
-            >>> import torch, syncline as sl
-            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-            >>> optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters()))
-            >>> print(ddp.contract["optimizer"].when)
-            never: equal by construction
-        """
-        self._replica.attach(optimizer, elementwise=elementwise, replaces=replace)
-        return optimizer
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """Clip the total norm of all reduced gradients, as `torch.nn.utils.clip_grad_norm_` does.
-
-        Reduced gradients are equal on all ranks, so their norm is equal too, and nothing is sent. With `sharded=True`,
-        the ranks combine the norms of their shards in one small collective. Gradients of parameters under `ignore=`
-        are left out, because they differ between ranks. With a GradScaler, call `scaler.unscale_(optimizer)` first.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: the order of the norm. `math.inf` takes the largest element.
-            error_if_nonfinite: raise if the norm is NaN or infinite.
-            foreach: use the multi-tensor implementation. None chooses automatically.
-
-        Returns:
-            The norm before clipping, of shape ().
-
-        Raises:
-            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
-            RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
-
-        Example:
-            >>> import torch, syncline as sl
-            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
-            >>> (100 * ddp(torch.ones(1, 1))).sum().backward()
-            >>> ddp.clip_grad_norm_(1.0)
-            tensor(141.4214)
-        """
-        replica = self._replica
-        max_norm = checked_number("max_norm", max_norm, at_least=0, finite=False)
-        norm_type = checked_number("norm_type", norm_type, above=0, finite=False)
-        error_if_nonfinite = checked_truth("error_if_nonfinite", error_if_nonfinite)
-        foreach = None if foreach is None else checked_truth("foreach", foreach)
-        replica.refuse_unreduced("clip_grad_norm_()")
-        if replica.sharding is not None:
-            return replica.sharding.clip_grad_norm_(
-                max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-            )
-        return torch.nn.utils.clip_grad_norm_(
-            replica.gradients.parameters,
-            max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            foreach=foreach,
-        )
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook: `hook(state, bucket)` reduces each bucket instead of all_reduce, as in torch.
-
-        The hook receives undivided gradients, as a `GradBucket` with torch's methods. It must divide them, and return
-        a `torch.futures.Future` of the reduced flat tensor. Register it once, on all ranks, between the same two
-        backwards. The hooks that torch ships call torch.distributed directly, over the group they are given.
-
-        Args:
-            state: passed to the hook in each call.
-            hook: the hook.
-
-        Raises:
-            TypeError: it is not callable.
-            ValueError: its annotations are not those of a communication hook.
-            RuntimeError: a hook is already registered, or a backward is running.
-
-        Example:
-            >>> import torch, syncline as sl
-            >>> def as_they_are(state, bucket):
-            ...     future = torch.futures.Future()
-            ...     future.set_result(bucket.buffer())
-            ...     return future
-            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-            >>> ddp.register_comm_hook(None, as_they_are)
-            >>> print(ddp.contract["gradients"].how)
-            by communication hook as_they_are
-        """
-        self._replica.use_comm_hook(checked_comm_hook(state, hook))
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in `.grad` without reducing them.
-
-        `no_sync` applies to backward passes that *run* inside the block. (torch's class decides this in forward.) The
-        next backward outside the block reduces everything that was accumulated.
-
-        Example:
-            >>> import torch, syncline as sl
-            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-            >>> with ddp.no_sync():
-            ...     ddp(torch.ones(1, 2)).sum().backward()
-            >>> ddp(torch.ones(1, 2)).sum().backward()
-            >>> ddp.module.bias.grad
-            tensor([2.])
-        """
-        with self._replica.gradients.controls.disabled():
-            yield
-
-    @contextmanager
-    def normalize_by(self, num_items: int) -> Iterator[None]:
-        """Divide gradients by the global number of items, instead of averaging them over ranks.
-
-        Put this block around forward and backward of a loss that is the *sum* over `num_items` (tokens, samples).
-        `.grad` becomes the sum of the gradients over ranks and accumulated micro-batches, divided by the total number
-        of items. This is exact for batches of unequal size. The counts are sent with the last bucket.
-
-        In float16 the undivided sums must fit: the largest float16 is 65,504.
-
-        Args:
-            num_items: the number of items in this rank's loss. Some ranks may have 0 items, but they must still run
-                the backward. 0 items on all ranks is an error.
-
-        Raises:
-            TypeError: `num_items` is not an integer.
-            ValueError: `num_items` is negative, or 0 on all ranks; blocks are nested; micro-batches inside and outside
-                of a block are mixed; or the registered communication hook divides the gradients.
-            SynclineError: only some ranks use it.
-
-        Example:
-            >>> import torch, syncline as sl
-            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
-            >>> for batch in (torch.ones(3, 1), torch.ones(1, 1)):
-            ...     with ddp.normalize_by(len(batch)):
-            ...         ddp(batch).sum().backward()
-            >>> ddp.module.weight.grad
-            tensor([[1.]])
-        """
-        gradients = self._replica.gradients
-        hook = gradients.layout.comm_hook
-        if hook is not None and not hook.averages:
-            raise ValueError(
-                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook does its own "
-                "division. Use one or the other"
-            )
-        with gradients.normalizer.block(checked_num_items(num_items)):
-            yield
-
-    def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
-        """Average metrics over all ranks. They are sent with the next gradients, without a collective of their own.
-
-        Call it on all ranks, with the same names, between forward and backward. After a synchronized backward the
-        means are in `ddp.last_step.metrics`, with the same bits on every rank. Values of micro-batches under `no_sync`
-        are averaged together with those of the backward that synchronizes. For other values use `sl.mean`.
-
-        Args:
-            weight: the weight of this rank's values, such as its number of samples. Finite, at least 0.
-            metrics: numbers or tensors of one element on any device, by name. They are read when the last bucket is
-                sent, and are sent as float32.
-
-        Raises:
-            TypeError: a value is not a real number.
-            ValueError: the weight is negative, infinite or NaN; or no metric was given.
-            ContractMismatch: ranks report different names. The next backward raises it, on every rank.
-            SynclineError: a name is new inside `join`, where ranks without inputs cannot report it.
-
-        Example:
-            >>> import torch, syncline as sl
-            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
-            >>> loss = ddp(torch.ones(4, 2)).square().mean()
-            >>> ddp.report(loss=0.25, accuracy=0.5, weight=4)
-            >>> loss.backward()
-            >>> ddp.last_step.metrics
-            {'loss': 0.25, 'accuracy': 0.5}
-        """
-        if not metrics:
-            raise ValueError("expected at least one metric by name, as in ddp.report(loss=loss), got none")
-        values = {name: check_metric(name, value) for name, value in metrics.items()}
-        weight = checked_number("weight", weight, at_least=0)
-        self._replica.report(values, weight, inside_join=is_in_join(self))
 
     def sync_buffers_(self) -> None:
         """Make the buffers of all ranks equal now, by their policy. A collective call.
@@ -606,21 +307,21 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.LocalSGD(8))
             >>> ddp.sync_parameters_()
         """
-        if self._replica.rounds is None:
+        if self._replica.drift.rounds is None:
             self.sync_buffers_()
             return
-        self._replica.rounds.sync_parameters()
-        self._replica.divergence.met(by_writing=False)
+        self._replica.drift.rounds.sync_parameters()
+        self._replica.drift.divergence.met(by_writing=False)
 
     @property
     def last_round(self) -> RoundRecord | None:
         """The record of the most recent parameter sync on this rank; None before the first."""
-        return None if self._replica.rounds is None else self._replica.rounds.last
+        return None if self._replica.drift.rounds is None else self._replica.drift.rounds.last
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
         """The outer optimizer under `DiLoCo`, for example to schedule its learning rate; otherwise None."""
-        rounds = self._replica.rounds
+        rounds = self._replica.drift.rounds
         return None if rounds is None else rounds.outer_optimizer
 
     def sync_state_dict(self) -> dict[str, Any]:
@@ -644,75 +345,6 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             ValueError: the state was saved under another strategy or compression, or from another module.
         """
         self._replica.load_sync_state_dict(state)
-
-    # ------------------------------------------------------------------ uneven inputs
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may run out of inputs at different times, as in torch.
-
-        A rank that leaves its loop early takes part in the collectives of the other ranks, with zeros, until all ranks
-        are done. Then the model of the last rank is broadcast to all.
-
-        Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks. With False, divide by the number
-                of ranks that still have inputs.
-            enable: with False, the context does nothing.
-            throw_on_early_termination: raise on every rank as soon as one rank has no inputs left.
-
-        Raises:
-            ValueError: the module is not synchronized over a torch.distributed group.
-        """
-        replica = self._replica
-        divide_by_initial_world_size, enable, throw_on_early_termination = checked_truths(
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            enable=enable,
-            throw_on_early_termination=throw_on_early_termination,
-        )
-        if not enable or replica.transport.size == 1:
-            return nullcontext()
-        replica.refuse_sharded(NOT_WITH_JOIN)
-        replica.refuse_drifting("ranks without inputs cannot follow, so join() is not possible")
-        if self.process_group is None:
-            raise ValueError(
-                "join needs a torch.distributed process group; this module is synchronized over "
-                f"{replica.plan.transport}"
-            )
-        return JoinBlock(
-            replica.transport,
-            [self],
-            throw_on_early_termination=throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for `torch.distributed.algorithms.join.Join`, which may also hold other joinables."""
-        replica = self._replica
-        replica.refuse_sharded(NOT_WITH_JOIN)
-        self._has_joined = True
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        replica.agree_before_join()
-        return ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device on which `Join` creates its tensors."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The process group over which `Join` counts ranks."""
-        assert self.process_group is not None
-        return self.process_group
-
-    def _make_all_equal_to(self, src: int) -> None:
-        self._authoritative_rank = src
-        replica = self._replica
-        broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
 
     # ------------------------------------------------------------------ contract and records
 
@@ -760,7 +392,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
 
     def __getstate__(self) -> dict[str, Any]:
         self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
-        self._replica.refuse_drifting(NOT_COPIED)
+        self._replica.drift.refuse(NOT_COPIED)
         self._check_default_group()
         return with_join_disabled(self.__dict__)
 

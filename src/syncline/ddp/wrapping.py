@@ -5,21 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from syncline.buffers.policies import BufferPolicy
-from syncline.contract import Contract, Rules, compared_lines
+from syncline._torch.modules import is_slice, prepare_for_tensor_parallel
+from syncline.checks import checked_kind
+from syncline.ddp.plan import Plan
 from syncline.ddp.selection import Selection
 from syncline.equality.fingerprint import fingerprints
-from syncline.gradients.bucket_plan import HostLoad
-from syncline.gradients.options import GradientOptions
-from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.report.explain import Plan, ReplicaRule, Sizes
+from syncline.gradients.bucket_plan import BucketCaps, HostLoad, automatic_caps
 from syncline.session.world import world
 from syncline.strategies import Spec
 from syncline.tensors.broadcasting import TensorBroadcaster
@@ -27,24 +27,39 @@ from syncline.transport.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Transport
 
 __all__ = [
-    "TITLE",
     "Hosts",
     "agree_on_module",
     "are_of_the_bare_module",
     "broadcast_values",
     "describe_new_values",
     "gather_hosts",
-    "plan_after_change",
-    "plan_of",
-    "refuse",
+    "group_of_mesh",
+    "refusals",
     "spec_of",
 ]
 
 
-TITLE = "sl.DistributedDataParallel"
+_TITLE = "sl.DistributedDataParallel"
 """The title under which ranks agree. The module's name is in the lines that they compare."""
 
 _HOST = struct.Struct("<16sII")
+
+
+def group_of_mesh(
+    process_group: dist.ProcessGroup | Transport | None, device_mesh: Any, module: nn.Module
+) -> dist.ProcessGroup | Transport | None:
+    """Return the group of a mesh, by torch's rules; `process_group` if there is no mesh."""
+    if device_mesh is None:
+        return process_group
+    checked_kind("device_mesh", device_mesh, DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh")
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    if is_slice(device_mesh):
+        prepare_for_tensor_parallel(module)
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
 
 
 class Hosts(NamedTuple):
@@ -55,12 +70,19 @@ class Hosts(NamedTuple):
     of_rank: tuple[int, ...]
     """The number of each rank's host. Hosts are numbered in the order in which they first occur."""
 
+    def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
+        """Return the caps of buckets to use if the user gave none."""
+        device_type = [*chosen.trained, *chosen.delayed][0][1].device.type
+        return automatic_caps(
+            self.loads, device_type=device_type, reduces_in_place=transport.reduces_in_place
+        )
+
 
 def gather_hosts(transport: Transport) -> Hosts:
     """Return the hosts of all ranks and the load on their cores, the same on every rank. A collective call."""
     host = hashlib.sha256(world().host.encode()).digest()[:16]
     mine = _HOST.pack(host, len(os.sched_getaffinity(0)), torch.get_num_threads())
-    rows = [_HOST.unpack_from(row) for row in exchange(transport, TITLE, [], payload=mine)]
+    rows = [_HOST.unpack_from(row) for row in exchange(transport, _TITLE, [], payload=mine)]
     hosts = []
     for name in sorted({row[0] for row in rows}):
         here = [row for row in rows if row[0] == name]
@@ -75,57 +97,22 @@ def gather_hosts(transport: Transport) -> Hosts:
     return Hosts(hosts, tuple(names.index(row[0]) for row in rows))
 
 
-def refuse(transport: Transport, fault: Exception) -> NoReturn:
-    """Raise an error about this rank's arguments on all ranks. A collective call.
+@contextmanager
+def refusals(transport: Transport) -> Iterator[None]:
+    """Raise an error about this rank's arguments, from inside of this context, on all ranks.
 
     The error is sent in place of this rank's part in `gather_hosts`, so that no other rank waits.
 
     Raises:
-        TypeError, ValueError, SynclineError: the text of `fault`, on every rank. The class is SynclineError if `fault`
-            is neither of the other two. With one rank, `fault` itself is raised.
+        TypeError, ValueError, SynclineError: the text of the error, on every rank. The class is SynclineError if the
+            error is neither of the other two. With one rank, the error itself is raised.
     """
-    if transport.size > 1:
-        exchange(transport, TITLE, [], fault=fault)
-    raise fault
-
-
-def plan_of(
-    module: nn.Module,
-    chosen: Selection,
-    options: GradientOptions,
-    transport: Transport,
-    *,
-    num_hosts: int,
-    init_sync: bool,
-    init_buffers: bool,
-    buffer_policy: BufferPolicy,
-    rules: Rules | None,
-    compression: str | None,
-    replica_check: ReplicaCheck | None,
-) -> Plan:
-    """Return the plan of a module: the facts that are known when it is wrapped."""
-    return Plan(
-        module=type(module).__name__,
-        transport=transport.name,
-        num_ranks=transport.size,
-        num_hosts=num_hosts,
-        sizes=_sizes(chosen),
-        init_sync=init_sync,
-        init_buffers=init_buffers,
-        buffer_policy=buffer_policy,
-        as_bucket_view=options.as_bucket_view,
-        allow_unused=options.allow_unused,
-        sharded=options.sharded,
-        on_nonfinite=options.on_nonfinite,
-        rules=rules,
-        compression=compression,
-        replica_check=None
-        if replica_check is None
-        else ReplicaRule(replica_check.every, replica_check.on_divergence),
-        reduce_dtype=None
-        if options.reduce_dtype is None
-        else str(options.reduce_dtype).removeprefix("torch."),
-    )
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if transport.size > 1:
+            exchange(transport, _TITLE, [], fault=error)
+        raise
 
 
 def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
@@ -138,26 +125,19 @@ def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
     )
 
 
-def plan_after_change(plan: Plan, chosen: Selection) -> Plan:
-    """Return the plan of a module whose tensors have changed since it was wrapped."""
-    return replace(plan, sizes=_sizes(chosen))
-
-
 def agree_on_module(
+    plan: Plan,
     chosen: Selection,
-    contract: Contract,
-    options: GradientOptions,
     transport: Transport,
     *,
     new_values: Sequence[str] = (),
     remedy: str = "Build the same module with the same arguments on every rank, then wrap it.",
 ) -> None:
-    """Check that every rank wraps the same module with the same options. A collective call.
+    """Check that every rank wraps the same module with the same configuration. A collective call.
 
     Args:
+        plan: the facts about the module.
         chosen: the tensors that take part.
-        contract: the contract of the module.
-        options: how gradients are reduced.
         transport: connects the ranks.
         new_values: further lines to compare, from `describe_new_values`.
         remedy: advice to the user, for the error.
@@ -166,23 +146,13 @@ def agree_on_module(
         ContractMismatch: the ranks differ. The text is the same on every rank.
     """
     lines = [
-        f"contract: {contract.title}",
-        *compared_lines(contract),
-        f"buckets: up to {options.caps.cap_bytes} bytes, the first up to {options.caps.of(0)}",
-        f"caps of the first buckets: {list(options.caps.listed_bytes)}",
-        f"static graph: {options.static_graph}, sparse: {sorted(options.sparse)}, delayed: {sorted(options.delayed)}",
-        f"unused buckets are skipped: {options.skip_unused}",
+        *plan.compared(),
         *(f"ignored: {name}" for name in chosen.ignored),
         *describe_tensors(chosen.parameters, kind="parameter"),
         *describe_tensors(chosen.buffers, kind="buffer"),
         *new_values,
     ]
-    agree(
-        transport,
-        TITLE,
-        lines,
-        remedy=remedy,
-    )
+    agree(transport, _TITLE, lines, remedy=remedy)
 
 
 def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:
@@ -215,19 +185,3 @@ def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
     own = set(module.state_dict(keep_vars=True))
     num_bare = sum(key in own for key in keys)
     return num_bare > sum(key.removeprefix("module.") in own for key in keys if key.startswith("module."))
-
-
-def _sizes(chosen: Selection) -> Sizes:
-    reduced = [*chosen.trained, *chosen.delayed]
-    return Sizes(
-        num_parameters=len(chosen.parameters),
-        parameter_bytes=_num_bytes(chosen.parameters),
-        num_gradients=len(reduced),
-        gradient_bytes=_num_bytes(reduced),
-        num_buffers=len(chosen.buffers),
-        buffer_bytes=_num_bytes(chosen.buffers),
-    )
-
-
-def _num_bytes(named: Sequence[tuple[str, Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in named)

@@ -48,7 +48,7 @@ class EveryStep(Strategy[_State]):
         return state, ()
 
     def rules(self, spec: Spec) -> Rules:
-        nothing = Rule("never: equal by construction", "-", "none")
+        nothing = Rule("never: equal by construction", None, "none")
         return Rules(
             strategy=str(self),
             gradients=None,

@@ -94,4 +94,4 @@ def gradients_rule(within: EverythingWithin, warmup: int) -> Rule:
         return Rule("every backward outside no_sync", f"mean over {among}, all_reduce", "none among them")
     if warmup:
         return Rule(f"in the first {format_count(warmup, 'step')}", "mean, all_reduce", "afterwards local")
-    return Rule("never: they stay local", "-", "local values differ")
+    return Rule("never: they stay local", None, "local values differ")

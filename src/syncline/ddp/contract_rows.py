@@ -1,0 +1,236 @@
+"""The contract of a wrapped module in words: a row for each group of tensors, and when it was last synchronized."""
+
+from __future__ import annotations
+
+from syncline.contract import Contract, Row, Rule, add_evidence
+from syncline.ddp.plan import Buffers, Comparison, Evidence, Parameters, Plan, Reduction
+from syncline.records import BackwardRecord
+from syncline.words import format_bytes, format_count, format_names
+
+__all__ = ["BUFFER_WORDS", "NONFINITE_WORDS", "contract_of", "mean_of"]
+
+
+NONFINITE_WORDS = {
+    "raise": "an error on every rank",
+    "skip": "no rank steps",
+    "zero": "counts as zero",
+}
+"""The outcome of a gradient that is not finite, by `on_nonfinite`."""
+
+BUFFER_WORDS = {
+    "broadcast": "broadcast from rank 0",
+    "average": "average, statistics pooled",
+    "none": "broadcast from rank 0",
+}
+"""How buffers are synchronized, by policy. Under "none" they are only if `forward_sync_buffers` was set later."""
+
+_ALONE = Rule("never: there is one rank", None, "none")
+
+
+def contract_of(plan: Plan, evidence: Evidence) -> Contract:
+    """Return the contract of a plan. After the first step each row also has the last synchronization."""
+    ranks = format_count(plan.num_ranks, "rank")
+    where = f"{ranks} on {format_count(plan.num_hosts, 'host')}" if plan.num_ranks > 1 else "1 rank alone"
+    if plan.rules is not None:
+        where += f", strategy: {plan.rules.strategy}"
+    sizes = plan.sizes
+    rows = [
+        _row("gradients", _size(sizes.num_gradients, sizes.gradient_bytes), _gradients(plan)),
+        _row("parameters", _size(sizes.num_parameters, sizes.parameter_bytes), _parameters(plan)),
+        _row("buffers", _size(sizes.num_buffers, sizes.buffer_bytes), _buffers(plan)),
+        _optimizer_row(plan),
+        _metrics_row(plan),
+    ]
+    if plan.config.replica_check is not None:
+        rows.append(_replica_row(plan, plan.config.replica_check.every))
+    contract = Contract(
+        title=f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}",
+        rows=tuple(rows),
+    )
+    if evidence.backward is None:
+        return contract
+    return add_evidence(contract, _last_done(plan, evidence, evidence.backward))
+
+
+def _row(what: str, size: str, rule: Rule) -> Row:
+    return Row(what=what, size=size, when=rule.when, how=rule.how or "-", drift_allowed=rule.drift_allowed)
+
+
+def _size(num_tensors: int, num_bytes: int) -> str:
+    return f"{format_count(num_tensors, 'tensor')}, {format_bytes(num_bytes)}" if num_tensors else "none"
+
+
+def _gradients(plan: Plan) -> Rule:
+    always = Rule("every backward outside no_sync", "mean, all_reduce", "none")
+    rule = always if plan.rules is None or plan.rules.gradients is None else plan.rules.gradients
+    if plan.num_ranks == 1 and plan.comm_hook is None:
+        rule = _ALONE
+    options = plan.config.gradients
+    dtype = "" if options.reduce_dtype is None else f" in {str(options.reduce_dtype).removeprefix('torch.')}"
+    how = {
+        Reduction.NOTHING: None,
+        Reduction.ALL_REDUCE: f"{rule.how}{dtype if rule is always else ''}",
+        Reduction.SHARDS: f"mean, reduce_scatter: each rank gets its share of {plan.num_ranks}{dtype}",
+        Reduction.ENCODED: f"mean, {_encoding(plan)}",
+        Reduction.HOOK: f"by communication hook {plan.comm_hook}",
+    }[plan.reduction]
+    if options.on_nonfinite != "ignore":
+        nonfinite = f"not finite: {NONFINITE_WORDS[options.on_nonfinite]}"
+        how = nonfinite if how is None else f"{how}; {nonfinite}"
+    return Rule(rule.when, how, rule.drift_allowed)
+
+
+def _encoding(plan: Plan) -> str:
+    return "" if plan.config.compression is None else plan.config.compression.in_words()
+
+
+def _parameters(plan: Plan) -> Rule:
+    init_sync = plan.config.init_sync
+    given = "broadcast from rank 0" if init_sync else "the caller vouches that they are equal"
+    match plan.parameters:
+        case Parameters.BY_STRATEGY:
+            assert plan.rules is not None
+            start = "equal at first" if init_sync else "at first as they are (init_sync=False)"
+            return plan.rules.parameters._replace(when=f"{start}, then {plan.rules.parameters.when}")
+        case Parameters.ALONE:
+            return _ALONE
+        case Parameters.ONE_COPY:
+            where = "for all ranks" if plan.num_copies == 1 else f"on each of {plan.num_copies} hosts"
+            values = "values of rank 0" if init_sync or plan.num_copies == 1 else given
+            how = f"one copy {where}, {values}; a barrier before and after writing"
+            return Rule("at every step", how, "none")
+        case Parameters.GATHERED:
+            values = "values of rank 0" if init_sync else given
+            return Rule("at every step", f"{values} at construction, then all_gather of the shares", "none")
+        case Parameters.BROADCAST:
+            return Rule("once, at construction", given, "none")
+        case Parameters.AS_GIVEN:
+            return Rule("never: init_sync=False", given, "none")
+
+
+def _buffers(plan: Plan) -> Rule:
+    match plan.buffers:
+        case Buffers.ABSENT:
+            return Rule("never: there are none", None, "-")
+        case Buffers.ALONE:
+            return _ALONE
+        case Buffers.OFF if plan.config.init_buffers:
+            return Rule("once, at construction", "broadcast from rank 0", "unbounded")
+        case Buffers.OFF:
+            return Rule("never", None, "unbounded")
+        case Buffers.BEFORE_FORWARD:
+            return Rule("before forward, not after no_sync", BUFFER_WORDS[plan.config.buffers], "one step")
+        case Buffers.WITH_PARAMETERS:
+            assert plan.rules is not None
+            how = plan.rules.buffers_how or BUFFER_WORDS[plan.config.buffers]
+            return Rule(plan.rules.buffers_when, how, plan.rules.buffers_drift)
+
+
+def _optimizer_row(plan: Plan) -> Row:
+    attached = ", ".join(plan.optimizers)
+    needed = attached or "none attached: ddp.attach(optimizer)"
+    if plan.rules is not None and plan.num_ranks > 1:
+        return _row("optimizer", needed, plan.rules.optimizer)
+    if plan.config.gradients.sharded:
+        how = f"each rank steps its share of {plan.num_ranks} and has state for it alone"
+        return _row("optimizer", needed, Rule("at every step", how, "none"))
+    how = "every rank applies the same update"
+    if plan.optimizers and plan.num_ranks > 1:
+        how += "; settings compared in backward"
+    return _row("optimizer", attached or "-", Rule("never: equal by construction", how, "none"))
+
+
+def _metrics_row(plan: Plan) -> Row:
+    rule = Rule("only when asked: sl.mean(...)", "weighted mean", "local values differ")
+    if plan.metrics:
+        rule = rule._replace(
+            when="every backward after ddp.report(...)", how="weighted mean, behind the gradients"
+        )
+    return _row("loss, metrics", format_names(plan.metrics) if plan.metrics else "-", rule)
+
+
+def _replica_row(plan: Plan, every: int) -> Row:
+    """Return the row about comparing replicas."""
+    assert plan.config.replica_check is not None
+    parts, comparisons = plan.compared_parts, plan.comparisons
+    size = ", ".join(parts) or "nothing"
+    if plan.has_one_copy and parts:
+        size += " (of the parameters there is one copy)"
+    if not comparisons:
+        if plan.num_ranks == 1:
+            return _row("replica check", size, _ALONE)
+        when = "never: replicas are not equal between or after meetings"
+        if not parts:
+            when = "never: there is one copy of the parameters, and each rank has its share of the optimizer"
+        return _row("replica check", size, Rule(when, None, "none"))
+    within = f"all within {format_count(every, 'step')}"
+    among = "" if plan.num_reducing is None else f" among the {plan.num_reducing} ranks of a worker"
+    which = "in synchronized backwards" if plan.rules is None else "in backwards that average gradients"
+    words = {
+        Comparison.IN_BACKWARD: f"{which} a slice, {within}{among}",
+        Comparison.AFTER_SYNC: f"after each meeting, {within} and a meeting",
+    }
+    how = f"fingerprints, with the gradients; if they differ: {plan.config.replica_check.on_divergence}"
+    return _row("replica check", size, Rule("; ".join(words[one] for one in comparisons), how, "none"))
+
+
+# ---------------------------------------------------------------------- the last synchronizations
+
+
+def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict[str, str]:
+    done = {
+        "gradients": _last_gradients(plan, backward),
+        "parameters": "nothing sent",
+        "buffers": _last_buffers(evidence),
+        "optimizer": "nothing sent",
+        "loss, metrics": f"step {backward.step}, with the gradients" if backward.metrics else "see sl.mean",
+        "replica check": _last_compared(evidence),
+    }
+    if plan.rules is not None:
+        done |= {
+            "parameters": "no meeting yet",
+            "buffers": "no meeting yet" if plan.sizes.num_buffers else "-",
+            **{what: f"after step {step}" for what, step in evidence.met_at.items()},
+        }
+    elif plan.parameters is Parameters.GATHERED:
+        done["parameters"] = "see step"
+    elif plan.parameters is Parameters.ONE_COPY:
+        done["parameters"] = f"nothing sent: one copy{'' if plan.num_copies == 1 else ' per host'}"
+    elif plan.parameters is Parameters.BROADCAST:
+        done["parameters"] = "at construction"
+    return done
+
+
+def _last_gradients(plan: Plan, backward: BackwardRecord) -> str:
+    if backward.synchronized:
+        done = f"step {backward.step}: {format_count(len(backward.buckets), 'bucket')}, {mean_of(backward)}"
+    elif backward.reduced_afterwards:
+        done = f"after step {backward.step}: sl.sync_gradients_, {mean_of(backward)}"
+    elif plan.num_ranks == 1:
+        done = f"step {backward.step}: nothing to send"
+    elif plan.rules is not None:
+        done = f"step {backward.step}: local"
+    else:
+        done = f"after step {backward.step}: added up, no_sync"
+    if backward.nonfinite is not None and (backward.nonfinite.found or backward.nonfinite.in_mean):
+        done += f"; not finite: {backward.nonfinite.outcome}"
+    return done
+
+
+def mean_of(backward: BackwardRecord) -> str:
+    """Return what a backward's gradients were averaged over, in words."""
+    return f"mean over {format_count(backward.divisor, 'item' if backward.counted_items else 'rank')}"
+
+
+def _last_buffers(evidence: Evidence) -> str:
+    if evidence.buffers is None:
+        return "no forward yet"
+    return "before the last forward" if evidence.buffers.sent else f"not sent: {evidence.buffers.reason}"
+
+
+def _last_compared(evidence: Evidence) -> str:
+    if evidence.replicas_compared is None:
+        return "not yet"
+    step, are_equal = evidence.replicas_compared
+    repaired = f", repaired {format_count(evidence.num_repairs, 'time')}" if evidence.num_repairs else ""
+    return f"step {step}: {'equal' if are_equal else 'different'}{repaired}"

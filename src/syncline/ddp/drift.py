@@ -1,0 +1,174 @@
+"""Drift of replicas: when replicas may differ, under a strategy or by `sl.diverge`, and when they are equal again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from syncline.buffers.policies import BufferSync
+from syncline.contract import Rules
+from syncline.ddp.config import Config
+from syncline.ddp.registrations import Registrations
+from syncline.ddp.replica_checks import ReplicaChecks
+from syncline.gradients.reducer import GradientSync
+from syncline.optimizers.weak_methods import weakly
+from syncline.strategies import Spec
+from syncline.strategies.execution import Rounds
+from syncline.transport.base import Transport
+from syncline.verbs.diverge import Divergence
+
+__all__ = ["Drift"]
+
+
+class Drift:
+    """Whether the replicas of one module may differ. The constructor is a collective call if the strategy drifts.
+
+    Args:
+        module: the wrapped module.
+        named: its trained parameters.
+        config: the configuration of the wrapper.
+        transport: connects the ranks.
+        spec: the situation, which is passed to the strategy; None if it does not drift.
+        checks: the comparisons of the replica with those of the other ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: Sequence[tuple[str, Tensor]],
+        config: Config,
+        transport: Transport,
+        spec: Spec | None,
+        checks: ReplicaChecks,
+    ) -> None:
+        self._module = module
+        self.use_transport(transport)
+        self.rounds: Rounds | None = None
+        """Runs a strategy under which replicas drift; None under `EveryStep`."""
+        self._strategy = config.strategy
+        self._syncs_buffers = config.buffers != "none"
+        self._checks = checks
+        self._equal_after_backward = 0
+        """The number of backwards that had run when all parameters were last known to be equal."""
+        if spec is not None:
+            self.rounds = Rounds(
+                config.strategy,
+                type(module).__name__,
+                named,
+                transport,
+                spec,
+                equalize_buffers=weakly(self._equalize_buffers),
+                present_buffers=weakly(self._present_buffers),
+            )
+            self.rounds.are_equal = config.init_sync
+            self.rounds.when_equal = weakly(self._are_equal_after)
+            for lane in self.rounds.lanes:
+                if lane is not transport:
+                    weakref.finalize(self, lane.close)
+
+    def use_transport(self, transport: Transport) -> None:
+        """Drift on purpose between these ranks from now on."""
+        self._transport = transport
+        self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))
+        """The record of whether replicas drift apart on purpose (`sl.diverge`)."""
+
+    def use(
+        self, gradients: GradientSync, buffers: BufferSync, registered: Registrations, rules: Rules | None
+    ) -> None:
+        """Control these parts from now on."""
+        self._gradients = gradients
+        self._buffers = buffers
+        self._registered = registered
+        self._let_decide()
+        if rules is not None:
+            buffers.enabled = False
+            why = f"they meet {rules.buffers_when}" if self._syncs_buffers else "buffers='none'"
+            buffers.why_disabled = f"under {self._strategy}: {why}"
+
+    def _let_decide(self) -> None:
+        """Ask in each backward whether to reduce it, if a strategy or `sl.diverge` can prevent that."""
+        is_open = self.rounds is not None or self.divergence.is_open
+        self._gradients.controls.decide_by(weakly(self.reduces) if is_open else None)
+
+    def reduces(self) -> bool:
+        """Return whether a backward that begins now is reduced, unless it runs under `no_sync`."""
+        if self.divergence.is_open:
+            return False
+        return self.rounds is None or self.rounds.reduces() is not None
+
+    # ------------------------------------------------------------------ may replicas differ?
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether ranks step their replicas differently, by a strategy, or after `sl.diverge` until they are equal."""
+        return self.rounds is not None or self.divergence.is_open or self.divergence.has_diverged
+
+    @property
+    def reason(self) -> str:
+        """The reason why replicas may differ now; "" if parameters have to be equal."""
+        if self.divergence.has_diverged:
+            return "replicas drift apart on purpose (sl.diverge)"
+        if self.rounds is not None:
+            return f"between two meetings replicas may differ (strategy={self._strategy})"
+        return ""
+
+    @property
+    def are_parameters_equal(self) -> bool:
+        """Whether all parameters are known to be equal now.
+
+        If a backward ran since they were made equal, an optimizer that is not attached may have changed them.
+        """
+        if self.divergence.is_open or self.divergence.has_diverged:
+            return False
+        return self.rounds is None or self.is_round_equal(self.rounds)
+
+    def is_round_equal(self, rounds: Rounds) -> bool:
+        """Return whether parameters are as equal as the strategy's last round has left them."""
+        return rounds.are_equal and self._equal_after_backward == self._gradients.num_backwards
+
+    def refuse(self, what: str) -> None:
+        """Raise if replicas may differ between two parameter syncs. `what` states what is not possible."""
+        if self.rounds is not None:
+            raise ValueError(
+                f"under strategy={self._strategy} {what}: wrap the module anew, or with EveryStep()"
+            )
+
+    # ------------------------------------------------------------------ called by the strategy and by sl.diverge
+
+    def _equalize_buffers(self) -> None:
+        if self._syncs_buffers:
+            self._buffers.equalize()
+
+    def _present_buffers(self) -> list[Tensor]:
+        return self._buffers.present() if self._syncs_buffers else []
+
+    def mark_equal(self) -> None:
+        """Record that all parameters are equal after the backwards so far."""
+        self._equal_after_backward = self._gradients.num_backwards
+
+    def _are_equal_after(self, step: int) -> None:
+        """Record that a parameter sync has made all parameters equal, and compare them if that is due."""
+        self.mark_equal()
+        self._checks.compare_after_meeting(self._transport, step)
+
+    def _was_written(self) -> None:
+        """Record that a verb has made all parameters equal."""
+        self.mark_equal()
+        if self.rounds is not None:
+            self.rounds.restart()
+
+    def _switch(self, is_open: bool) -> None:
+        """Begin or end a deliberate drift of the replicas. The beginning is a collective call."""
+        if is_open and not self._registered.are_agreed:
+            self._registered.agree()  # because nothing is sent inside the block
+        self._let_decide()
+        for attached in self._gradients.riders.settings.optimizers:
+            attached.counts = not is_open
+        buffers = self._buffers
+        if is_open:
+            self._before_drifting = (buffers.enabled, buffers.why_disabled)
+            buffers.enabled, buffers.why_disabled = False, "the replicas drift apart on purpose (sl.diverge)"
+        else:
+            buffers.enabled, buffers.why_disabled = self._before_drifting

@@ -1,0 +1,248 @@
+"""The methods of the wrapper that a training loop calls beside forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
+
+from syncline._torch.modules import is_in_join
+from syncline.checks import checked_number, checked_truth
+from syncline.ddp.torch_names import TorchNames
+from syncline.gradients.comm_hook import checked_comm_hook
+from syncline.gradients.riders.items import checked_num_items
+from syncline.gradients.riders.metrics import check_metric
+
+__all__ = ["TrainingMethods"]
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+class TrainingMethods(TorchNames, Joinable):
+    """The methods for a training loop; a base of `DistributedDataParallel` only."""
+
+    def attach(
+        self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None
+    ) -> AnyOptimizer:
+        """Attach an optimizer, so that its settings and steps are compared between ranks.
+
+        In each synchronized backward the ranks compare the learning rates and other numbers of `param_groups`, and the
+        number of calls of `step`. A difference raises an error on all ranks, before any optimizer steps. A step is also
+        an error if its gradients were not reduced, because the last backward ran under `no_sync`. Attach the optimizer
+        on all ranks.
+
+        Under `on_nonfinite="skip"`, an attached optimizer discards a step whose gradients are not finite.
+
+        With `sharded=True` you must attach every optimizer. Its parameters become this rank's shards, and its state is
+        cut to match them. Its `state_dict()` becomes a collective call.
+
+        You may attach several optimizers. A new one is added if the attached ones have other parameters of this module.
+        It replaces an attached one if it has all parameters of that one, as when a notebook creates its optimizer
+        again. The replaced optimizer is no longer compared or kept in memory, and its `step` raises. If the new one has
+        only some of the parameters of an attached one, use `replace` to choose.
+
+        Args:
+            optimizer: an optimizer of parameters of this module. It may also have other parameters. You may create
+                schedulers and GradScalers before or after this call.
+            elementwise: with `sharded=True`, whether the optimizer treats all elements alike, so that a shard may be a
+                flat span of several parameters. None: Syncline knows this of torch's optimizers (AdamW, SGD and
+                others). Any other optimizer then steps whole parameters, which is correct if the update of each
+                parameter depends on that parameter alone.
+            replace: True replaces all attached optimizers that have any parameter of the new one. False keeps them, so
+                that both step, which `sharded=True` does not allow. None applies the rule above.
+
+        Returns:
+            The same object. Its `step` is replaced by a function that checks first. Attaching it again has no effect.
+
+        Raises:
+            TypeError: it is not an optimizer.
+            ValueError: it has no parameter of this module; it has only some parameters of an attached one, and
+                `replace` is None; or it cannot be sharded.
+            RuntimeError: the module's optimizers step inside backward.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> optimizer = ddp.attach(torch.optim.AdamW(ddp.parameters()))
+            >>> print(ddp.contract["optimizer"].when)
+            never: equal by construction
+        """
+        self._replica.registered.attach(optimizer, elementwise=elementwise, replaces=replace)
+        return optimizer
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the total norm of all reduced gradients, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Reduced gradients are equal on all ranks, so their norm is equal too, and nothing is sent. With `sharded=True`,
+        the ranks combine the norms of their shards in one small collective. Gradients of parameters under `ignore=`
+        are left out, because they differ between ranks. With a GradScaler, call `scaler.unscale_(optimizer)` first.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the order of the norm. `math.inf` takes the largest element.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
+            foreach: use the multi-tensor implementation. None chooses automatically.
+
+        Returns:
+            The norm before clipping, of shape ().
+
+        Raises:
+            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is True.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
+            >>> (100 * ddp(torch.ones(1, 1))).sum().backward()
+            >>> ddp.clip_grad_norm_(1.0)
+            tensor(141.4214)
+        """
+        replica = self._replica
+        max_norm = checked_number("max_norm", max_norm, at_least=0, finite=False)
+        norm_type = checked_number("norm_type", norm_type, above=0, finite=False)
+        error_if_nonfinite = checked_truth("error_if_nonfinite", error_if_nonfinite)
+        foreach = None if foreach is None else checked_truth("foreach", foreach)
+        replica.registered.refuse_unreduced("clip_grad_norm_()")
+        if replica.sharding is not None:
+            return replica.sharding.clip_grad_norm_(
+                max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        return torch.nn.utils.clip_grad_norm_(
+            replica.gradients.parameters,
+            max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Register a communication hook: `hook(state, bucket)` reduces each bucket instead of all_reduce, as in torch.
+
+        The hook receives undivided gradients, as a `GradBucket` with torch's methods. It must divide them, and return
+        a `torch.futures.Future` of the reduced flat tensor. Register it once, on all ranks, between the same two
+        backwards. The hooks that torch ships call torch.distributed directly, over the group they are given.
+
+        Args:
+            state: passed to the hook in each call.
+            hook: the hook.
+
+        Raises:
+            TypeError: it is not callable.
+            ValueError: its annotations are not those of a communication hook.
+            RuntimeError: a hook is already registered, or a backward is running.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> def as_they_are(state, bucket):
+            ...     future = torch.futures.Future()
+            ...     future.set_result(bucket.buffer())
+            ...     return future
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> ddp.register_comm_hook(None, as_they_are)
+            >>> print(ddp.contract["gradients"].how)
+            by communication hook as_they_are
+        """
+        self._replica.use_comm_hook(checked_comm_hook(state, hook))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in `.grad` without reducing them.
+
+        `no_sync` applies to backward passes that *run* inside the block. (torch's class decides this in forward.) The
+        next backward outside the block reduces everything that was accumulated.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> with ddp.no_sync():
+            ...     ddp(torch.ones(1, 2)).sum().backward()
+            >>> ddp(torch.ones(1, 2)).sum().backward()
+            >>> ddp.module.bias.grad
+            tensor([2.])
+        """
+        with self._replica.gradients.controls.disabled():
+            yield
+
+    @contextmanager
+    def normalize_by(self, num_items: int) -> Iterator[None]:
+        """Divide gradients by the global number of items, instead of averaging them over ranks.
+
+        Put this block around forward and backward of a loss that is the *sum* over `num_items` (tokens, samples).
+        `.grad` becomes the sum of the gradients over ranks and accumulated micro-batches, divided by the total number
+        of items. This is exact for batches of unequal size. The counts are sent with the last bucket.
+
+        In float16 the undivided sums must fit: the largest float16 is 65,504.
+
+        Args:
+            num_items: the number of items in this rank's loss. Some ranks may have 0 items, but they must still run
+                the backward. 0 items on all ranks is an error.
+
+        Raises:
+            TypeError: `num_items` is not an integer.
+            ValueError: `num_items` is negative, or 0 on all ranks; blocks are nested; micro-batches inside and outside
+                of a block are mixed; or the registered communication hook divides the gradients.
+            SynclineError: only some ranks use it.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(1, 1))
+            >>> for batch in (torch.ones(3, 1), torch.ones(1, 1)):
+            ...     with ddp.normalize_by(len(batch)):
+            ...         ddp(batch).sum().backward()
+            >>> ddp.module.weight.grad
+            tensor([[1.]])
+        """
+        gradients = self._replica.gradients
+        hook = gradients.layout.comm_hook
+        if hook is not None and not hook.averages:
+            raise ValueError(
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook does its own "
+                "division. Use one or the other"
+            )
+        with gradients.normalizer.block(checked_num_items(num_items)):
+            yield
+
+    def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
+        """Average metrics over all ranks. They are sent with the next gradients, without a collective of their own.
+
+        Call it on all ranks, with the same names, between forward and backward. After a synchronized backward the
+        means are in `ddp.last_step.metrics`, with the same bits on every rank. Values of micro-batches under `no_sync`
+        are averaged together with those of the backward that synchronizes. For other values use `sl.mean`.
+
+        Args:
+            weight: the weight of this rank's values, such as its number of samples. Finite, at least 0.
+            metrics: numbers or tensors of one element on any device, by name. They are read when the last bucket is
+                sent, and are sent as float32.
+
+        Raises:
+            TypeError: a value is not a real number.
+            ValueError: the weight is negative, infinite or NaN; or no metric was given.
+            ContractMismatch: ranks report different names. The next backward raises it, on every rank.
+            SynclineError: a name is new inside `join`, where ranks without inputs cannot report it.
+
+        Example:
+            >>> import torch, syncline as sl
+            >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
+            >>> loss = ddp(torch.ones(4, 2)).square().mean()
+            >>> ddp.report(loss=0.25, accuracy=0.5, weight=4)
+            >>> loss.backward()
+            >>> ddp.last_step.metrics
+            {'loss': 0.25, 'accuracy': 0.5}
+        """
+        if not metrics:
+            raise ValueError("expected at least one metric by name, as in ddp.report(loss=loss), got none")
+        values = {name: check_metric(name, value) for name, value in metrics.items()}
+        weight = checked_number("weight", weight, at_least=0)
+        self._replica.registered.report(values, weight, inside_join=is_in_join(self))
