@@ -111,5 +111,5 @@ class StaticGraph(Rider):
         return ContractMismatch(
             f"step {step}, backward: static_graph=True, but the number of gradients of a parameter in one backward "
             "changed:\n" + "\n".join(lines) + "\n"
-            "Nothing may be stepped with these gradients. Leave static_graph out, or run the same graph in every step"
+            "Do not step an optimizer with these gradients. Leave static_graph out, or run the same graph in every step"
         )

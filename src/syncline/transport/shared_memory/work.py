@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Call, Failure
+from syncline.liveness.failed_wait import FailedWait
 from syncline.transport.base import Disagreement
 from syncline.transport.shared_memory.core import Outcome, library
 from syncline.transport.shared_memory.engine import call_of
@@ -95,7 +96,7 @@ class SharedMemoryWork(WatchedWork):
         outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
         if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another survivor was faster
             return self._ended_by(outcome)
-        return self._health.lost(self, self._transport.numbers_of(gone))
+        return FailedWait(self._health, self).lost(self._transport.numbers_of(gone))
 
     def _ended(self, outcome: int) -> bool:
         if outcome not in (Outcome.DONE, Outcome.DISAGREED):
@@ -110,8 +111,8 @@ class SharedMemoryWork(WatchedWork):
         if health.failure is not None:
             return health.error()
         if outcome == Outcome.ABORTED:
-            return health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
-        return health.mismatched(self, self._calls())
+            return health.adopted(Failure.from_json(self._transport.engine.abort_text() or ""))
+        return FailedWait(health, self).mismatched(self._calls())
 
     def _calls(self) -> dict[int, Call]:
         called = self._engine_lane.called()
