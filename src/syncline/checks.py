@@ -192,7 +192,7 @@ def checked_state(value: Any) -> Mapping[str, Any]:
     Raises:
         TypeError: the value is not a mapping.
     """
-    state: Mapping[str, Any] = checked_kind("state", value, Mapping, "a dict, as state_dict() gives it")
+    state: Mapping[str, Any] = checked_kind("state", value, Mapping, "a dict, as returned by state_dict()")
     return state
 
 

@@ -172,14 +172,16 @@ def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: s
         for key, properties in expected.items()
         if key in got and got[key] != properties
     ]
-    entries += [[f"  has besides  {_line(key, got)}"] for key in got if key not in expected]
+    entries += [[f"  also has  {_line(key, got)}"] for key in got if key not in expected]
     entries += [[f"  lacks  {_line(key, expected)}"] for key in expected if key not in got]
     common = [key for key in expected if key in got]
     common_here = [key for key in got if key in expected]
     if common != common_here:
         position = next(i for i, (a, b) in enumerate(zip(common, common_here, strict=True)) if a != b)
         what = (
-            "the same entries" if len(common) == len(expected) == len(got) else "the entries both have stand"
+            "the same entries"
+            if len(common) == len(expected) == len(got)
+            else "the entries that both have are"
         )
         entries.append(
             [

@@ -108,14 +108,14 @@ def token() -> str | None:
     found = os.environ.get(TOKEN) or None
     if found is not None and len(found) < _TOKEN_CHARS:
         raise ValueError(
-            f"{TOKEN} has {len(found)} characters: expected {_TOKEN_CHARS} or more that nobody guesses, the same "
-            "on all ranks, such as `openssl rand -hex 32` prints"
+            f"{TOKEN} has {len(found)} characters: expected at least {_TOKEN_CHARS} random ones, the same on "
+            "all ranks, for example from `openssl rand -hex 32`"
         )
     return found
 
 
 def torchrun_default(dest: str) -> str | None:
-    """Return what the environment says for an option of torchrun, which the command line overrides.
+    """Return the environment's value of an option of torchrun, which the command line overrides.
 
     Args:
         dest: the option's name with underscores, "nproc_per_node".

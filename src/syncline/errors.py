@@ -71,7 +71,7 @@ class UnreducedGradients(SynclineError):
             "but some received none"
         )
         remedy = (
-            "Nothing may be stepped with these gradients. Use every parameter in the loss, freeze those that are "
+            "Do not step an optimizer with these gradients. Use every parameter in the loss, freeze those that are "
             "not trained (requires_grad=False before wrapping), or wrap with find_unused_parameters=True, which "
             "counts a missing gradient as zero. Activation checkpointing needs use_reentrant=False."
         )

@@ -44,7 +44,7 @@ def test_ranks_that_wait_on_different_lanes_are_told_who_is_where() -> None:
     texts = texts_of_all_ranks(str(caught.value))
     assert texts[0] == texts[1]
     lines = texts[0].splitlines()
-    assert lines[0] == "the ranks wait for each other in different calls, and none of them can ever go on:"
+    assert lines[0] == "the ranks wait for each other in different calls, and none of them can ever continue:"
     assert lines[1].startswith("  rank 0: step 3, after backward, waiting in sl.mean (call 2 ")
     assert "on the main lane), at test_board_processes.py:" in lines[1]
     assert lines[2].startswith(
@@ -148,7 +148,7 @@ def test_a_rank_that_has_freed_its_wrapper_when_it_leaves_is_not_waited_for(over
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("last_step", "remedy"), [(7, "sl.check_replicas is for all ranks"), (6, "drop_last")]
+    ("last_step", "remedy"), [(7, "all ranks must call sl.check_replicas equally often"), (6, "drop_last")]
 )
 def test_who_calls_something_that_another_rank_has_left_out_is_told_so(last_step: int, remedy: str) -> None:
     t = C10dTransport()

@@ -58,7 +58,7 @@ def test_the_call_that_was_left_out_is_named(
     name: str, call: Callable[[sl.Checkpointer, sl.TrainState, Transport], Any], tmp_path: Path
 ) -> None:
     *_, remedy = told_to_rank_0(tmp_path, call).splitlines()
-    assert remedy.startswith(f"{name} is for all ranks to call, equally often")
+    assert remedy.startswith(f"all ranks must call {name} equally often")
     assert "if rank == 0" in remedy
     assert "DistributedSampler" not in remedy
 
@@ -75,7 +75,7 @@ def test_a_question_that_only_some_ranks_ask(tmp_path: Path) -> None:
         return str(caught.value).splitlines()[-1]
 
     assert run_ranks(2, program, timeout_seconds=20)[0].startswith(
-        "sl.Checkpointer.stop_if_asked is for all ranks"
+        "all ranks must call sl.Checkpointer.stop_if_asked equally often"
     )
 
 
@@ -84,4 +84,4 @@ def test_who_made_fewer_steps_is_still_told_of_batches(tmp_path: Path) -> None:
         steps(state.named["model"], 1)
 
     *_, remedy = told_to_rank_0(tmp_path, call).splitlines()
-    assert "who has left made fewer steps than this rank" in remedy
+    assert "the rank that left made fewer steps than this rank" in remedy

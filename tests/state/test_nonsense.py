@@ -143,7 +143,7 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
         with pytest.raises(error, match="expected num_samples to be an integer of at least 0, got"):
             state().commit(num_samples)  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"expected state to be a dict, as state_dict\(\) gives it, got a list"
+        TypeError, match=r"expected state to be a dict, as returned by state_dict\(\), got a list"
     ):
         state().load_state_dict(["step"])  # type: ignore[arg-type]
 

@@ -49,7 +49,7 @@ def test_processes(known_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
             if not any(work is one for one in seen):
                 seen.append(work)
                 if known_by == "another wait" and (told := work._health.notices.failure()) is not None:
-                    work._health.told(told)
+                    work._health.adopted(told)
                 return False
             return bool(ends_within(work, seconds))
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
 from syncline.liveness.board import Board
 from syncline.liveness.calls import Failure
+from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import Notices
 from syncline.transport import c10d
@@ -240,9 +241,8 @@ def test_all_that_a_backend_said_is_told_but_not_torchs_own_stack() -> None:
     transport = SimpleNamespace(health=health, own_lane=Lane("main", None), timeout_seconds=1.0)
     work = C10dWork(transport, "barrier", "", None)  # type: ignore[arg-type]
     words = "NCCL error, unhandled system error\nLast error:\nsocketStartConnect: refused"
-    error = health.broken_by(
-        RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y"), work
-    )
+    raised = RuntimeError(f"{words}\nException raised from wait at x.cpp:1\nframe #0: y")
+    error = FailedWait(health, work).broken_by(raised)
     assert str(error).endswith(f"nccl said: {words}")
 
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from syncline.errors import PeerFailed, SynclineError
 from syncline.liveness import notices as publisher_module
-from syncline.liveness import store_connection as store_line
+from syncline.liveness import store as store_line
 from syncline.liveness.board import Board, Place
 from syncline.liveness.calls import Failure
 from syncline.liveness.notices import Notices, Publisher
-from syncline.liveness.store_connection import clone_of
+from syncline.liveness.store import clone_of
 from syncline.user_code import user_code, user_code_in_dump, user_code_of_main_thread
 
 
@@ -49,7 +49,7 @@ class Rank:
     def place(self) -> Place:
         return Place.of(self.board, seen=self.seconds)
 
-    def told(self, failure: Failure) -> SynclineError:
+    def adopted(self, failure: Failure) -> SynclineError:
         raise AssertionError
 
     def processes_here(self) -> dict[int, object]:
@@ -104,11 +104,11 @@ def test_an_error_ends_nothing_and_who_is_closed_is_forgotten(publisher: Publish
     publisher.add(rank)
     wait_for(rank, lambda: bool(rank.posted))
     rank.lives = False
-    while rank in publisher._told:
+    while rank in publisher._last_places:
         publisher._wake.wait(0)
     publisher.end()
     publisher.add(rank)
-    assert rank not in publisher._told, "after the end nothing begins"
+    assert rank not in publisher._last_places, "after the end nothing begins"
 
 
 def test_nothing_is_kept_alive(publisher: Publisher) -> None:

@@ -48,7 +48,7 @@ def test_of_groups_of_one_size_that_with_the_lowest_rank_is_the_reference() -> N
 def test_what_lacks_and_what_is_too_much() -> None:
     text = describe_difference("Net", [["a  1", "b  2"], ["a  1", "c  3"]])
     assert text is not None
-    assert text.splitlines()[1:4] == ["rank 1 against rank 0:", "  has besides  c  3", "  lacks  b  2"]
+    assert text.splitlines()[1:4] == ["rank 1 against rank 0:", "  also has  c  3", "  lacks  b  2"]
 
 
 def test_another_order_is_said_in_words() -> None:

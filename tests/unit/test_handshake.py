@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
-from syncline.session.rendezvous import Presence, backend_for, connect, meet
+from syncline.session.rendezvous import Presence, backend_for, connect, wait_for_all
 
 
 def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: str | None = None) -> Presence:
@@ -27,7 +27,7 @@ def met(*ranks: Presence, timeout_seconds: float = 30.0) -> list[list[Presence] 
     def come(index: int) -> None:
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
         try:
-            found[index] = meet(store, ranks[index], timeout_seconds)
+            found[index] = wait_for_all(store, ranks[index], timeout_seconds)
         except Exception as error:
             found[index] = error
 
@@ -62,7 +62,7 @@ def test_a_store_that_ends_while_ranks_meet_is_a_lost_peer() -> None:
 
     def come() -> None:
         try:
-            meet(store, presence(1), 30.0)
+            wait_for_all(store, presence(1), 30.0)
         except Exception as error:
             errors.append(error)
 
@@ -100,7 +100,7 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_store_that_nobody_opened_is_named() -> None:
     env = Environment(launcher="environment", rank=1, size=2, master_addr="127.0.0.1", master_port=9)
-    with pytest.raises(CollectiveTimeout, match=r"rank 1 of 2 found nobody at 127\.0\.0\.1:9"):
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 of 2 could not connect to 127\.0\.0\.1:9"):
         connect(env, 0.5)
 
 

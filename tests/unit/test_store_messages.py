@@ -16,8 +16,8 @@ from syncline.errors import SynclineError
 from syncline.liveness.board import Place, Wait
 from syncline.liveness.calls import Failure
 from syncline.liveness.notices import Notices
-from syncline.liveness.store_messages import SignedStore, decode
-from syncline.session.rendezvous import Presence, meet
+from syncline.liveness.store import SignedStore, decode
+from syncline.session.rendezvous import Presence, wait_for_all
 from syncline.transport.shared_memory.hub import Hub, store_exchange
 
 TOKEN = "a token that nobody guesses"
@@ -160,11 +160,11 @@ def test_a_rank_without_the_token_is_told_so() -> None:
 
 def test_a_token_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_TOKEN", "short")
-    with pytest.raises(ValueError, match="SYNCLINE_TOKEN has 5 characters: expected 16 or more"):
+    with pytest.raises(ValueError, match="SYNCLINE_TOKEN has 5 characters: expected at least 16"):
         SignedStore(dist.HashStore())
 
 
-# ---------------------------------------------------------------------- junk where ranks meet
+# ---------------------------------------------------------------------- junk where ranks wait_for_all
 
 
 def test_a_first_writer_does_not_become_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_first_writer_does_not_become_a_rank(monkeypatch: pytest.MonkeyPatch) 
         store = dist.HashStore()
         store.set(key, b"syncline plain " + json.dumps(vars(taken)).encode())
         with pytest.raises(SynclineError, match=f"key '{key}' at the store: expected a message signed"):
-            meet(store, presence(0), 1.0)
+            wait_for_all(store, presence(0), 1.0)
 
 
 def test_junk_where_ranks_meet_is_a_named_error() -> None:
@@ -182,7 +182,7 @@ def test_junk_where_ranks_meet_is_a_named_error() -> None:
             store = dist.HashStore()
             store.set(key, junk)
             with pytest.raises(SynclineError, match=f"key '{key}' at the store: expected"):
-                meet(store, presence(0), 1.0)
+                wait_for_all(store, presence(0), 1.0)
 
 
 def test_a_message_that_no_rank_writes_is_refused() -> None:
@@ -193,7 +193,7 @@ def test_a_message_that_no_rank_writes_is_refused() -> None:
         store = dist.HashStore()
         SignedStore(store).set("rank 1", json.dumps({**vars(presence(1)), name: value}))
         with pytest.raises(SynclineError, match=words):
-            meet(store, presence(0), 1.0)
+            wait_for_all(store, presence(0), 1.0)
 
 
 def test_junk_where_ranks_share_memory_is_a_named_error() -> None:

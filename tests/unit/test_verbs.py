@@ -258,7 +258,7 @@ def test_alone_nothing_happens() -> None:
             {"w": torch.zeros(2).half()},
             "    got      torch.float16 (2,) on cpu (rank 1)",
         ),
-        ({"w": torch.zeros(2)}, {"v": torch.zeros(2)}, "  has besides  tensor v  torch.float32 (2,) on cpu"),
+        ({"w": torch.zeros(2)}, {"v": torch.zeros(2)}, "  also has  tensor v  torch.float32 (2,) on cpu"),
         ([torch.zeros(2)], [torch.zeros(2)] * 0, "  lacks  tensor [0]"),
     ],
 )
@@ -613,7 +613,7 @@ def test_a_leaf_that_is_no_number_is_a_type_error_on_every_rank(leaf: Any, text:
 @pytest.mark.parametrize(
     ("here", "there", "text"),
     [
-        ({"loss": 1.0}, {"loss": 1.0, "acc": 1.0}, "has besides  values.acc  a number"),
+        ({"loss": 1.0}, {"loss": 1.0, "acc": 1.0}, "also has  values.acc  a number"),
         ({"loss": torch.zeros(2)}, {"loss": torch.zeros(3)}, "expected torch.float32 (2,) (rank 0)"),
         ({"loss": torch.zeros(5000)}, {"loss": 1.0}, "got      a number (rank 1)"),
         ([1.0] * 20, [1.0] * 5, "lacks  values[19]  a number"),

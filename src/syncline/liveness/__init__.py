@@ -2,14 +2,13 @@
 
 Imports: errors, environment, user_code, _torch.
 
-board.py             the step, phase and bucket of each rank, published for its peers
-calls.py             what a rank called, and why its group is broken: the text of errors
-deadlock.py          can the waiting ranks ever go on? Pure functions of the board
-forks.py             refuse a forked child that uses its parent's group
-health.py            can a torch.distributed group still be used, and if not, why?
-notices.py           failures that ranks publish for each other through the store
-processes.py         has the process of a rank ended, or is it stopped?
-store_connection.py  our connection to the store, and whether the store still exists
-store_messages.py    messages at the store: signed with the job's token, checked when read
-torch_calls.py       collectives that the program starts by torch.distributed itself
+board.py        the step, phase and bucket of each rank, published for its peers
+calls.py        what a rank called, and why its group is broken: the text of errors
+deadlock.py     can the waits of the ranks ever end? Pure functions of the board
+failed_wait.py  the cause of a wait that fails, and the error
+health.py       can a group still be used, and where are its ranks?
+notices.py      failures that ranks publish for each other through the store
+processes.py    has the process of a rank ended, is it stopped, or is this one a fork of a rank?
+store.py        messages at the store, signed and checked; our connection to it
+torch_calls.py  collectives that the program starts by torch.distributed itself
 """

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from syncline.liveness.store_messages import decode
+from syncline.liveness.store import decode
 
 __all__ = ["EVAL_FORWARD", "FORWARD", "MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
 

@@ -17,7 +17,7 @@ from syncline.errors import (
     UnevenInputs,
 )
 from syncline.liveness.board import EVAL_FORWARD, Place
-from syncline.liveness.store_messages import decode
+from syncline.liveness.store import decode
 
 __all__ = [
     "ONE_RANK_EVALUATES",
@@ -44,14 +44,14 @@ ONE_RANK_EVALUATES = (
 """Remedy for a forward that not all ranks run."""
 
 _UNEVEN = (
-    "who has left made fewer steps than this rank: give every rank the same number of batches (DistributedSampler "
-    "fills up, drop_last=True cuts off), or put the loop under ddp.join(), which lets ranks end at different times "
-    "(not with sharded=True)"
+    "the rank that left made fewer steps than this rank: give every rank the same number of batches "
+    "(DistributedSampler pads them, drop_last=True drops the rest), or run the loop inside ddp.join(), which lets "
+    "ranks end at different times (not with sharded=True)"
 )
 
 _LEFT_OUT = (
-    "{call} is for all ranks to call, equally often, and who has left has ended without it: take it out of a branch "
-    "that depends on the rank (if rank == 0), and let no rank return before it"
+    "all ranks must call {call} equally often, but the rank that left ended without calling it: move it out of any "
+    "branch that depends on the rank (if rank == 0), and let no rank return before it"
 )
 
 _KINDS: dict[str, type[SynclineError]] = {
@@ -112,13 +112,13 @@ class Failure:
         return json.dumps(vars(record))
 
     @staticmethod
-    def from_json(told: str | bytes) -> Failure:
+    def from_json(text: str | bytes) -> Failure:
         """Return the failure that another rank has published.
 
         Raises:
             SynclineError: the text was not written by `to_json`.
         """
-        record = decode(_Record, told, "the reason for the end of a group")
+        record = decode(_Record, text, "the reason for the end of a group")
         kind = _KINDS.get(record.kind, PeerFailed)
         return Failure(
             kind,
@@ -158,10 +158,10 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
         left: where the other ranks were when they left.
 
     Example:
-        >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:38]
-        'who has left made fewer steps than thi'
-        >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:52]
-        'sl.Checkpointer.save is for all ranks to call, equal'
+        >>> remedy_for_left(Place(step=4, phase="backward"), [Place(step=3)])[:41]
+        'the rank that left made fewer steps than '
+        >>> remedy_for_left(Place(step=3, opening="sl.Checkpointer.save"), [Place(step=3)])[:40]
+        'all ranks must call sl.Checkpointer.save'
     """
     if here.phase == EVAL_FORWARD:
         return ONE_RANK_EVALUATES

@@ -27,8 +27,7 @@ from syncline.errors import SynclineError
 from syncline.liveness.board import Place
 from syncline.liveness.calls import Failure
 from syncline.liveness.processes import RankProcess
-from syncline.liveness.store_connection import clone_of
-from syncline.liveness.store_messages import SignedStore
+from syncline.liveness.store import SignedStore, clone_of
 from syncline.liveness.torch_calls import call_in_dump
 from syncline.user_code import dump_of_main_thread, user_code_in_dump
 
@@ -75,10 +74,10 @@ class Notices:
         """Publish why the group is broken, and return the first failure published, which is valid for all ranks."""
         mine = failure.to_json(self._rank)
         try:
-            told = self._ask(lambda store: store.set_first(self._key("failure"), mine))
+            first = self._ask(lambda store: store.set_first(self._key("failure"), mine))
         except SynclineError:  # the stored notice is unreadable, so this rank's own reason is better
             return failure
-        return failure if told is None or told == mine else self._parsed(told)
+        return failure if first is None or first == mine else self._parsed(first)
 
     def failure(self) -> Failure | None:
         """Return the published failure, as described by the rank that detected it first; None if there is none.
@@ -87,32 +86,32 @@ class Notices:
         """
         key = self._key("failure")
         try:
-            told = self._ask(lambda store: store.get(key) if store.has(key) else None)
+            text = self._ask(lambda store: store.get(key) if store.has(key) else None)
         except SynclineError as error:
             return Failure(SynclineError, str(error))
-        return None if told is None else self._parsed(told)
+        return None if text is None else self._parsed(text)
 
-    def _parsed(self, told: str) -> Failure:
+    def _parsed(self, text: str) -> Failure:
         try:
-            return Failure.from_json(told)
+            return Failure.from_json(text)
         except SynclineError as error:
             return Failure(SynclineError, str(error))
 
-    def post(self, news: Callable[[], Place | None]) -> None:
+    def post(self, place: Callable[[], Place | None]) -> None:
         """Publish where this rank is.
 
         Args:
-            news: returns the place, or None if it is already published. It is called once this thread may write, so
+            place: returns the place, or None if it is already published. It is called once this thread may write, so
                 that of two threads the later one publishes the newer place.
         """
         key = self._key(f"place/{self._rank}")
 
-        def tell(store: SignedStore) -> None:
-            place = None if self._has_left else news()
-            if place is not None:
-                store.set(key, place.to_json())
+        def write(store: SignedStore) -> None:
+            here = None if self._has_left else place()
+            if here is not None:
+                store.set(key, here.to_json())
 
-        self._ask(tell)
+        self._ask(write)
 
     def leave(self, place: Place) -> None:
         """Publish this rank's last place; later calls of `post` publish nothing.
@@ -121,12 +120,12 @@ class Notices:
         well, and torch prints a C++ stack trace to stderr if a connection closes while it waits.
         """
 
-        def tell(store: SignedStore) -> None:
+        def write(store: SignedStore) -> None:
             self._has_left = True
             store.set(key, place.to_json())
 
         key = self._key(f"place/{self._rank}")
-        self._ask(tell)
+        self._ask(write)
 
     def places(self) -> dict[int, Place]:
         """Return where each rank was last seen, without ranks that have published nothing."""
@@ -206,7 +205,7 @@ class Published(Protocol):
     def place(self) -> Place:
         """Return where this rank is."""
 
-    def told(self, failure: Failure) -> SynclineError:
+    def adopted(self, failure: Failure) -> SynclineError:
         """Record a failure that a peer has published, and return the error to raise on this rank."""
 
 
@@ -214,7 +213,8 @@ class Publisher:
     """A thread that publishes the places of all added objects, each while it is alive."""
 
     def __init__(self) -> None:
-        self._told: WeakKeyDictionary[Published, Place] = WeakKeyDictionary()
+        self._last_places: WeakKeyDictionary[Published, Place] = WeakKeyDictionary()
+        """The places that were published last."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._ended = False
@@ -226,7 +226,7 @@ class Publisher:
         with self._lock:
             if self._ended:
                 return
-            self._told[what] = Place()
+            self._last_places[what] = Place()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="syncline board", daemon=True)
                 with contextlib.suppress(RuntimeError):  # the interpreter is ending already
@@ -245,32 +245,32 @@ class Publisher:
         while not self._ended:
             self._wake.wait(self._period_seconds())
             self._wake.clear()
-            self._tell_all()
+            self._publish_all()
 
     def _period_seconds(self) -> float | None:
         if self._is_learning:
             return _LEARNING_SECONDS  # the rank that hosts the store may be lost right after the first step
-        return _PERIOD_SECONDS if len(self._told) else None
+        return _PERIOD_SECONDS if len(self._last_places) else None
 
-    def _tell_all(self) -> None:
+    def _publish_all(self) -> None:
         with self._lock:
-            current = list(self._told)
+            current = list(self._last_places)
         self._is_learning = False
         for what in current:
             if self._ended:
                 return
             with contextlib.suppress(Exception):  # no caller could catch an error of this thread
-                self._tell(what)
+                self._publish(what)
 
-    def _tell(self, what: Published) -> None:
+    def _publish(self, what: Published) -> None:
         if what.notices is None or not what.is_live():
             with self._lock:
-                self._told.pop(what, None)
+                self._last_places.pop(what, None)
             return
-        what.notices.post(lambda: self._news(what))
+        what.notices.post(lambda: self._unpublished_place(what))
         what.notices.processes_here()  # read early, because the store may end together with the lost rank
         self._is_learning |= what.notices.is_learning
-        place = self._told.get(what)
+        place = self._last_places.get(what)
         if place is not None and place.wait is not None and place.wait.is_torchs:
             self._end_torch_call(what, what.notices)
 
@@ -278,16 +278,16 @@ class Publisher:
         """End the main thread's call of torch.distributed with an error, if peers have proved that it can never end."""
         failure, call = notices.failure(), call_in_dump(dump_of_main_thread())
         if failure is not None and call is not None and what.rank in failure.stuck_ranks:
-            call.end(what.told(failure))
+            call.end(what.adopted(failure))
 
-    def _news(self, what: Published) -> Place | None:
+    def _unpublished_place(self, what: Published) -> Place | None:
         """Return the place of `what`; None if it is already published.
 
         Walking the stack costs most, so a line of code is found only for a rank that waits or has not moved.
         """
-        place, told = what.place(), self._told[what]
-        was_in_torch_call = told.wait is not None and told.wait.is_torchs
-        stays = place.is_as(replace(told, wait=None) if was_in_torch_call else told)
+        place, last = what.place(), self._last_places[what]
+        was_in_torch_call = last.wait is not None and last.wait.is_torchs
+        stays = place.is_as(replace(last, wait=None) if was_in_torch_call else last)
         if stays or place.wait is not None:
             dump, main = dump_of_main_thread(), threading.main_thread().ident or 0
             place = replace(place, code=user_code_in_dump(dump, main))
@@ -296,9 +296,9 @@ class Publisher:
             if call is not None and place.wait is None and what.place().is_as(place):
                 wait = call.as_wait(blocks_rank=what.calling_thread in (0, main))
                 place = replace(place, wait=wait)
-        if place.is_as(told) and place.code == told.code and place.seen - told.seen < SIGN_OF_LIFE_SECONDS:
+        if place.is_as(last) and place.code == last.code and place.seen - last.seen < SIGN_OF_LIFE_SECONDS:
             return None
-        self._told[what] = place
+        self._last_places[what] = place
         return place
 
 

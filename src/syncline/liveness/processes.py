@@ -1,7 +1,10 @@
-"""The processes of ranks on this host, and whether one has ended or is stopped, as the kernel reports it.
+"""The processes of ranks on this host: has one ended, is it stopped, or is this one only a fork of a rank?
 
-A process is identified by its number and its start time, so that a later process with the same number is not mistaken
-for it. No file stays open.
+The kernel reports whether a process has ended or is stopped. A process is identified by its number and its start time,
+so that a later process with the same number is not mistaken for it. No file stays open.
+
+A fork of a rank inherits the rank's connections and memory, but must not use them. Python reports a fork to a hook of
+the process, so the objects that refuse all calls in forks are listed here.
 """
 
 from __future__ import annotations
@@ -9,11 +12,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import weakref
 from dataclasses import dataclass
+from typing import Protocol
 
-from syncline.liveness.store_messages import decode
+from syncline._torch.process_groups import living_groups
+from syncline.errors import SynclineError
+from syncline.liveness.calls import Failure
+from syncline.liveness.store import decode
 
-__all__ = ["RankProcess", "host_key"]
+__all__ = ["FORKED", "RankProcess", "host_key", "is_inherited", "refuse_in_forks"]
 
 
 _STAT_BYTES = 4096
@@ -116,3 +124,44 @@ def _is_empty(pid: int) -> bool:
     except OSError:
         return False
     return False
+
+
+# ---------------------------------------------------------------------- forks
+
+
+FORKED = Failure(
+    SynclineError,
+    "this process was forked from a rank and is not a rank itself: the other ranks would take its messages and its "
+    "writes to shared memory for those of the rank. Start processes before the ranks join, or by spawn, and "
+    "synchronize only in the rank",
+)
+
+
+class _Refusing(Protocol):
+    def refuse_a_fork(self) -> None:
+        """Fail every call from now on. The fork runs no other thread meanwhile."""
+
+
+_live: weakref.WeakSet[_Refusing] = weakref.WeakSet()
+
+_inherited: set[object] = set()
+
+
+def refuse_in_forks(what: _Refusing) -> None:
+    """Make `what` refuse every call in processes forked from now on."""
+    _live.add(what)
+
+
+def is_inherited(group: object) -> bool:
+    """Return whether a process group was inherited from the parent process."""
+    return group in _inherited
+
+
+def _in_the_fork() -> None:
+    _inherited.update(living_groups())
+    for what in list(_live):
+        what.refuse_a_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_the_fork)

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from syncline._torch.process_groups import PrefixStore, default_group, living_groups, num_calls_started
 from syncline.errors import SynclineError
 from syncline.liveness.board import Wait
-from syncline.liveness.store_connection import open_sockets
+from syncline.liveness.store import open_sockets
 from syncline.user_code import innermost_in_dump, is_users
 
 __all__ = ["TorchCall", "call_in_dump", "num_started"]

@@ -11,7 +11,7 @@ listening.py     sockets that listen at one address, for stores; needs no torch
 process.py       what a rank leaves for its launcher: an error file; and its end when the launcher ends
 ranks.py         World: the rank of a process, from a launcher's variables, from a process group, or alone
 registry.py      what is attached to a user's modules, found by kind: the only such registry
-rendezvous.py    how ranks meet at the store, compare arguments and agree on a backend
+rendezvous.py    how ranks wait for each other at the store, compare arguments and agree on a backend
 session.py       the session: not initialised, initialised, shut down
 stop_request.py  was this process asked to stop?
 transports.py    the transport of each process group, selected by all of its ranks together

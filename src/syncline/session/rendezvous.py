@@ -1,4 +1,4 @@
-"""The meeting of a job's ranks at a store, before the first collective.
+"""The rendezvous of a job's ranks at a store, before the first collective.
 
 Every rank writes its identity and its arguments of `sl.init` to the store. This has four effects:
 
@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import socket
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -29,15 +28,16 @@ from syncline._torch.process_groups import PrefixStore, Store, TCPStore
 from syncline.differences import describe_difference, refusal_of
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
-from syncline.liveness.store_messages import SignedStore, decode
+from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
+from syncline.user_code import warn_user
 
-__all__ = ["REMEDY", "TITLE", "Presence", "Stores", "backend_for", "connect", "meet"]
+__all__ = ["REMEDY", "TITLE", "Presence", "Stores", "backend_for", "connect", "wait_for_all"]
 
 
 TITLE = "sl.init"
 
-REMEDY = 'Give sl.init the same on every rank; where only some have a GPU, device="cpu" on all.'
+REMEDY = 'Pass the same arguments to sl.init on every rank; if only some have a GPU, device="cpu" on all.'
 """The remedy for ranks that called `sl.init` with different arguments."""
 
 _READ_SECONDS = 10.0
@@ -118,7 +118,7 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
             env.size,
             is_master=is_master,
             timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,  # `meet` waits, and its error names the missing ranks
+            wait_for_workers=False,  # `wait_for_all` waits, and its error names the missing ranks
             multi_tenant=True,
             master_listen_fd=None if bound is None else bound.detach(),
         )
@@ -126,15 +126,15 @@ def connect(env: Environment, timeout_seconds: float) -> Store:
         if is_master and "address already in use" in str(error).lower():
             raise SynclineError(
                 f"rank 0 cannot listen on {where}: the port is in use. Give the job another MASTER_PORT; "
-                "`syncline run` finds a free one by itself"
+                "`syncline run` finds a free one automatically"
             ) from error
         raise CollectiveTimeout(
-            f"rank {env.rank} of {env.size} found nobody at {where} within {timeout_seconds:g} s. Is rank 0 "
-            f"running, and may this host reach that port? ({str(error).splitlines()[0]})"
+            f"rank {env.rank} of {env.size} could not connect to {where} within {timeout_seconds:g} s. Is "
+            f"rank 0 running, and can this host reach that port? ({str(error).splitlines()[0]})"
         ) from error
 
 
-def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
+def wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
     """Wait until all ranks are present, and return their messages in rank order.
 
     Args:
@@ -150,22 +150,22 @@ def meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]
         PeerLost: the process that opened the store has ended.
     """
     try:
-        return _meet(store, mine, timeout_seconds)
+        return _wait_for_all(store, mine, timeout_seconds)
     except dist.DistNetworkError as error:
         raise PeerLost(
-            f"rank {mine.rank} of {mine.size} lost the store in init, before all ranks had come: the process that "
+            f"rank {mine.rank} of {mine.size} lost the store in init, before all ranks had arrived: the process that "
             "opened it (rank 0, or the launcher) has ended. Look at its log, its last lines say why "
             f"({str(error).splitlines()[0]})"
         ) from error
 
 
-def _meet(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
+def _wait_for_all(store: Store, mine: Presence, timeout_seconds: float) -> list[Presence]:
     store.set_timeout(timedelta(seconds=timeout_seconds))
     keys = [f"rank {rank}" for rank in range(mine.size)]
-    said = json.dumps(asdict(mine))
+    message = json.dumps(asdict(mine))
     messages = SignedStore(store)
-    held = messages.set_first(keys[mine.rank], said)
-    if held != said:
+    held = messages.set_first(keys[mine.rank], message)
+    if held != message:
         other = _parsed(held, mine.rank)
         raise SynclineError(
             f"two processes are rank {mine.rank}: {other}, and {mine}. Give each its own RANK; if the first is "
@@ -225,7 +225,7 @@ def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
     """Return the torch.distributed backend that serves all ranks; the result is the same on every rank.
 
     Args:
-        everyone: the messages of all ranks. `meet` has checked that either all ranks use a GPU or none does.
+        everyone: the messages of all ranks. `wait_for_all` has checked that either all ranks use a GPU or none does.
         warn: whether to warn if ranks share a GPU. One rank per host is enough for this.
     """
     if everyone[0].gpu is None:
@@ -234,11 +234,11 @@ def backend_for(everyone: Sequence[Presence], *, warn: bool) -> str:
     if num_gpus == len(everyone):
         return "cpu:gloo,cuda:nccl"
     if warn:
-        warnings.warn(
+        warn_user(
             f"{len(everyone)} ranks share {num_gpus} GPU(s). NCCL needs one for each rank, so tensors on GPUs "
-            "travel by Gloo, through the CPU: good for trying out, slow for training. Start one process a GPU "
-            '(syncline run -n gpu), or call init(device="cpu")',
-            stacklevel=4,
+            "are sent by Gloo, through the CPU: use this only for trials, because it is slow. Start one process "
+            'per GPU (syncline run -n gpu), or call init(device="cpu")',
+            UserWarning,
         )
     return "cpu:gloo,cuda:gloo"
 

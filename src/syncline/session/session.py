@@ -38,7 +38,7 @@ from syncline.session.ranks import (
     world_from,
     world_of_default_group,
 )
-from syncline.session.rendezvous import REMEDY, TITLE, Presence, Stores, backend_for, meet
+from syncline.session.rendezvous import REMEDY, TITLE, Presence, Stores, backend_for, wait_for_all
 from syncline.session.transports import Transports
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
@@ -175,10 +175,10 @@ class Session:
         return _Joined(asked, world, weakref.ref(group), hook=ReportingHook(sys.excepthook, self._report))
 
     def _make_default_group(self, env: Environment, device: torch.device, asked: Asked) -> dist.ProcessGroup:
-        """Meet the other ranks, compare the arguments, create torch's default group, and select its transport."""
+        """Wait for the other ranks, compare the arguments, create torch's default group, and select its transport."""
         store = self._stores.of_next_init(env, asked.timeout_seconds)
         mine = Presence.of_this_process(env, device, asked.lines(device))
-        everyone = meet(store, mine, asked.timeout_seconds)
+        everyone = wait_for_all(store, mine, asked.timeout_seconds)
         backend = backend_for(everyone, warn=env.local_rank == 0)
         dist.init_process_group(
             backend,
@@ -216,7 +216,7 @@ class Session:
             with contextlib.suppress(CollectiveTimeout, PeerLost):
                 store = self._stores.of_next_init(env, _REFUSAL_SECONDS)
                 mine = Presence.of_this_process(env, torch.device("cpu"), fault=fault)
-                meet(store, mine, _REFUSAL_SECONDS)
+                wait_for_all(store, mine, _REFUSAL_SECONDS)
 
     # ------------------------------------------------------------------ while the ranks are joined
 

@@ -44,7 +44,7 @@ STOP_SIGNALS: tuple[str, ...] = tuple(
 )  # Windows has no SIGUSR1
 """Signals by which schedulers announce the end of a job: SIGTERM everywhere, SIGUSR1 by custom under SLURM."""
 
-_SAME_WISH_SECONDS = 2.0
+_SAME_REQUEST_SECONDS = 2.0
 
 _ENDING = frozenset(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
@@ -83,7 +83,7 @@ class _Handler:
         now = time.monotonic()
         if self.first_at is None:
             self.first_at = now
-        is_another = self.number in _ENDING and now - self.first_at >= _SAME_WISH_SECONDS
+        is_another = self.number in _ENDING and now - self.first_at >= _SAME_REQUEST_SECONDS
         if is_another or not self.requests:
             self._do_as_before(frame)
             return
@@ -197,7 +197,7 @@ def _signal(name: str | int) -> signal.Signals:
             f"expected stop_signals to hold names of signals, such as 'SIGUSR1', got {name!r}{_near(name)}"
         ) from None
     if found.name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"{found.name} ends or halts a process without asking it: nobody can listen to it")
+        raise ValueError(f"no program can handle {found.name}: it ends or stops a process at once")
     return found
 
 

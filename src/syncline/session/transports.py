@@ -77,9 +77,7 @@ class Transports:
                 return self._of_one_rank()
             known = self._entry(found, is_default=found is default)
         with known.lock:
-            if known.transport is None:
-                known.transport = self._selected(known.group, asked, None)
-            return known.transport
+            return known.transport or self.select(known.group, asked)
 
     def _of_one_rank(self) -> Transport:
         if self._has_lost_default:
@@ -115,34 +113,26 @@ class Transports:
         self,
         group: dist.ProcessGroup,
         asked: str,
-        timeout_seconds: float,
-        compare: Callable[[Transport], object] = lambda c10d: None,
-    ) -> None:
-        """Select the transport of the default group, in `init`; a collective call.
-
-        Args:
-            group: the default group.
-            asked: "auto", "c10d" or "shm".
-            timeout_seconds: how long an operation may wait.
-            compare: called first with a transport between the ranks; raises if they do not agree.
-        """
-        selected = self._selected(group, asked, timeout_seconds, compare)
-        self._entries[id(group)] = _Entry(group, is_default=True, transport=selected)
-
-    def _selected(
-        self,
-        group: dist.ProcessGroup,
-        asked: str,
-        timeout_seconds: float | None,
+        timeout_seconds: float | None = None,
         compare: Callable[[Transport], object] = lambda c10d: None,
     ) -> Transport:
+        """Select the transport of a group, and return it; a collective call.
+
+        Args:
+            group: the group; in `init`, the default group.
+            asked: "auto", "c10d" or "shm", the same on all ranks.
+            timeout_seconds: how long an operation may wait; None means the group's own timeout.
+            compare: called first with a transport between the ranks; raises if they do not agree.
+        """
         c10d = C10dTransport(group, timeout_seconds=timeout_seconds)
         try:
             compare(c10d)
-            return self._best_over(c10d, asked)
+            selected = self._best_over(c10d, asked)
         except BaseException:
             c10d.close()
             raise
+        self._entries.setdefault(id(group), _Entry(group, is_default=True)).transport = selected
+        return selected
 
     def _best_over(self, c10d: C10dTransport, asked: str) -> Transport:
         """Return the requested transport, or for "auto" the best one that all ranks can use; a collective call.

@@ -29,9 +29,10 @@ from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
 from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure, lane_name, named_ranks
-from syncline.liveness.forks import FORKED, is_inherited
+from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
+from syncline.liveness.processes import FORKED, is_inherited
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d_groups import CallOptions, backends_of, destroy, group_timeout_seconds, new_group
@@ -236,7 +237,7 @@ class C10dTransport(Transport):
         try:
             work.start(start, finish)
         except RuntimeError as error:
-            raise health.broken_by(error, work) from error
+            raise FailedWait(health, work).broken_by(error) from error
         return work
 
     def _done_alone(self) -> Work:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from syncline._torch.autograd import call_without_context
 from syncline.errors import SynclineError
 from syncline.liveness.board import Wait
-from syncline.liveness.health import is_of_backend
+from syncline.liveness.failed_wait import FailedWait, is_of_backend
 from syncline.liveness.torch_calls import TorchCall
 from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
 
@@ -60,7 +60,7 @@ class C10dWork(WatchedWork):
         except RuntimeError as error:
             # The text contains the backend's message. Its traceback is one line of torch and would only hide the
             # user's own traceback. A debugger finds the error in `__context__`.
-            raise self._health.broken_by(error, self) from None
+            raise FailedWait(self._health, self).broken_by(error) from None
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
@@ -122,7 +122,7 @@ class CallOfTorch(C10dWork):
         """Return our error for an error of the backend; return any other error unchanged."""
         if isinstance(error, SynclineError) or not is_of_backend(error):
             return error
-        return self._health.broken_by(error, self)
+        return FailedWait(self._health, self).broken_by(error)
 
 
 def _at_least_a_millisecond(seconds: float) -> timedelta:

@@ -87,7 +87,7 @@ class HierarchicalTransport(Transport):
         self._lanes: list[HierarchicalTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
         self._open(beneath, _TITLE)
-        self.health.backend = self.name
+        self.health.runs_over(self.name)
 
     def _open(self, beneath: C10dTransport, title: str) -> None:
         """Open the connections of one lane; a collective call that fails on all ranks or on none."""
@@ -138,7 +138,7 @@ class HierarchicalTransport(Transport):
             return HierarchicalTransport(beneath, hosts, shared_memory_inside(beneath, hosts), host)
         except SharedMemoryUnavailable:
             beneath.health.on_failure.clear()
-            beneath.health.backend = beneath.name
+            beneath.health.runs_over(beneath.name)
             raise
 
     @property

@@ -18,7 +18,7 @@ from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, S
 from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, who_is_where
 from syncline.liveness.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks, remedy_for_left
 from syncline.liveness.deadlock import stuck_among
-from syncline.liveness.forks import FORKED, refuse_in_forks
+from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
 
 __all__ = ["Meeting", "MeetingRoom", "State"]
@@ -285,7 +285,7 @@ class MeetingRoom:
         }
         if stuck_among(waits_for):
             text = (
-                "the ranks wait for each other in different calls, and none of them can ever go on:\n"
+                "the ranks wait for each other in different calls, and none of them can ever continue:\n"
                 f"{self._who_is_where()}\n{SAME_CALLS}"
             )
             self._break_locked(Failure(CollectiveMismatch, text))

@@ -23,9 +23,9 @@ from syncline.errors import SynclineError
 from syncline.liveness.board import Place, Wait
 from syncline.liveness.calls import Call
 from syncline.liveness.deadlock import steady
+from syncline.liveness.failed_wait import FailedWait
 from syncline.liveness.health import Health, Lane
 from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
-from syncline.liveness.torch_calls import num_started
 from syncline.transport.work import Work
 from syncline.user_code import user_code, warn_user
 
@@ -190,7 +190,7 @@ class WatchedWork(Work):
             while True:
                 remaining_seconds = deadline - time.monotonic()
                 if remaining_seconds <= 0:
-                    raise self._health.timed_out(self)
+                    raise FailedWait(self._health, self).timed_out()
                 try:
                     long_wait.look_around()
                 except SynclineError:
@@ -246,25 +246,21 @@ class LongWait:
         self._warned_of: set[int] = set()
 
     def __enter__(self) -> LongWait:
-        health = self._health
-        health.num_waits += 1
-        blocks_rank = health.calling_thread == threading.get_ident()
-        health.wait = self._work.as_wait(number=health.num_waits, blocks_rank=blocks_rank)
+        self._health.wait_begins(self._work)
         self._post()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._health.wait = None
-        self._health.num_started_by_torch = {}
+        self._health.wait_ends()
         if error is None:
             self._post()
 
     def look_around(self) -> None:
         """Raise if the transport has failed or this wait can never end; warn of ranks that are stopped or silent."""
         health = self._health
-        health.raise_if_told()
+        health.raise_if_published()
         now = time.monotonic()
         if health.notices is None or now < self._next_look:
             return
@@ -272,8 +268,8 @@ class LongWait:
         seen = self._look()
         ended = [rank for rank in health.ended_ranks() if rank not in seen or not seen[rank].has_left]
         if ended and not self._work.is_completed():
-            raise health.lost(self._work, ended)
-        health.raise_if_hopeless(self._work, seen, steady(self._seen, seen))
+            raise FailedWait(health, self._work).lost(ended)
+        FailedWait(health, self._work).raise_if_endless(seen, steady(self._seen, seen))
         self._seen = seen
         halted = dict.fromkeys(self._silent_ranks(now), _SILENT) | dict.fromkeys(
             health.stopped_ranks(), _STOPPED
@@ -294,7 +290,7 @@ class LongWait:
             place.wait.lane for place in seen.values() if place.wait is not None and place.wait.is_torchs
         }
         if lanes:
-            health.num_started_by_torch = num_started(lanes)
+            health.count_calls_of_torch(lanes)
             self._post()
             seen[health.rank] = health.place(code=seen[health.rank].code)
         return seen

@@ -25,7 +25,7 @@ from torch.distributed import DistStoreError
 from syncline.errors import CollectiveTimeout, SynclineError
 from syncline.liveness.calls import named_ranks
 from syncline.liveness.processes import host_key
-from syncline.liveness.store_messages import SignedStore, decode
+from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.peers import Peers

@@ -103,7 +103,7 @@ class SharedMemoryTransport(Transport):
             hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
         )
         self._open(hub)
-        health.backend = self.name
+        health.runs_over(self.name)
         engine, rank = self.engine, health.rank  # the health must not hold on to its transport
         self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._abort_core)

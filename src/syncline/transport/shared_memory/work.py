@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Call, Failure
+from syncline.liveness.failed_wait import FailedWait
 from syncline.transport.shared_memory.core import Outcome, library
 from syncline.transport.shared_memory.engine import EngineLane, call_of
 from syncline.transport.shared_memory.peers import Peers
@@ -104,7 +105,7 @@ class SharedMemoryWork(WatchedWork):
         outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
         if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another survivor was faster
             return self._ended_by(outcome)
-        return self._health.lost(self, [self._numbers[rank] for rank in gone])
+        return FailedWait(self._health, self).lost([self._numbers[rank] for rank in gone])
 
     def _ended(self, outcome: int) -> bool:
         if outcome not in (Outcome.DONE, Outcome.DISAGREED):
@@ -119,8 +120,8 @@ class SharedMemoryWork(WatchedWork):
         if health.failure is not None:
             return health.error()
         if outcome == Outcome.ABORTED:
-            return health.told(Failure.from_json(self._engine_lane.engine.abort_text() or ""))
-        return health.mismatched(self, self._calls())
+            return health.adopted(Failure.from_json(self._engine_lane.engine.abort_text() or ""))
+        return FailedWait(health, self).mismatched(self._calls())
 
     def _calls(self) -> dict[int, Call]:
         called, peer = self._engine_lane.called(), self._peer

@@ -1,8 +1,17 @@
-"""Messages that ranks exchange through a store: signed if the job has a token, and checked when read.
+"""A store as the ranks use it: messages that are signed and checked, and a connection that never blocks forever.
+
+[Note: messages]
 
 A store has no passwords, so any program that can connect can write any key. With a token that only the job's processes
 know, a reader can verify that a message is from one of them (HMAC-SHA256 over the key and the text). In any case, bytes
 that are not a valid message raise one clear error.
+
+[Note: connections]
+
+A TCPStore ends with the process that opened it, often rank 0. A later request does not only raise: torch first prints a
+C++ stack trace to stderr, even at the end of a program without errors. So the kernel is asked first whether the server
+has closed the connection. A lost network closes no connection, and torch would wait for an answer forever. So the
+kernel is set to end a connection on which the other side no longer acknowledges anything.
 """
 
 from __future__ import annotations
@@ -13,6 +22,10 @@ import hashlib
 import hmac
 import json
 import math
+import os
+import select
+import socket
+import threading
 import types
 import typing
 from collections.abc import Sequence
@@ -23,7 +36,7 @@ from typing import Any, NoReturn, TypeVar
 from syncline import environment
 from syncline.errors import SynclineError
 
-__all__ = ["SignedStore", "decode"]
+__all__ = ["SignedStore", "StoreLine", "clone_of", "decode", "open_sockets"]
 
 
 T = TypeVar("T")
@@ -46,7 +59,7 @@ class SignedStore:
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> store = SignedStore(HashStore(), token="one that nobody guesses")
+        >>> store = SignedStore(HashStore(), token="a secret of the job")
         >>> store.set("rank 1", "here")
         >>> store.get("rank 1")
         'here'
@@ -119,7 +132,7 @@ class SignedStore:
             _refuse(where, f"at most {_MAX_BYTES} bytes, not {len(value)}", value)
         if self._token is None:
             if value.startswith(_SIGNED):
-                _refuse(where, "a message without a signature, for SYNCLINE_TOKEN is not set here", value)
+                _refuse(where, "a message without a signature, because SYNCLINE_TOKEN is not set here", value)
             return _text(where, value, _PLAIN)
         if not value.startswith(_SIGNED):
             _refuse(where, "a message signed with this job's token (SYNCLINE_TOKEN)", value)
@@ -142,8 +155,8 @@ def _text(where: str, value: bytes, beginning: bytes) -> str:
 def _refuse(where: str, expected: str, got: str | bytes) -> NoReturn:
     raise SynclineError(
         f"{where}: expected {expected}, got {got[:_SHOWN_BYTES]!r}. Another program wrote there, or the ranks run "
-        "different versions of Syncline or have different tokens (SYNCLINE_TOKEN). Who may connect to the store, and "
-        "how to close its port to others: docs/security.md"
+        "different versions of Syncline or have different tokens (SYNCLINE_TOKEN). docs/security.md says which "
+        "programs can connect to the store, and how to close its port to others"
     )
 
 
@@ -217,3 +230,100 @@ def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:  # not isinstance, because True is an int
         raise TypeError(value)
     return value
+
+
+# ---------------------------------------------------------------------- connections
+
+
+_CONNECT_SECONDS = 1.0
+
+_SILENCE_SECONDS = 4
+"""How long the other side's kernel may acknowledge nothing before a connection ends."""
+
+_lock = threading.Lock()
+
+
+class StoreLine:
+    """A connection to a store's server, used to check that the server still exists. No answer is pending on it then.
+
+    Args:
+        file_descriptor: descriptor of the connection. This object owns it from now on.
+    """
+
+    def __init__(self, file_descriptor: int) -> None:
+        self._file_descriptor = file_descriptor
+        self._poll = select.poll()
+        self._poll.register(file_descriptor, select.POLLIN)
+
+    def is_open(self) -> bool:
+        """Return whether the server's end is open. Only its close makes the idle connection readable."""
+        return not self._poll.poll(0)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._file_descriptor)
+
+
+def clone_of(store: Any, timeout: timedelta) -> tuple[Any, StoreLine | None]:
+    """Return a clone of a store with its own connection and timeout, and the line to the store's server.
+
+    The connection raises when the network is lost, instead of waiting forever. A store that cannot be cloned is
+    returned itself. Without a server the line is None.
+    """
+    innermost = _innermost(store)
+    port = getattr(innermost, "port", None)
+    timeout_before = store.timeout
+    with _lock:  # a connection that another thread opens here would be taken for the clone's
+        before = open_sockets()
+        try:
+            clone = store.clone()
+        except RuntimeError:
+            return store, None
+        made = [one for one in open_sockets() - before if port is not None and _leads_to(port, one)]
+    clone.set_timeout(timeout)
+    if store.timeout != timeout_before:
+        clone.set_timeout(timeout_before)  # the clone shares its timeout with the store
+    for connection in made:
+        _end_with_the_network(connection)
+    with contextlib.suppress(OSError):
+        if len(made) == 1:
+            return clone, StoreLine(os.dup(made[0]))
+        if (
+            port is not None
+        ):  # the clone's connection is unknown; the server closes an idle one at the same time
+            idle = socket.create_connection((innermost.host, port), timeout=_CONNECT_SECONDS)
+            return clone, StoreLine(idle.detach())
+    return clone, None
+
+
+def _leads_to(port: int, file_descriptor: int) -> bool:
+    """Return whether the other end of a socket has this port."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
+        return bool(connection.getpeername()[1:2] == (port,))
+    return False
+
+
+def _end_with_the_network(file_descriptor: int) -> None:
+    """Let the kernel end a connection on which the other side no longer acknowledges anything."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file_descriptor)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_SECONDS)
+
+
+def open_sockets() -> set[int]:
+    """Return the descriptors of this process's sockets; empty if the system does not list them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    found.add(int(name))
+    return found
+
+
+def _innermost(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
