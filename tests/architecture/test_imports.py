@@ -7,6 +7,7 @@ applied to the real one.
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import json
 import subprocess
@@ -79,6 +80,9 @@ PURE = (
     *("tensors.packing", "transport.statistics"),
 )
 """Modules of functions of plain data, beside all of strategies/ but its execution/."""
+
+KNOWN_CIRCLES = frozenset({("syncline.checkpoint.load_torch", "syncline.checkpoint.train_state")})
+"""Imports that would close a circle inside of a room. To be emptied: a TrainState loads a torch checkpoint."""
 
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 
@@ -156,6 +160,28 @@ def wrong_directions(sources: Sources, levels: tuple[tuple[str, ...], ...] = LEV
                 where = "beside" if level_of[other] == level_of[part] else "above"
                 found.append(f"{module}:{line} imports {imported}, which stands {where} it")
     return found
+
+
+def circles(sources: Sources, known: frozenset[tuple[str, str]] = frozenset()) -> list[str]:
+    """A circle of modules that import each other, wherever the imports stand (also for types); at most one is found.
+
+    Args:
+        sources: the tree.
+        known: imports (module, imported module) that are left out.
+    """
+    graph = {
+        module: {
+            imported
+            for _, imported, _ in imports_of(module, sources)
+            if imported in sources and imported != module and (module, imported) not in known
+        }
+        for module in sources
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" imports ".join(reversed(error.args[1]))]
+    return []
 
 
 def is_pure(module: str) -> bool:
@@ -281,6 +307,10 @@ def assert_none(found: list[str]) -> None:
 
 def test_imports_point_downwards() -> None:
     assert_none(wrong_directions(SOURCES))
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert_none(circles(SOURCES, KNOWN_CIRCLES))
 
 
 def test_every_level_names_something_that_exists() -> None:
@@ -501,6 +531,18 @@ def test_a_pure_plan_is_fine() -> None:
     assert (
         impure_plans({"syncline.strategies.a": "import torch, math\nfrom collections import Counter"}) == []
     )
+
+
+def test_a_circle_is_found() -> None:
+    sources = {
+        "syncline.a": "def f():\n    from syncline.b import g",
+        "syncline.b": "import syncline.c",
+        "syncline.c": "if TYPE_CHECKING:\n    from syncline.a import f",
+    }
+    (found,) = circles(sources)
+    assert {*found.split(" imports ")} == {*sources}
+    assert circles(sources, frozenset({("syncline.c", "syncline.a")})) == []
+    assert circles({"syncline.a": "", "syncline.b": "import syncline.a"}) == []
 
 
 @pytest.mark.parametrize(

@@ -121,18 +121,18 @@ def test_of_two_ranks_that_are_killed_one_at_least_is_named() -> None:
 def test_nothing_is_left_of_a_rank_that_was_killed() -> None:
     before = traces()  # tests before this one may have left theirs to a timer
     made = []
-    original = hub._listener
+    original = hub.listener_for_next
 
     def noted() -> object:
         made.append(original())
         store().set("address", made[0].getsockname()[1:])
         return made[0]
 
-    hub._listener = noted  # type: ignore[assignment]
+    hub.listener_for_next = noted  # type: ignore[assignment]
     try:
         t = met()
     finally:
-        hub._listener = original
+        hub.listener_for_next = original
     address = store().get("address").decode()
     tensor = t.allocate(LARGE_NUMEL, torch.float32, CPU)
     t.barrier().wait()
@@ -166,7 +166,7 @@ def traces() -> set[str]:
 @pytest.mark.ranks(2, killed=[0])
 def test_an_address_goes_with_the_rank_that_listens_there() -> None:
     if dist.get_rank() == 0:
-        original = hub._listener
+        original = hub.listener_for_next
 
         def listen_and_die() -> None:
             listener = original()
@@ -175,7 +175,7 @@ def test_an_address_goes_with_the_rank_that_listens_there() -> None:
             store().set("address", address)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        hub._listener = listen_and_die  # type: ignore[assignment]
+        hub.listener_for_next = listen_and_die  # type: ignore[assignment]
     with pytest.raises(SynclineError):
         met()
     assert store().get("address").decode() not in Path("/proc/net/unix").read_text()
@@ -299,7 +299,7 @@ def test_a_limit_of_the_system_is_an_error_on_all_ranks_and_the_group_goes_on() 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     text = str(caught.value)
-    assert text.startswith("shared memory for 2097152 elements of torch.float32 cannot be had:\nrank 0: ")
+    assert text.startswith("there is no shared memory for 2097152 elements of torch.float32:\nrank 0: ")
     assert "File too large" in text
     assert_same_on_all_ranks(text)
     tensor = t.allocate(2**21, torch.float32, CPU)
@@ -403,7 +403,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
     if dist.get_rank():
         met().barrier().wait()
         return
-    original, token_bytes = hub._listener, hub.secrets.token_bytes
+    original, token_bytes = hub.listener_for_next, hub.secrets.token_bytes
     strangers = []
 
     def listener_with_a_stranger() -> object:
@@ -418,13 +418,13 @@ def test_a_stranger_is_turned_away_and_the_ranks_still_meet(who: str) -> None:
         strangers.append(stranger)
         return listener
 
-    hub._listener = listener_with_a_stranger  # type: ignore[assignment]
+    hub.listener_for_next = listener_with_a_stranger  # type: ignore[assignment]
     hub.secrets.token_bytes = lambda n: TOKEN[:n]
     began = time.monotonic()
     try:
         t = met()
     finally:
-        hub._listener, hub.secrets.token_bytes = original, token_bytes
+        hub.listener_for_next, hub.secrets.token_bytes = original, token_bytes
     t.barrier().wait()
     output, _ = strangers[0].communicate(timeout=20)
     assert output == "turned away\n"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport, Hosts
+from syncline.transport.hierarchy import HierarchicalTransport
+from syncline.transport.hosts import Hosts
 from syncline.transport.shared_memory import hub
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.memory import SharedMemory

@@ -197,7 +197,7 @@ def test_a_message_that_no_rank_writes_is_refused() -> None:
 
 
 def test_junk_where_ranks_share_memory_is_a_named_error() -> None:
-    for key in ("syncline/meet/epoch/0", "syncline/meet/1/0/1"):
+    for key in ("syncline/exchange/epoch/0", "syncline/exchange/1/0/1"):
         store = dist.HashStore()
         store.set(key, b"junk")
         with pytest.raises(SynclineError, match=f"key '{key}' at the store: expected"):

@@ -5,10 +5,12 @@ Imports: errors, differences, user_code, _torch, liveness.
 agreement.py          compare on all ranks what they are about to do, before any data is sent
 base.py               Transport: final public methods; engines implement `_start_*`
 c10d.py               engine: any torch.distributed process group
+c10d_groups.py        process groups: options of their calls, creation, destruction
 c10d_work.py          an operation of a process group: waiting, and errors in our words
 caller_lock.py        which thread of a rank may use a transport now
 faulty.py             engine: fails on purpose, for tests
 hierarchy.py          engine: shared memory within each host, Gloo between hosts
+hosts.py              which rank is on which host, and shared memory within each
 phases.py             operations that consist of several phases, and how they advance
 statistics.py         counts, and the bytes that each operation sends: pure functions of sizes
 thread_rendezvous.py  where ranks that are threads meet: one state machine for each collective

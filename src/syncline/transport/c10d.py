@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
-from datetime import timedelta
 from threading import get_ident
 from typing import Any
 
@@ -27,16 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline._torch.process_groups import (
-    AllgatherOptions,
-    PrefixStore,
-    all_gather_flat,
-    is_living,
-    new_group_of,
-    record_ranks,
-    reduce_scatter_flat,
-    timeout_seconds_of,
-)
+from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
 from syncline.errors import PeerFailed, PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Failure, lane_name, named_ranks
@@ -45,6 +34,7 @@ from syncline.liveness.health import CLOSED, Health, Lane
 from syncline.liveness.notices import Notices, publisher
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
+from syncline.transport.c10d_groups import CallOptions, backends_of, destroy, group_timeout_seconds, new_group
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched_work import MESSAGES
@@ -54,19 +44,7 @@ from syncline.transport.work import DONE, Work
 __all__ = ["C10dTransport"]
 
 
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
-
-_FALLBACK_TIMEOUT_SECONDS = 1800.0
-
-_DESTROY_SECONDS = 1.0
 
 _SPLIT = struct.Struct("<?q8s")
 """A rank's record for a split: whether it takes part, its color, and a random number that may name the group."""
@@ -112,16 +90,18 @@ class C10dTransport(Transport):
         if group.size() > 1 and is_inherited(group):
             raise FORKED.on_rank(rank)
         if timeout_seconds is None:
-            timeout_seconds = _group_timeout_seconds(group)
+            timeout_seconds = group_timeout_seconds(group)
         super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self.own_lane = Lane(MAIN_LANE, group)
         self._lanes: list[C10dTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
-        self._backends = _backends(group)
+        self._backends = backends_of(group)
         self._owns_group = False
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
-        self._make_options()
+        self._options = CallOptions(
+            self.size, self.timeout_seconds, self.control_device, has_mean=self._has_mean
+        )
         notices = Notices(group.get_group_store(), rank=rank, size=self.size) if self.size > 1 else None
         self.health = Health(
             self.own_lane,
@@ -130,36 +110,11 @@ class C10dTransport(Transport):
             rank=rank,
             size=self.size,
             backend=self.name,
-            timeout_seconds=max(self.timeout_seconds, _group_timeout_seconds(group)),
+            timeout_seconds=max(self.timeout_seconds, group_timeout_seconds(group)),
             barrier_device=self.control_device.type,
         )
         if notices is not None:
             publisher().add(self.health)
-
-    def _make_options(self) -> None:
-        """Build the options of all calls in advance, for the hot path. Gloo's own timeout is set to the transport's."""
-        timeout = timedelta(seconds=self.timeout_seconds)
-        self._all_reduce_options = {}
-        self._reduce_scatter_options = {}
-        for op, torch_op in _REDUCE_OPS.items():
-            all_reduce, reduce_scatter = dist.AllreduceOptions(), dist.ReduceScatterOptions()
-            reduce_op = dist.ReduceOp(torch_op if op != "mean" or self._has_mean else dist.ReduceOp.SUM)
-            all_reduce.reduceOp = reduce_scatter.reduceOp = reduce_op
-            all_reduce.timeout = reduce_scatter.timeout = timeout
-            self._all_reduce_options[op] = all_reduce
-            self._reduce_scatter_options[op] = reduce_scatter
-        self._all_gather_options = AllgatherOptions()
-        self._all_gather_options.timeout = timeout
-        self._barrier_options = dist.BarrierOptions()
-        self._barrier_options.timeout = timeout
-        self._barrier_options.device = self.control_device
-        if self.control_device.type != "cpu":
-            self._barrier_options.device_ids = [self.control_device.index]
-        self._broadcast_options = []
-        for src in range(self.size):
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor, options.timeout = src, 0, timeout
-            self._broadcast_options.append(options)
 
     @property
     def name(self) -> str:
@@ -203,7 +158,7 @@ class C10dTransport(Transport):
         finish = put_back(tensor, wire, back)
         if op == "mean" and not self._has_mean:
             finish = _then_divide(tensor, self.size)
-        group, options = self._group, self._all_reduce_options[op]
+        group, options = self._group, self._options.all_reduce[op]
         return self._start("all_reduce", op, tensor, lambda: group.allreduce([wire], options), finish)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
@@ -218,7 +173,7 @@ class C10dTransport(Transport):
         finish = put_back(output, part, back)
         if op == "mean" and not self._has_mean:
             finish = _then_divide(output, self.size)
-        group, options = self._group, self._reduce_scatter_options[op]
+        group, options = self._group, self._options.reduce_scatter[op]
         return self._start(
             "reduce_scatter", op, input, lambda: reduce_scatter_flat(group, part, wire, options), finish
         )
@@ -228,14 +183,14 @@ class C10dTransport(Transport):
             output.detach().view(-1).copy_(input.detach().view(-1))
             return self._done_alone()
         whole, part = movable(output), movable(input)
-        group, options = self._group, self._all_gather_options
+        group, options = self._group, self._options.all_gather
         return self._start("all_gather", "", input, lambda: all_gather_flat(group, whole, part, options))
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if self.size == 1:
             return self._done_alone()
         wire = movable(tensor)
-        group, options = self._group, self._broadcast_options[src]
+        group, options = self._group, self._options.broadcast[src]
         return self._start("broadcast", f"from rank {src}", tensor, lambda: group.broadcast([wire], options))
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
@@ -257,7 +212,7 @@ class C10dTransport(Transport):
     def _start_barrier(self) -> Work:
         if self.size == 1:
             return self._done_alone()
-        return self._start("barrier", "", None, lambda: self._group.barrier(self._barrier_options))
+        return self._start("barrier", "", None, lambda: self._group.barrier(self._options.barrier))
 
     def _start(
         self,
@@ -299,7 +254,7 @@ class C10dTransport(Transport):
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
-        group = self._new_group(list(range(self.size)), _group_name(tokens[0]))
+        group = self._new_group(list(range(self.size)), tokens[0])
         self._num_lanes_for[purpose] += 1
         lane = copy(self)
         lane._group, lane._owns_group = group, True
@@ -322,7 +277,7 @@ class C10dTransport(Transport):
             token: eight random bytes, the same on all of these ranks.
         """
         lane = copy(self)
-        lane._group, lane._owns_group = self._new_group(ranks, _group_name(token), backend="gloo"), True
+        lane._group, lane._owns_group = self._new_group(ranks, token, backend="gloo"), True
         lane.rank, lane.size = ranks.index(self.rank), len(ranks)
         lane.own_lane = Lane(name, lane._group)
         self.health.lanes.append(lane.own_lane)
@@ -348,7 +303,7 @@ class C10dTransport(Transport):
             return None
         if len(members) == 1:
             return self._part_of_one()
-        group = self._new_group([rank for rank, _ in members], _group_name(members[0][1]))
+        group = self._new_group([rank for rank, _ in members], members[0][1])
         child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
         child._owns_group = True
         child._start_barrier().wait()
@@ -360,34 +315,22 @@ class C10dTransport(Transport):
         part.board = self.board
         return part
 
-    def _new_group(self, ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Create a process group of some of this group's ranks; only its members make the call.
-
-        torch.distributed.new_group(use_local_synchronization=True) is meant for this, but derives a group's name from
-        the number of groups that a rank has been in. Ranks that have been in different numbers of groups would wait
-        for each other in vain, and a group created after a destroyed one would find the old addresses in the store.
-        """
-        global_ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        if backend is None:
-            backend = ",".join(f"{device}:{backend}" for device, backend in self._backends.items())
-        if set(self._backends.values()) == {"gloo"}:
-            backend = "gloo"  # one for all devices, because torch warns about a group without a default
+    def _new_group(self, ranks: list[int], token: bytes, backend: str | None = None) -> dist.ProcessGroup:
+        """Create a process group of some of this group's ranks; only its members make the call."""
+        backends = self._backends if backend is None else {"cpu": backend}
         try:
-            group = new_group_of(
-                global_ranks,
-                ranks.index(self.rank),
-                backend,
-                PrefixStore(name, self._group.get_group_store()),
-                name,
-                timedelta(seconds=self.timeout_seconds),
+            return new_group(
+                self._group,
+                ranks,
+                token,
+                backends=backends,
+                timeout_seconds=self.timeout_seconds,
             )
         except SynclineError:
             raise
         except RuntimeError as error:
             text = f"rank {self.rank} could not connect to {named_ranks(ranks)} again, for a lane or a part: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
-        record_ranks(group, global_ranks)
-        return group
 
     def forget_addresses(self) -> None:
         """Delete the addresses used to connect from the store. All ranks of the group must be connected."""
@@ -415,46 +358,7 @@ class C10dTransport(Transport):
             self.own_lane.group = None
             groups = [group]
             del group
-            _destroy(groups)
-
-
-# ---------------------------------------------------------------------- process groups
-
-
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy a group that we created and to which the caller keeps no reference.
-
-    The group's destructor waits for operations under way, and so for ranks that may never join them. It runs on another
-    thread, because this thread may only be freeing a wrapper.
-    """
-
-    def destroy() -> None:
-        if is_living(groups[0]):
-            dist.destroy_process_group(groups[0])
-        groups.clear()
-
-    thread = threading.Thread(target=destroy, name="syncline destroys a group", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter is ending
-        destroy()
-    else:
-        thread.join(_DESTROY_SECONDS)
-
-
-def _group_name(token: bytes) -> str:
-    """Return a group's name, from the random number of its first member. A random name avoids old keys in the store."""
-    return f"syncline-{token[:8].hex()}"
-
-
-def _group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    return timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backends by device type, for instance {"cpu": "gloo", "cuda": "nccl"}."""
-    config = str(dist.get_backend_config(group))
-    return {device: backend for device, _, backend in (pair.partition(":") for pair in config.split(","))}
+            destroy(groups)
 
 
 def _then_divide(target: Tensor, size: int) -> Callable[[], object]:

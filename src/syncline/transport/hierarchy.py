@@ -16,7 +16,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 
@@ -26,76 +25,33 @@ from torch.distributed import ProcessGroup
 
 from syncline.errors import PeerFailed, SynclineError
 from syncline.liveness.board import MAIN_LANE
-from syncline.liveness.calls import Failure, lane_name, named_ranks
+from syncline.liveness.calls import Failure, lane_name
 from syncline.liveness.health import CLOSED, Lane
-from syncline.liveness.processes import host_key
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Team, Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.hosts import (
+    Hosts,
+    host_key_or_random,
+    raise_if_any,
+    shared_memory_inside,
+    trouble_on_host,
+)
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.wire_types import writing
 from syncline.transport.work import Work
 
-__all__ = ["HierarchicalTransport", "Hosts"]
+__all__ = ["HierarchicalTransport"]
 
 
 _TOKEN_BYTES = 8
 
 _TITLE = "shared memory within hosts"
 
-_UP, _ACROSS, _DOWN = "up", "across", "down"
-
-
-# ---------------------------------------------------------------------- ranks by host
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a group and their ranks.
-
-    Example:
-        >>> hosts = Hosts.of(["a", "b", "a"])
-        >>> hosts.members, hosts.host_of, hosts.leaders
-        (((0, 2), (1,)), (0, 1, 0), [0, 1])
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    """The ranks of each host. The hosts are in the order of their leaders."""
-    host_of: tuple[int, ...]
-    """The index of each rank's host."""
-
-    @staticmethod
-    def of(keys: Sequence[object]) -> Hosts:
-        """Return the hosts for the ranks' keys; ranks with equal keys are on one host."""
-        ranks_with: dict[object, list[int]] = {}
-        for rank, key in enumerate(keys):
-            ranks_with.setdefault(key, []).append(rank)
-        number_of = {key: host for host, key in enumerate(ranks_with)}
-        return Hosts(tuple(map(tuple, ranks_with.values())), tuple(number_of[key] for key in keys))
-
-    @property
-    def leaders(self) -> list[int]:
-        """The lowest rank of each host."""
-        return [ranks[0] for ranks in self.members]
-
-    @property
-    def widest(self) -> int:
-        """Number of ranks on the largest host."""
-        return max(map(len, self.members))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether the hosts in sequence hold all ranks in order, and each the same number of ranks."""
-        in_order = [rank for ranks in self.members for rank in ranks] == list(range(len(self.host_of)))
-        return in_order and self.are_alike
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
-        return len({len(ranks) for ranks in self.members}) == 1
+_Start = Callable[[Transport], Work]
+"""Starts one phase of an operation on the given part of the hierarchy."""
 
 
 # ---------------------------------------------------------------------- the transport
@@ -152,7 +108,7 @@ class HierarchicalTransport(Transport):
             token = tokens[leaders[0]][:_TOKEN_BYTES]
             self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
         # A rank that closed the lane before all ranks are here would disconnect ranks that still connect.
-        _raise_if_any(beneath, trouble)
+        raise_if_any(beneath, trouble)
         if self._across is not None:
             self._across.forget_addresses()
 
@@ -173,13 +129,13 @@ class HierarchicalTransport(Transport):
         """
         if beneath.size == 1:
             return beneath
-        hosts = Hosts.of(beneath.all_gather_bytes(f"{_host_key()} {host}".encode()))
+        hosts = Hosts.of(beneath.all_gather_bytes(f"{host_key_or_random()} {host}".encode()))
         if len(hosts.members) == 1:
             return SharedMemoryTransport.over(beneath)
         if hosts.widest == 1 or not beneath.is_gloo_on_cpu:
             return beneath
         try:
-            return HierarchicalTransport(beneath, hosts, _shared_memory_inside(beneath, hosts), host)
+            return HierarchicalTransport(beneath, hosts, shared_memory_inside(beneath, hosts), host)
         except SharedMemoryUnavailable:
             beneath.health.on_failure.clear()
             beneath.health.backend = beneath.name
@@ -206,7 +162,7 @@ class HierarchicalTransport(Transport):
             return self._beneath._start_reduce_scatter(output, input, op)
         whole = input.detach().reshape(-1).clone()
         mine = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        take = _then(partial(_fill, output, mine))
+        take = _local(partial(_fill, output, mine))
         return self._start("reduce_scatter", op, input, [*self._reduction(whole, op), take])
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
@@ -215,60 +171,46 @@ class HierarchicalTransport(Transport):
         return self._start("reduce_spans", op, tensor, self._reduction(tensor, op))
 
     def _reduction(self, tensor: Tensor, op: ReduceOp) -> list[Phase]:
-        up, across, down = self._up, self._across, self._down
         part: ReduceOp = "sum" if op == "mean" else op
-        phases = []
-        if up is not None:
-            phases.append(Phase(_UP, lambda: up._start_all_reduce(tensor, part)))
-        if across is not None:
-            phases.append(Phase(_ACROSS, lambda: across._start_all_reduce(tensor, part)))
-            if op == "mean":
-                phases.append(_then(partial(_divide, tensor, self.size)))
-        if down is not None:
-            phases.append(Phase(_DOWN, lambda: down._start_broadcast(tensor, 0)))
-        return phases
+        return self._phases(
+            lambda up: up._start_all_reduce(tensor, part),
+            lambda across: across._start_all_reduce(tensor, part),
+            lambda down: down._start_broadcast(tensor, 0),
+            after_across=partial(_divide, tensor, self.size) if op == "mean" else None,
+        )
 
     # ------------------------------------------------------------------ data
 
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if not input.is_cpu:
             return self._beneath._start_all_gather(output, input)
-        hosts, up, across, down = self._hosts, self._up, self._across, self._down
-        mine, everyone = _as_bytes(input), _as_bytes(output)
-        part_bytes = mine.numel()
-        host_bytes = hosts.widest * part_bytes
-        of_host = torch.empty(host_bytes, dtype=torch.uint8)
-        phases = []
-        if up is None:
-            of_host[:part_bytes] = mine
-        else:
-            parts = of_host[: len(self._members) * part_bytes]
-            phases.append(Phase(_UP, lambda: up._start_all_gather(parts, mine)))
-        if across is not None:
-            whole = everyone
-            if not hosts.is_even:
-                whole = torch.empty(len(hosts.members) * host_bytes, dtype=torch.uint8)
-            phases.append(Phase(_ACROSS, lambda: across._start_all_gather(whole, of_host)))
-            if whole is not everyone:
-                phases.append(_then(lambda: _put_in_rank_order(everyone, whole, hosts, part_bytes)))
-        if down is not None:
-            phases.append(Phase(_DOWN, lambda: down._start_broadcast(everyone, 0)))
+        hosts, mine, everyone = self._hosts, _as_bytes(input), _as_bytes(output)
+        of_host = torch.empty(hosts.widest * mine.numel(), dtype=torch.uint8)
+        here = of_host[: len(self._members) * mine.numel()]
+        if self._up is None:
+            here.copy_(mine)
+        whole, sort = everyone, None
+        if self._across is not None and not hosts.is_even:
+            whole = torch.empty(len(hosts.members) * of_host.numel(), dtype=torch.uint8)
+            sort = partial(hosts.put_in_rank_order, everyone, whole)
+        phases = self._phases(
+            lambda up: up._start_all_gather(here, mine),
+            lambda across: across._start_all_gather(whole, of_host),
+            lambda down: down._start_broadcast(everyone, 0),
+            after_across=sort,
+        )
         return self._start("all_gather", "", input, phases)
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if not tensor.is_cpu:
             return self._beneath._start_broadcast(tensor, src)
-        up, across, down = self._up, self._across, self._down
         host = self._hosts.host_of[src]
         is_here = host == self._own_host
-        phases = []
-        if up is not None and is_here:
-            root = self._members.index(src)
-            phases.append(Phase(_UP, lambda: up._start_broadcast(tensor, root)))
-        if across is not None:
-            phases.append(Phase(_ACROSS, lambda: across._start_broadcast(tensor, host)))
-        if down is not None and not is_here:
-            phases.append(Phase(_DOWN, lambda: down._start_broadcast(tensor, 0)))
+        phases = self._phases(
+            (lambda up: up._start_broadcast(tensor, self._members.index(src))) if is_here else None,
+            lambda across: across._start_broadcast(tensor, host),
+            None if is_here else (lambda down: down._start_broadcast(tensor, 0)),
+        )
         return self._start("broadcast", f"from rank {src}", tensor, phases)
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
@@ -284,15 +226,37 @@ class HierarchicalTransport(Transport):
         return self._beneath._start_recv(tensor, src)
 
     def _start_barrier(self) -> Work:
-        up, across, down = self._up, self._across, self._down
+        def start(part: Transport) -> Work:
+            return part._start_barrier()
+
+        return self._start("barrier", "", None, self._phases(start, start, start))
+
+    def _phases(
+        self,
+        up: _Start | None,
+        across: _Start,
+        down: _Start | None,
+        *,
+        after_across: Callable[[], object] | None = None,
+    ) -> list[Phase]:
+        """Return the phases of an operation in which this rank takes part.
+
+        Args:
+            up: starts the phase towards the leader of the host; None if there is none.
+            across: starts the phase between the leaders.
+            down: starts the phase from the leader of the host; None if there is none.
+            after_across: a local step of the leaders.
+        """
         phases = []
-        if up is not None:
-            phases.append(Phase(_UP, up._start_barrier))
-        if across is not None:
-            phases.append(Phase(_ACROSS, across._start_barrier))
-        if down is not None:
-            phases.append(Phase(_DOWN, down._start_barrier))
-        return self._start("barrier", "", None, phases)
+        if self._up is not None and up is not None:
+            phases.append(Phase("up", partial(up, self._up)))
+        if self._across is not None:
+            phases.append(Phase("across", partial(across, self._across)))
+            if after_across is not None:
+                phases.append(_local(after_across))
+        if self._down is not None and down is not None:
+            phases.append(Phase("down", partial(down, self._down)))
+        return phases
 
     def _start(self, operation: str, detail: str, tensor: Tensor | None, phases: list[Phase]) -> Work:
         self._check_that_it_is_usable()
@@ -353,8 +317,8 @@ class HierarchicalTransport(Transport):
         try:
             made = make()
         except (SynclineError, OSError, MemoryError) as error:
-            trouble = _trouble_on_host(self._members, error)
-        _raise_if_any(self._beneath, trouble)
+            trouble = trouble_on_host(self._members, error)
+        raise_if_any(self._beneath, trouble)
         assert made is not None
         return made
 
@@ -410,68 +374,10 @@ class HierarchicalTransport(Transport):
             self.health.lane_closed(self.own_lane)
 
 
-# ---------------------------------------------------------------------- set up
-
-
-def _host_key() -> str:
-    """Return a key that is equal for ranks of one host; on systems that have none, a different key per rank."""
-    try:
-        return host_key()
-    except OSError:
-        return secrets.token_hex(16)
-
-
-def _shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTransport | None:
-    """Return the transport between the ranks of this host; None for a rank that is alone on its host.
-
-    A collective call of all hosts. It raises on all ranks if it fails on one host.
-    """
-    members = hosts.members[hosts.host_of[beneath.rank]]
-    num_exchanges = 0
-
-    def exchange_here(payload: bytes) -> list[bytes]:
-        nonlocal num_exchanges
-        num_exchanges += 1
-        rows = beneath.all_gather_bytes(payload)
-        return [rows[rank] for rank in members]
-
-    inside, trouble = None, ""
-    try:
-        if len(members) > 1:
-            hub = Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here)
-            inside = SharedMemoryTransport(
-                hub,
-                beneath=None,
-                store=None,
-                health=beneath.health,
-                own_lane=Lane(MAIN_LANE, None),
-                timeout_seconds=beneath.timeout_seconds,
-                board=beneath.board,
-                numbers=members,
-            )
-    except (SynclineError, OSError, MemoryError) as error:
-        trouble = _trouble_on_host(members, error)
-    while num_exchanges < NUM_EXCHANGES:  # other hosts may still need these collective exchanges
-        exchange_here(b"")
-    _raise_if_any(beneath, trouble)
-    return inside
-
-
-def _trouble_on_host(members: Sequence[int], error: Exception) -> str:
-    return f"{named_ranks(members)}, numbered from 0 on their host: {str(error) or type(error).__name__}"
-
-
-def _raise_if_any(beneath: C10dTransport, trouble: str) -> None:
-    """Wait for all ranks, and raise on all of them if one reports trouble."""
-    told = [row.decode() for row in beneath.all_gather_bytes(trouble.encode())]
-    if any(told):
-        raise SharedMemoryUnavailable("\n".join(dict.fromkeys(text for text in told if text)))
-
-
 # ---------------------------------------------------------------------- small steps
 
 
-def _then(action: Callable[[], object]) -> Phase:
+def _local(action: Callable[[], object]) -> Phase:
     """Return a phase that runs `action` on this rank, without communication."""
 
     def run() -> None:
@@ -492,12 +398,3 @@ def _fill(target: Tensor, values: Tensor) -> None:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _put_in_rank_order(target: Tensor, parts: Tensor, hosts: Hosts, part_bytes: int) -> None:
-    """Copy parts into rank order. `parts` has one row per host, padded to the number of ranks on the largest host."""
-    rows = parts.view(len(hosts.members), hosts.widest, part_bytes)
-    in_order = target.view(len(hosts.host_of), part_bytes)
-    with writing():
-        for host, ranks in enumerate(hosts.members):
-            in_order[list(ranks)] = rows[host, : len(ranks)]

@@ -1,10 +1,7 @@
-"""Connections between the ranks of one host: Unix sockets, over which each rank passes memory to the next.
+"""Connections between the ranks of one host, over which each rank passes memory to the next.
 
-The ranks form a chain, so that no rank holds more than two sockets. While they connect, each rank listens for the next
-one at an abstract address. The address vanishes with its process, so a killed process leaves no file behind. A rank
-accepts a connection only from the expected process of the same user, as reported by the kernel, and only with the
-random token of the group. Names do not prove that two ranks are on one host: each rank must map the memory that rank 0
-has created, and read in it the bytes that the others wrote.
+The ranks form a chain, so that no rank holds more than two sockets. Equal host names do not prove that two ranks are on
+one host: each rank must map the memory that rank 0 has created, and read in it the bytes that the others wrote.
 
 `store_exchange` gathers bytes through a torch.distributed store, for ranks that are not connected yet.
 """
@@ -17,8 +14,6 @@ import os
 import re
 import secrets
 import socket
-import struct
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -34,6 +29,17 @@ from syncline.liveness.store_messages import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory
 from syncline.transport.shared_memory.peers import Peers
+from syncline.transport.shared_memory.sockets import (
+    RankOnSocket,
+    accepted,
+    address_of,
+    connected,
+    listener_for_next,
+    receive_file,
+    receive_rows,
+    send_file,
+    send_rows,
+)
 
 __all__ = ["NUM_EXCHANGES", "Exchange", "Hub", "store_exchange"]
 
@@ -44,18 +50,7 @@ Exchange = Callable[[bytes], list[bytes]]
 NUM_EXCHANGES = 3
 """Largest number of exchanges that a hub makes. It makes fewer if the ranks cannot share memory."""
 
-_CREDENTIALS = struct.Struct("3i")
-
-_LENGTH = struct.Struct("<I")
-
-_HELLO = struct.Struct("<I32s")
-"""The connecting rank, and the token."""
-
-_MAX_BYTES = 1 << 20
-
 _SHOWN_BYTES = 60
-
-_CONNECT_SECONDS = 20.0
 
 _PROOF_BYTES = 32
 
@@ -78,6 +73,10 @@ class _Presence:
     """The address at which it listens for the next rank."""
     token: str = ""
     """The token that a connecting rank must send; set by rank 0 only."""
+
+    def process(self, rank: int) -> RankOnSocket:
+        """Return the process that is accepted as `rank`."""
+        return RankOnSocket(rank, self.pid, self.uid)
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
@@ -111,52 +110,52 @@ class Hub:
         weakref.finalize(self, _close, self._connections)
         token = secrets.token_bytes(32)
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(_listener()) if rank < size - 1 else None
-            everyone = self._present(listener, token, exchange)
+            listener = stack.enter_context(listener_for_next()) if rank < size - 1 else None
+            everyone = self._exchange_presence(listener, token, exchange)
             trouble = _attempt(lambda: self._connect(listener, everyone))
             _agree(exchange, trouble)
         try:
-            _agree(exchange, _attempt(lambda: self._follow(everyone)))
+            _agree(exchange, _attempt(lambda: self._verify(everyone)))
         except SharedMemoryUnavailable:
             self.close()
             raise
 
-    def _present(self, listener: socket.socket | None, token: bytes, exchange: Exchange) -> list[_Presence]:
+    def _exchange_presence(
+        self, listener: socket.socket | None, token: bytes, exchange: Exchange
+    ) -> list[_Presence]:
         mine = _Presence(
             pid=os.getpid(),
             uid=os.getuid(),
             host=host_key(),
             unable=_attempt(library),
             build=_build(),
-            address="" if listener is None else listener.getsockname()[1:].decode(),
+            address="" if listener is None else address_of(listener),
             token="" if self.rank else token.hex(),
         )
         rows = exchange(json.dumps(asdict(mine)).encode())
         everyone = [_parsed(row, rank) for rank, row in enumerate(rows)]
-        _check_that_they_can(everyone)
+        _check_ability(everyone)
         return everyone
 
     def _connect(self, listener: socket.socket | None, everyone: list[_Presence]) -> None:
         token = bytes.fromhex(everyone[0].token)
         if self.rank > 0:
             before = self.rank - 1
-            connection = self._connections[before] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(_CONNECT_SECONDS)
-            connection.connect(b"\0" + everyone[before].address.encode())
-            _check_credentials(connection, everyone[before], before)
-            connection.sendall(_HELLO.pack(self.rank, token))
+            self._connections[before] = connected(
+                everyone[before].address, everyone[before].process(before), self.rank, token
+            )
         if listener is not None:
             after = self.rank + 1
-            self._connections[after] = _accepted(listener, everyone[after], after, token)
+            self._connections[after] = accepted(listener, everyone[after].process(after), token)
 
-    def _follow(self, everyone: list[_Presence]) -> None:
+    def _verify(self, everyone: list[_Presence]) -> None:
         self.peers = Peers([presence.pid for presence in everyone], self.rank)
         proof = self.share(self.size * _PROOF_BYTES, "the proof that memory is shared")
         mine = secrets.token_bytes(_PROOF_BYTES)
         proof.map[self.rank * _PROOF_BYTES : (self.rank + 1) * _PROOF_BYTES] = mine
         for rank, written in enumerate(self.gather(mine)):
             if proof.map[rank * _PROOF_BYTES : (rank + 1) * _PROOF_BYTES] != written:
-                raise SynclineError(f"what rank {rank} wrote into the memory cannot be read here")
+                raise SynclineError(f"the bytes that rank {rank} wrote into the memory cannot be read here")
         self.gather(b"")  # wait until all ranks have read
 
     # ------------------------------------------------------------------ collective calls over the hub
@@ -168,13 +167,13 @@ class Hub:
             OSError: a rank has ended, or did not answer in time.
         """
         before, after = self._neighbours()
-        rows = [] if before is None else _receive_rows(before)
+        rows = [] if before is None else receive_rows(before)
         rows.append(payload)
         if after is not None:  # the last rank collects all rows and sends them back along the chain
-            _send_rows(after, rows)
-            rows = _receive_rows(after)
+            send_rows(after, rows)
+            rows = receive_rows(after)
         if before is not None:
-            _send_rows(before, rows)
+            send_rows(before, rows)
         return rows
 
     def share(self, num_bytes: int, purpose: str) -> SharedMemory:
@@ -195,11 +194,10 @@ class Hub:
         except OSError as error:
             self.close()  # so that the next rank of the chain does not wait for this one
             raise SynclineError(
-                f"shared memory for {purpose}: a rank of this host has gone ({error})"
+                f"shared memory for {purpose}: the process or connection of a rank on this host is gone ({error})"
             ) from error
-        if any(troubles) or memory is None:
-            lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
-            raise SharedMemoryUnavailable("\n".join([f"shared memory for {purpose} cannot be had:", *lines]))
+        _raise_if_any(f"there is no shared memory for {purpose}:", troubles)
+        assert memory is not None
         memory.release_file()
         return memory
 
@@ -213,11 +211,11 @@ class Hub:
                     memory = SharedMemory.create(num_bytes)
                 finally:
                     if after is not None:
-                        _send_file(after, None if memory is None else memory.file_descriptor)
+                        send_file(after, None if memory is None else memory.file_descriptor)
             else:
-                descriptor = _receive_file(before)
+                descriptor = receive_file(before)
                 if after is not None:
-                    _send_file(after, descriptor)
+                    send_file(after, descriptor)
                 if descriptor is not None:
                     memory = SharedMemory(descriptor, num_bytes)
             if memory is not None:
@@ -248,7 +246,7 @@ def _close(connections: dict[int, socket.socket]) -> None:
 # ---------------------------------------------------------------------- checks of the ranks
 
 
-def _check_that_they_can(everyone: list[_Presence]) -> None:
+def _check_ability(everyone: list[_Presence]) -> None:
     reasons = [f"rank {rank}: {presence.unable}" for rank, presence in enumerate(everyone) if presence.unable]
     if len(everyone) > MAX_RANKS:
         reasons.append(f"{len(everyone)} ranks, and at most {MAX_RANKS} can share memory")
@@ -270,51 +268,12 @@ def _check_that_they_can(everyone: list[_Presence]) -> None:
         )
 
 
-def _accepted(listener: socket.socket, expected: _Presence, rank: int, token: bytes) -> socket.socket:
-    """Wait until `rank` connects to `listener`, and return its connection. Close all other connections."""
-    deadline = time.monotonic() + _CONNECT_SECONDS
-    while True:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise SynclineError(f"{named_ranks([rank])} did not connect") from None
-        try:
-            # Checked before the first read, so that a foreign process that sends nothing cannot delay this rank.
-            _check_credentials(connection, expected, rank)
-            connection.settimeout(_CONNECT_SECONDS)
-            its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
-            if its_rank != rank or not secrets.compare_digest(its_token, token):
-                raise SynclineError("a stranger")
-        except (OSError, SynclineError):
-            connection.close()  # the rank itself may still connect
-        else:
-            return connection
-
-
-def _check_credentials(connection: socket.socket, expected: _Presence, rank: int) -> None:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    if (pid, uid) != (expected.pid, expected.uid):
-        raise SynclineError(
-            f"expected a connection from rank {rank} (process {expected.pid}, user {expected.uid}), got one from "
-            f"process {pid}, user {uid}"
-        )
-
-
 def _build() -> str:
     try:
         core = library()
     except SharedMemoryUnavailable:
         return ""
     return f"{core.group_bytes(2)} {core.lane_bytes(2, 4, 4096, 4096)}"
-
-
-def _listener() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(b"\0syncline-" + secrets.token_hex(16).encode())
-    listener.listen()
-    return listener
 
 
 def _attempt(action: Callable[[], object]) -> str:
@@ -329,57 +288,13 @@ def _attempt(action: Callable[[], object]) -> str:
 def _agree(exchange: Exchange, trouble: str) -> None:
     """Raise on all ranks if one of them reports trouble."""
     troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
+    _raise_if_any("the ranks cannot share memory:", troubles)
+
+
+def _raise_if_any(problem: str, troubles: list[str]) -> None:
     if any(troubles):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
-        raise SharedMemoryUnavailable("\n".join(["the ranks cannot share memory:", *lines]))
-
-
-# ---------------------------------------------------------------------- bytes and files on a socket
-
-
-def _send(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        more = connection.recv(num_bytes - len(data))
-        if not more:
-            raise ConnectionResetError("the connection was closed")
-        data += more
-    return bytes(data)
-
-
-def _receive_message(connection: socket.socket) -> bytes:
-    (num_bytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    if num_bytes > _MAX_BYTES:
-        raise ConnectionResetError(f"a message of {num_bytes} bytes")
-    return _receive(connection, num_bytes)
-
-
-def _send_rows(connection: socket.socket, rows: list[bytes]) -> None:
-    _send(connection, str(len(rows)).encode())
-    for row in rows:
-        _send(connection, row)
-
-
-def _receive_rows(connection: socket.socket) -> list[bytes]:
-    return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
-
-
-def _send_file(connection: socket.socket, descriptor: int | None) -> None:
-    if descriptor is None:
-        connection.sendall(b"-")
-    else:
-        socket.send_fds(connection, [b"+"], [descriptor])
-
-
-def _receive_file(connection: socket.socket) -> int | None:
-    word, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not word:
-        raise ConnectionResetError("the connection was closed")
-    return descriptors[0] if descriptors else None
+        raise SharedMemoryUnavailable("\n".join([problem, *lines]))
 
 
 def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> Exchange:
@@ -399,12 +314,12 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
     # Old keys stay in the store. Each rank counts its calls of this function, so that no rank reads messages of an
     # earlier group.
     messages = SignedStore(store)
-    epoch = messages.count_up(f"syncline/meet/epoch/{rank}")
+    epoch = messages.count_up(f"syncline/exchange/epoch/{rank}")
     num_calls = 0
 
     def exchange(payload: bytes) -> list[bytes]:
         nonlocal num_calls
-        keys = [f"syncline/meet/{epoch}/{num_calls}/{peer}" for peer in range(size)]
+        keys = [f"syncline/exchange/{epoch}/{num_calls}/{peer}" for peer in range(size)]
         num_calls += 1
         messages.set(keys[rank], payload.decode())
         try:
@@ -412,8 +327,8 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
         except DistStoreError as error:
             missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
             raise CollectiveTimeout(
-                f"rank {rank} of {size} waited {timeout_seconds:g} s, but {named_ranks(missing)} did not come to share "
-                "memory. Did they fail before, or call something else?"
+                f"rank {rank} of {size} waited {timeout_seconds:g} s, but {named_ranks(missing)} did not take part in "
+                "setting up shared memory. Look for an earlier error of theirs, or for a different call"
             ) from error
         return [text.encode() for text in messages.multi_get(keys)]
 

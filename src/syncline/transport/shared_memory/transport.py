@@ -10,12 +10,11 @@ fp32 and rounded once.
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,17 +39,13 @@ from syncline.transport.shared_memory.engine import (
     reduction_codes,
 )
 from syncline.transport.shared_memory.hub import Hub, store_exchange
+from syncline.transport.shared_memory.regions import IN_PLACE_BYTES, Regions
 from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.work import DONE, Work
 
 __all__ = ["SharedMemoryTransport"]
 
-
-_IN_PLACE_BYTES = 64 * 1024
-"""Size from which tensors are reduced in place; smaller ones are faster with copies through a lane's memory."""
-
-_MIN_STRIDE_BYTES = 4096
 
 _CODES = {
     kind: reduction_codes(kind, REDUCED_DTYPES)
@@ -61,17 +56,6 @@ _CODES = {
         Kind.REDUCE_SCATTER_IN_PLACE,
     )
 }
-
-
-class _Region(NamedTuple):
-    """Memory in which each rank has its own tensor, in the form in which the core takes it."""
-
-    address: int
-    """Address of rank 0's tensor."""
-    stride_bytes: int
-    """Distance from one rank's tensor to the next."""
-    token: int
-    """A number that identifies the region, the same on all ranks."""
 
 
 class SharedMemoryTransport(Transport):
@@ -86,7 +70,8 @@ class SharedMemoryTransport(Transport):
         own_lane: the lane that counts the calls.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
         board: where this rank is.
-        numbers: the ranks' numbers in the larger group to which `health` belongs; None if it belongs to this group.
+        numbers: the ranks' numbers in the larger group to which `health` belongs, which error messages use; None if
+            it belongs to this group.
     """
 
     def __init__(
@@ -112,15 +97,16 @@ class SharedMemoryTransport(Transport):
         self._lanes: list[SharedMemoryTransport] = []
         self._num_lanes_for: Counter[str] = Counter()
         self._num_splits = 0
-        self._regions: dict[int, _Region] = {}
+        self._regions = Regions(hub)
+        self._region_of = self._regions.of  # looked up in each reduction
         self.engine = Engine(
             hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
         )
         self._open(hub)
         health.backend = self.name
         engine, rank = self.engine, health.rank  # the health must not hold on to its transport
-        self._tell = lambda failure: engine.abort(failure.to_json(rank))
-        health.on_failure.append(self._tell)
+        self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
+        health.on_failure.append(self._abort_core)
 
     def _open(self, hub: Hub) -> None:
         is_main = self.own_lane.name == MAIN_LANE
@@ -213,17 +199,13 @@ class SharedMemoryTransport(Transport):
         """The process group beneath; None if there is none, or once it is closed."""
         return None if self._beneath is None else self._beneath.group
 
-    def numbers_of(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks' numbers in the group that error messages use."""
-        return [self._numbers[rank] for rank in ranks]
-
     # ------------------------------------------------------------------ operations
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_all_reduce(tensor, op)
         numel = _core_numel(tensor)
-        if self._regions and not terms and (region := self._regions.get(id(tensor))) is not None:
+        if self._region_of and not terms and (region := self._region_of.get(id(tensor))) is not None:
             code = _CODES[Kind.ALL_REDUCE_IN_PLACE][tensor.dtype, op]
             arguments = (code, *region, numel, 0, 0, 0)
             return self._begin("all_reduce", op, (tensor,), self._start_in_place, *arguments)
@@ -236,7 +218,7 @@ class SharedMemoryTransport(Transport):
         if not input.is_cpu:
             return self._transport_beneath(input)._start_reduce_scatter(output, input, op)
         numel, tensors, target = _core_numel(output), (input, output), output.data_ptr()
-        if self._regions and (region := self._regions.get(id(input))) is not None:
+        if self._region_of and (region := self._region_of.get(id(input))) is not None:
             code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][input.dtype, op]
             from_ = self.rank * numel
             arguments = (code, *region, self.size * numel, target, from_, from_ + numel)
@@ -247,7 +229,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
-        region = self._regions.get(id(tensor))
+        region = self._region_of.get(id(tensor))
         if region is None:
             return super()._start_reduce_spans(tensor, bounds, op)
         code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][tensor.dtype, op]
@@ -333,7 +315,7 @@ class SharedMemoryTransport(Transport):
         self.engine_lane.keep(queue, ticket, tensors)
         tensor = tensors[0] if tensors else None
         work = SharedMemoryWork(self, operation, detail, tensor)
-        work.enter(self, queue, ticket, peer)
+        work.enter(self.engine_lane, self.peers, self._numbers, queue, ticket, peer)
         return work
 
     def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
@@ -358,7 +340,7 @@ class SharedMemoryTransport(Transport):
         return True
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu" or numel * dtype.itemsize < _IN_PLACE_BYTES:
+        if device.type != "cpu" or numel * dtype.itemsize < IN_PLACE_BYTES:
             return super().allocate(numel, dtype, device)
         token, *_ = exchange(
             self, "allocate", [f"{numel} elements of {dtype}"], payload=secrets.token_bytes(8)
@@ -366,33 +348,11 @@ class SharedMemoryTransport(Transport):
         return self.allocate_agreed(numel, dtype, token)
 
     def allocate_agreed(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
-        """Allocate memory like `allocate`, for ranks that have agreed already.
-
-        Args:
-            numel: number of elements.
-            dtype: dtype of the tensor.
-            token: a random number, the same on all ranks.
-        """
-        if numel * dtype.itemsize < _IN_PLACE_BYTES:
-            return torch.zeros(numel, dtype=dtype)
-        stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
-        memory = self._hub.share(self.size * stride, f"{numel} elements of {dtype}")
-        # Only the tensor keeps the mapping alive.
-        tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self.rank * stride)
-        self._note_region(tensor, _Region(memory.address, stride, int.from_bytes(token[:8], "little")))
-        return tensor
-
-    def _note_region(self, tensor: Tensor, region: _Region) -> None:
-        """Reduce `tensor` in place from now on, for as long as it is alive."""
-        self._regions[id(tensor)] = region
-        weakref.finalize(tensor, self._regions.pop, id(tensor), None).atexit = False
+        """Allocate memory like `allocate`, for ranks that have agreed already; see `Regions.allocate`."""
+        return self._regions.allocate(numel, dtype, token)
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        part = tensor[:numel]
-        region = self._regions.get(id(tensor))
-        if region is not None:
-            self._note_region(part, region)
-        return part
+        return self._regions.narrow(tensor, numel)
 
     def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if device.type != "cpu":
@@ -402,10 +362,7 @@ class SharedMemoryTransport(Transport):
 
     def share_agreed(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate shared memory like `share`, for ranks that have agreed already."""
-        what = f"{numel} elements of {dtype}, one copy for all ranks"
-        memory = self._hub.share(max(1, numel) * dtype.itemsize, what)
-        # Only the tensor keeps the mapping alive.
-        return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
+        return self._regions.share(numel, dtype)
 
     # ------------------------------------------------------------------ lanes and groups
 
@@ -464,8 +421,8 @@ class SharedMemoryTransport(Transport):
             self._beneath.close()
         else:
             self.health.close()
-        if self._tell in self.health.on_failure:
-            self.health.on_failure.remove(self._tell)
+        if self._abort_core in self.health.on_failure:
+            self.health.on_failure.remove(self._abort_core)
         self._hub.close()
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Call, Failure
 from syncline.transport.shared_memory.core import Outcome, library
-from syncline.transport.shared_memory.engine import call_of
+from syncline.transport.shared_memory.engine import EngineLane, call_of
+from syncline.transport.shared_memory.peers import Peers
 from syncline.transport.watched_work import WatchedWork
 from syncline.transport.work import Disagreement
-
-if TYPE_CHECKING:
-    from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
 __all__ = ["SharedMemoryWork"]
 
@@ -30,23 +27,35 @@ class SharedMemoryWork(WatchedWork):
     __slots__ = (
         "_engine_lane",
         "_num_polls",
+        "_numbers",
         "_peer",
+        "_peers",
         "_queue",
         "_ticket",
-        "_transport",
     )
 
-    def enter(self, transport: SharedMemoryTransport, queue: int, ticket: int, peer: int | None) -> None:
+    def enter(
+        self,
+        engine_lane: EngineLane,
+        peers: Peers,
+        numbers: Sequence[int],
+        queue: int,
+        ticket: int,
+        peer: int | None,
+    ) -> None:
         """Set the operation of the core that this work represents.
 
         Args:
-            transport: the transport of the call.
+            engine_lane: the lane of the call.
+            peers: the processes of the other ranks.
+            numbers: the ranks' numbers in error messages.
             queue: the core's number of the queue.
             ticket: the core's number of this operation.
             peer: the other side of a message; None for a collective.
         """
-        self._transport = transport
-        self._engine_lane = transport.engine_lane
+        self._engine_lane = engine_lane
+        self._peers = peers
+        self._numbers = numbers
         self._queue = queue
         self._ticket = ticket
         self._peer = peer
@@ -64,7 +73,7 @@ class SharedMemoryWork(WatchedWork):
             self._end()
         elif outcome == Outcome.PENDING:  # a caller that only polls must detect a lost peer as well
             self._num_polls = (self._num_polls + 1) % _MAX_POLLS_BETWEEN_LOOKS
-            return self._num_polls == 0 and bool(self._transport.peers.gone())
+            return self._num_polls == 0 and bool(self._peers.gone())
         return True
 
     def _end(self) -> None:
@@ -78,7 +87,7 @@ class SharedMemoryWork(WatchedWork):
             if outcome != Outcome.PENDING:
                 return self._ended(outcome)
             is_broken = self._health.failure is not None
-            gone = () if is_broken else self._transport.peers.gone()
+            gone = () if is_broken else self._peers.gone()
             if is_broken or gone:
                 if self._has_succeeded():  # the peer completed this before it ended
                     return True
@@ -95,7 +104,7 @@ class SharedMemoryWork(WatchedWork):
         outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
         if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another survivor was faster
             return self._ended_by(outcome)
-        return self._health.lost(self, self._transport.numbers_of(gone))
+        return self._health.lost(self, [self._numbers[rank] for rank in gone])
 
     def _ended(self, outcome: int) -> bool:
         if outcome not in (Outcome.DONE, Outcome.DISAGREED):
@@ -110,16 +119,16 @@ class SharedMemoryWork(WatchedWork):
         if health.failure is not None:
             return health.error()
         if outcome == Outcome.ABORTED:
-            return health.told(Failure.from_json(self._transport.engine.abort_text() or ""))
+            return health.told(Failure.from_json(self._engine_lane.engine.abort_text() or ""))
         return health.mismatched(self, self._calls())
 
     def _calls(self) -> dict[int, Call]:
-        called = self._engine_lane.called()
-        transport, peer = self._transport, self._peer
-        ranks = range(transport.size) if peer is None else (transport.rank, peer)
-        numbers = transport.numbers_of(ranks)
-        others = [None] * transport.size if peer is None else numbers[::-1]
+        called, peer = self._engine_lane.called(), self._peer
+        engine = self._engine_lane.engine
+        ranks = range(engine.size) if peer is None else (engine.rank, peer)
+        numbers = [self._numbers[rank] for rank in ranks]
+        others = [None] * engine.size if peer is None else numbers[::-1]
         return {
-            number: call_of(code, numel, size=transport.size, peer=other)
+            number: call_of(code, numel, size=engine.size, peer=other)
             for number, (code, numel), other in zip(numbers, called, others, strict=True)
         }
