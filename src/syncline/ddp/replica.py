@@ -217,7 +217,7 @@ class Replica:
 
     def _equalize_buffers_at_meeting(self) -> None:
         if self._buffer_policy != "none":
-            self.buffers.equalize()
+            self.buffers.sync()
 
     def _present_buffers(self) -> list[Tensor]:
         return [] if self._buffer_policy == "none" else self.buffers.present()
@@ -371,7 +371,7 @@ class Replica:
         if self.divergence.is_open:
             return
         if synchronizes and self.divergence.has_diverged and (self.reduces() or self.strategy.needs_attach):
-            self.divergence.check_met()
+            self.divergence.check_not_diverged()
         self.was_changed = self._has_changed()
         if self.was_changed:
             if inside_join:

@@ -594,7 +594,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
         replica = self._replica
         replica.transport.board.phase = "sync_buffers_"
         agree(replica.transport, "sync_buffers_", [f"module: {type(self.module).__name__}"])
-        replica.buffers.equalize()
+        replica.buffers.sync()
 
     def sync_parameters_(self) -> None:
         """Make the replicas of all ranks equal now, outside the strategy's schedule. A collective call.
@@ -615,7 +615,7 @@ class DistributedDataParallel(TorchNames, SynchronizedModule, nn.parallel.Distri
             self.sync_buffers_()
             return
         self._replica.rounds.sync_parameters()
-        self._replica.divergence.met(by_writing=False)
+        self._replica.divergence.record_equal(by_writing=False)
 
     @property
     def last_round(self) -> RoundRecord | None:
