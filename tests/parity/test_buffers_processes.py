@@ -71,7 +71,7 @@ def test_after_equalize_rank_0_may_evaluate_alone(policy: str) -> None:
     module = model()
     sync = BufferSync(module, transport_of(), policy=policy)
     module[1].running_mean.fill_(1.0 + dist.get_rank())
-    sync.equalize()
+    sync.sync()
     if dist.get_rank() == 0:
         sync.before_forward(next_is_due=False)
     dist.barrier()

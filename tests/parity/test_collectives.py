@@ -232,7 +232,7 @@ def test_a_fork_of_ranks_that_are_threads() -> None:
             with pytest.raises(SynclineError, match="this process was forked from a rank"):
                 t.barrier()
 
-        with group._room._lock:  # as a thread may that does not exist in the fork
+        with group._matcher._lock:  # as a thread may that does not exist in the fork
             assert in_a_fork(is_refused) == 0
 
     with ThreadPoolExecutor(2) as pool:

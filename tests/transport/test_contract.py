@@ -161,7 +161,7 @@ def what_one_of_a_team_writes_all_of_it_see(t: Transport) -> None:
     assert sorted(told) == sorted(every * (t.size // team.size))
     assert [told[rank] for rank in team.members] == every
     for numel, dtype in ((0, torch.bfloat16), (5, torch.float32)):
-        flat = t.share(numel, dtype, cpu)
+        flat = t.allocate_shared(numel, dtype, cpu)
         if flat is None:
             return
         assert (flat.shape, flat.dtype, flat.any().item()) == ((numel,), dtype, False)

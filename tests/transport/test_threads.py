@@ -142,7 +142,7 @@ def test_lanes_waited_for_in_different_orders_are_no_deadlock() -> None:
 def test_a_lane_is_closed_without_a_lock_for_a_garbage_collector_may_hold_it() -> None:
     def program(t: ThreadsTransport) -> None:
         lane = t.lane("gradients")
-        with t._room._lock:
+        with t._matcher._lock:
             lane.close()
 
     run_ranks(2, program)
@@ -169,7 +169,7 @@ def test_a_timeout_names_the_absent_ranks_on_all_ranks() -> None:
         assert type(error) is CollectiveTimeout
         assert "rank 1: has not called yet" in str(error)
         assert "rank 1: step 7, forward" in str(error)
-        assert "did not come within 0.05 s" in str(error)
+        assert "did not arrive within 0.05 s" in str(error)
 
 
 def test_a_rank_that_has_returned_is_lost_at_once() -> None:
@@ -314,7 +314,7 @@ def test_a_thread_that_waits_elsewhere_holds_no_rank_up() -> None:
             # It waits for rank 1's thread, which comes later, and rank 1 for us, who come now.
             saving.start()
             deadline = time.monotonic() + 20
-            while len(transport._room._family.waiting) < 2 and time.monotonic() < deadline:
+            while len(transport._matcher._common.waiting) < 2 and time.monotonic() < deadline:
                 time.sleep(0.001)
             transport.barrier().wait()
         else:

@@ -166,7 +166,7 @@ def _copied(net: nn.Module) -> nn.Module:
 def test_what_was_found_out_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     nets = [Net(), Net()]
     made: list[str] = []
-    for kind, name in ((average._Kept, "module"), (ReductionPlan, "reduction")):
+    for kind, name in ((average._ModulePlan, "module"), (ReductionPlan, "reduction")):
         before = kind.__init__
 
         def counted(self: Any, *args: Any, before: Any = before, name: str = name) -> None:
@@ -201,7 +201,7 @@ def test_nothing_of_a_module_is_kept_alive() -> None:
     replace(nets[0])
     gc.collect()
     assert [ref() for ref in was] == [None, None]
-    kept = weakref.ref(average._kept[nets[0]])
+    kept = weakref.ref(average._plans[nets[0]])
     gone = weakref.ref(nets[0])
     nets.clear()
     gc.collect()

@@ -223,7 +223,7 @@ def test_everything_travels_in_two_collectives_at_most() -> None:
         layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(5), Holder(x=torch.zeros(2, dtype=torch.float64))]
         for module in (nn.ModuleList(layers), Holder(x=torch.zeros(2)), Holder(n=torch.zeros(2).int())):
             before = t.statistics()
-            number = BufferSync(module, t, policy="average").equalize()
+            number = BufferSync(module, t, policy="average").sync()
             calls.append((t.statistics() - before).num_calls)
             assert sum(calls[-1].values()) == number
         return calls
@@ -291,7 +291,7 @@ def test_without_buffers_nothing_is_ever_sent(policy: str) -> None:
     def rank(t: Transport) -> int:
         sync = BufferSync(nn.Linear(2, 2), t, policy=policy)
         sync.before_forward(next_is_due=True)
-        assert sync.equalize() == 0
+        assert sync.sync() == 0
         return t.statistics().total_calls
 
     assert run_ranks(2, rank) == [0, 0]
@@ -371,7 +371,7 @@ def test_equalize_makes_them_equal_now_and_the_next_forward_sends_nothing(
         sync.before_forward(next_is_due=True)
         module.running_mean.fill_(1.0 + t.rank)
         before = t.statistics()
-        assert sync.equalize() == (t.statistics() - before).total_calls > 0
+        assert sync.sync() == (t.statistics() - before).total_calls > 0
         after, reasons = t.statistics(), []
         for next_is_due in (False, True):
             if t.rank == 0 or next_is_due:  # rank 0 evaluates alone
@@ -400,7 +400,7 @@ def test_training_under_average_keeps_evaluation_equal_on_all_ranks() -> None:
         for batch in batches:
             sync.before_forward(next_is_due=True)
             module(batch[t.rank])
-        sync.equalize()
+        sync.sync()
         return list(module.buffers())
 
     first, second = run_ranks(2, rank)

@@ -75,7 +75,7 @@ def test_a_forward_before_they_have_met_is_an_error_on_every_rank() -> None:
             perturb(ddp, transport.rank)
         before = [p.clone() for p in ddp.parameters()]
         with pytest.raises(
-            sl.SynclineError, match=r"drifted apart inside of sl\.diverge and have not met since"
+            sl.SynclineError, match=r"drifted apart inside of sl\.diverge and have not been made equal since"
         ):
             step(ddp, optimizer, batch(transport.rank))
         assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)), (
@@ -109,7 +109,7 @@ def test_an_average_of_a_part_is_no_meeting() -> None:
         with sl.diverge(ddp):
             perturb(ddp, transport.rank)
         sl.average_(ddp.module[0], group=transport)
-        with pytest.raises(sl.SynclineError, match="have not met since"):
+        with pytest.raises(sl.SynclineError, match="have not been made equal since"):
             step(ddp, optimizer, batch(transport.rank))
 
     run_ranks(2, program)
@@ -195,7 +195,7 @@ def test_a_strategy_rests_inside() -> None:
             for number in range(5):
                 step(ddp, optimizer, batch(transport.rank, number))
             rested = ddp.last_round
-        with pytest.raises(sl.SynclineError, match="have not met since"):
+        with pytest.raises(sl.SynclineError, match="have not been made equal since"):
             ddp(batch(transport.rank))
         sl.average_(ddp, group=transport)
         step(ddp, optimizer, batch(transport.rank, 9))

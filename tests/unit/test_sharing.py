@@ -18,7 +18,7 @@ FLOAT32, CPU = torch.float32, torch.device("cpu")
 
 
 def write_and_read(transport: Transport) -> None:
-    flat = transport.share(5, FLOAT32, CPU)
+    flat = transport.allocate_shared(5, FLOAT32, CPU)
     assert flat is not None
     assert (flat.shape, flat.dtype) == ((5,), FLOAT32)
     assert not bool(flat.any())
@@ -27,7 +27,7 @@ def write_and_read(transport: Transport) -> None:
         flat[2] = 7.0
     transport.barrier().wait()
     assert flat.tolist() == [0, 0, 7, 0, 0]
-    empty = transport.share(0, torch.bfloat16, CPU)
+    empty = transport.allocate_shared(0, torch.bfloat16, CPU)
     assert empty is not None
     assert empty.numel() == 0
 

@@ -327,7 +327,7 @@ def test_what_is_refused(size: int) -> None:
         assert "parameter 1.weight" in str(caught.value)
 
         sharded = sl.DistributedDataParallel(small(), process_group=t, sharded=True)
-        with pytest.raises(ValueError, match="with sharded=True each rank holds only its shard"):
+        with pytest.raises(ValueError, match="with sharded=True each rank holds only its own shard"):
             sl.sync_gradients_(sharded)
         block = ddp.normalize_by(1) if t.rank else nullcontext()
         with pytest.raises(ValueError, match=r"\nrank 1: .*inside of a normalize_by block"), block:

@@ -89,7 +89,7 @@ class BufferSync:
         self.why_disabled = "broadcasting buffers is switched off"
         self.due = True
         """Whether the next forward synchronizes. It does unless the previous forward ran under no_sync or no_grad, or
-        `equalize` was called since."""
+        `sync` was called since."""
         self._transport = transport
         self._agreeing = agreeing or transport
         self._module_name = type(module).__name__
@@ -105,7 +105,7 @@ class BufferSync:
         self._agreed_kinds = _kinds(self._current())
         self._broadcaster: TensorBroadcaster | None = None
         self._num_tensors, self._payload_bytes = self.size()
-        self._was_equalized = False
+        self._was_synced = False
         self._last: tuple[bool, str] | None = None
 
     def size(self) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class BufferSync:
     def leave_to_hook(self, *, next_is_due: bool) -> bool:
         """Leave this forward to a user's hook; return whether the hook has to synchronize."""
         due, self.due = self.due, next_is_due
-        self._was_equalized = False
+        self._was_synced = False
         self._last = (False, "a buffer hook is registered")
         return due and self.enabled and bool(self._slots)
 
@@ -132,14 +132,14 @@ class BufferSync:
             num_counting: number of ranks whose buffers count; None for all.
         """
         due, self.due = self.due, next_is_due
-        was_equalized, self._was_equalized = self._was_equalized, False
+        was_synced, self._was_synced = self._was_synced, False
         if not self._slots:
             self._last = (False, "the module has no buffers")
         elif not self.enabled:
             self._last = (False, self.why_disabled)
         elif self._transport.size == 1:
             self._last = (False, "there is only one rank")
-        elif not due and was_equalized:
+        elif not due and was_synced:
             self._last = (False, "they were made equal after the previous forward")
         elif not due:
             self._last = (False, "the previous forward ran under no_sync or no_grad")
@@ -147,7 +147,7 @@ class BufferSync:
             self._synchronize(src, counts=counts, num_counting=num_counting)
             self._last = (True, "")
 
-    def equalize(self) -> int:
+    def sync(self) -> int:
         """Make the buffers equal now, by the policy ("none": rank 0's), before a checkpoint or an evaluation.
 
         A collective call. After the last step each rank has the buffers of its own last batch. After this call they
@@ -158,7 +158,7 @@ class BufferSync:
         """
         if not self._slots or self._transport.size == 1:
             return 0
-        self.due, self._was_equalized = False, True
+        self.due, self._was_synced = False, True
         return self._synchronize(0)
 
     def _synchronize(self, src: int, *, counts: bool = True, num_counting: int | None = None) -> int:
@@ -222,7 +222,7 @@ class BufferSync:
     @property
     def are_equal(self) -> bool:
         """Whether the buffers were made equal and no forward has run since."""
-        return self._was_equalized
+        return self._was_synced
 
     def places(self) -> list[tuple[str, dict[str, Tensor | None], str]]:
         """Return, for each buffer, its name in the module, the dictionary that contains it, and its key there."""

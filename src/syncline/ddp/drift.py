@@ -139,7 +139,7 @@ class Drift:
 
     def _equalize_buffers(self) -> None:
         if self._syncs_buffers:
-            self._buffers.equalize()
+            self._buffers.sync()
 
     def _present_buffers(self) -> list[Tensor]:
         return self._buffers.present() if self._syncs_buffers else []

@@ -266,7 +266,7 @@ class Replica:
             return
         needs_attach = self.config.strategy.needs_attach
         if synchronizes and divergence.has_diverged and (self.drift.reduces() or needs_attach):
-            divergence.check_met()
+            divergence.check_not_diverged()
         self.was_changed = self._has_changed()
         if self.was_changed:
             if inside_join:

@@ -290,7 +290,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         replica = self._replica
         replica.transport.board.phase = "sync_buffers_"
         agree(replica.transport, "sync_buffers_", [f"module: {type(self.module).__name__}"])
-        replica.buffers.equalize()
+        replica.buffers.sync()
 
     def sync_parameters_(self) -> None:
         """Make the replicas of all ranks equal now, outside the strategy's schedule. A collective call.
@@ -311,7 +311,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self.sync_buffers_()
             return
         self._replica.drift.rounds.sync_parameters()
-        self._replica.drift.divergence.met(by_writing=False)
+        self._replica.drift.divergence.record_equal(by_writing=False)
 
     @property
     def last_round(self) -> RoundRecord | None:

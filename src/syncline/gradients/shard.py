@@ -226,7 +226,7 @@ class Share:
         self.dtype, device = members[0].dtype, members[0].device
         self.team = transport.team(device)
         """The ranks that have the other shards of this bucket."""
-        common = transport.share(gradients.numel(), self.dtype, device)
+        common = transport.allocate_shared(gradients.numel(), self.dtype, device)
         self.is_common = common is not None
         """Whether the ranks of a host have one copy of the parameters."""
         self.values = (

@@ -116,7 +116,7 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
         for member in members:
             offsets.append(numel)
             numel += -(-member.numel() // multiple) * multiple
-        flat = transport.share(numel, members[0].dtype, members[0].device)
+        flat = transport.allocate_shared(numel, members[0].dtype, members[0].device)
         if flat is None:
             raise ValueError(
                 f"sl.share_: expected ranks that share memory, got {transport.name} and a parameter on "

@@ -19,7 +19,7 @@ from syncline.torch_backend.work import ENDED, BackendWork, Finisher
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
-__all__ = ["BACKEND", "Group", "back", "copies_back", "flat", "to_fill", "waiting", "with_option"]
+__all__ = ["BACKEND", "Group", "asynchronous", "copy_back", "fillable", "flat", "with_option"]
 
 
 BACKEND = "syncline"
@@ -53,7 +53,7 @@ class Group:
     def options(self) -> Any:
         return self._options
 
-    def elsewhere(self, device: torch.device) -> Any:
+    def group_for(self, device: torch.device) -> Any:
         """Return the process group for tensors on `device`."""
         raise ValueError(
             f"this process group moves CPU tensors only, got one on {device.type}: name a backend for both, "
@@ -129,7 +129,7 @@ class Group:
             finish()
         return ENDED
 
-    def _together(self, opts: Any, works: Sequence[dist.Work], result: list[Tensor]) -> dist.Work:
+    def _combined(self, opts: Any, works: Sequence[dist.Work], result: list[Tensor]) -> dist.Work:
         started = [_Started(work) for work in works if isinstance(work, BackendWork)]
         return self._ended_or_under_way(opts, CombinedWork.of(started), result, None)
 
@@ -146,9 +146,9 @@ class Group:
             raise ValueError(f"expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
         if len(outputs) == 1:
             return operation(outputs[0], inputs[0], opts)
-        later = waiting(opts)
+        later = asynchronous(opts)
         works = [operation(output, input, later) for output, input in zip(outputs, inputs, strict=True)]
-        return self._together(opts, works, outputs)
+        return self._combined(opts, works, outputs)
 
     def _messages(
         self, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
@@ -165,7 +165,7 @@ class Group:
                 if not tensor.is_contiguous():
                     copies.append((tensor, target))
         result = [tensor for tensor, _ in (*recvs, *sends)]
-        return self._ended_or_under_way(opts, CombinedWork.of(works), result, copies_back(copies))
+        return self._ended_or_under_way(opts, CombinedWork.of(works), result, copy_back(*copies))
 
     def _check_parts(self, operation: str, parts: Sequence[Tensor]) -> None:
         if len(parts) != self._transport.size:
@@ -199,24 +199,26 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def to_fill(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
+def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
     """Return a tensor that a transport can write to, and a function that copies the result into `tensor` (or None)."""
     if tensor.is_contiguous():
         return tensor, None
     buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return buffer, back(tensor, buffer)
+    return buffer, copy_back((tensor, buffer))
 
 
-def back(target: Tensor, result: Tensor) -> Callable[[], object]:
-    return lambda: target.detach().copy_(result.view(target.shape))
+def copy_back(*pairs: tuple[Tensor, Tensor]) -> Callable[[], object] | None:
+    """Return a function that copies results into their targets; None if all of them are there already.
 
-
-def copies_back(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], object] | None:
-    if not pairs:
+    Args:
+        pairs: a target and its result each; they may be the same tensor.
+    """
+    copies = [(target, result) for target, result in pairs if target is not result]
+    if not copies:
         return None
 
     def finish() -> None:
-        for target, result in pairs:
+        for target, result in copies:
             target.detach().copy_(result.view(target.shape))
 
     return finish
@@ -235,7 +237,7 @@ def with_option(options: Any, given: Any, attribute: str) -> Any:
     return made
 
 
-def waiting(opts: Any) -> Any:
+def asynchronous(opts: Any) -> Any:
     """Return a copy of the options for one part of an operation. It is asynchronous, because the caller waits once."""
     made = type(opts)()
     for attribute in ("reduceOp", "rootRank", "rootTensor"):

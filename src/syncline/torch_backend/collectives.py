@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline._torch.process_groups import AllgatherOptions, all_gather_flat, reduce_scatter_flat
-from syncline.torch_backend.base import Group, back, copies_back, flat, to_fill, waiting, with_option
+from syncline.torch_backend.base import Group, asynchronous, copy_back, fillable, flat, with_option
 from syncline.torch_backend.work import ENDED
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import DONE, CombinedWork
@@ -46,7 +46,7 @@ _BITWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reductions(Group):
-    """A group with reductions, under torch's method names. `elsewhere` returns the group for tensors not on the CPU."""
+    """A group with reductions, under torch's method names. `group_for` returns the group for tensors not on the CPU."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if type(tensors) is list and len(tensors) == 1 and opts is not None:  # the hot path
@@ -70,19 +70,19 @@ class Reductions(Group):
             return self.allreduce_coalesced(tensors, opts)
         tensor = tensors[0]
         if not tensor.is_cpu:
-            return cast(dist.Work, self.elsewhere(tensor.device).allreduce(tensors, opts))
+            return cast(dist.Work, self.group_for(tensor.device).allreduce(tensors, opts))
         if tensor.layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
         if opts.reduceOp.op in _BITWISE:
             return self._all_reduce_bitwise(tensor, opts)
         wire = flat(tensor)
         work = self._transport.all_reduce(wire, _reduction(opts.reduceOp))
-        return self._ended_or_under_way(opts, work, tensors, back(tensor, wire))
+        return self._ended_or_under_way(opts, work, tensors, copy_back((tensor, wire)))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = with_option(dist.AllreduceCoalescedOptions, opts, "reduceOp")
         if tensors and not tensors[0].is_cpu:
-            return cast(dist.Work, self.elsewhere(tensors[0].device).allreduce_coalesced(tensors, opts))
+            return cast(dist.Work, self.group_for(tensors[0].device).allreduce_coalesced(tensors, opts))
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             by_dtype[tensor.dtype].append(tensor)
@@ -92,12 +92,12 @@ class Reductions(Group):
             packed = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
             works.append(self._transport.all_reduce(packed, op))
             copies += zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True)
-        return self._ended_or_under_way(opts, CombinedWork.of(works), tensors, copies_back(copies))
+        return self._ended_or_under_way(opts, CombinedWork.of(works), tensors, copy_back(*copies))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         if not tensor.is_cpu:
-            return cast(dist.Work, self.elsewhere(tensor.device).reduce(tensors, opts))
+            return cast(dist.Work, self.group_for(tensor.device).reduce(tensors, opts))
         is_root = self._transport.rank == opts.rootRank
         if is_root and tensor.is_contiguous():
             return self.allreduce(tensors, opts)
@@ -111,14 +111,14 @@ class Reductions(Group):
             work = DONE
         else:
             work = self._transport.all_reduce(reduced, _reduction(opts.reduceOp))
-        finish = back(tensor, reduced) if is_root else None
+        finish = copy_back((tensor, reduced)) if is_root else None
         return self._ended_or_under_way(opts, work, [tensor, reduced], finish)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
         if not output.is_cpu:
-            return reduce_scatter_flat(self.elsewhere(output.device), output, input, opts)
-        part, finish = to_fill(output)
+            return reduce_scatter_flat(self.group_for(output.device), output, input, opts)
+        part, finish = fillable(output)
         work = self._transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
         return self._ended_or_under_way(opts, work, [output, input], finish)
 
@@ -126,17 +126,17 @@ class Reductions(Group):
         output, parts = (outputs, inputs) if isinstance(outputs, Tensor) else (outputs[0], inputs[0])
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
         if not output.is_cpu:
-            return cast(dist.Work, self.elsewhere(output.device).reduce_scatter([output], [parts], opts))
+            return cast(dist.Work, self.group_for(output.device).reduce_scatter([output], [parts], opts))
         self._check_parts("reduce_scatter", parts)
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
         op = _reduction(opts.reduceOp)
         if len({part.numel() for part in parts}) == 1:
-            target, finish = to_fill(output)
+            target, finish = fillable(output)
             work = self._transport.reduce_scatter(target, whole, op)
             return self._ended_or_under_way(opts, work, [output, whole], finish)
         work = self._transport.all_reduce(whole, op)
         mine = whole.split([part.numel() for part in parts])[self._transport.rank]
-        return self._ended_or_under_way(opts, work, [output, whole], back(output, mine))
+        return self._ended_or_under_way(opts, work, [output, whole], copy_back((output, mine)))
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -209,21 +209,21 @@ class Collectives(Reductions):
         elif opts is None:
             opts = dist.BroadcastOptions()
         if len(tensors) != 1:
-            return self._together(
-                opts, [self.broadcast([tensor], waiting(opts)) for tensor in tensors], tensors
+            return self._combined(
+                opts, [self.broadcast([tensor], asynchronous(opts)) for tensor in tensors], tensors
             )
         tensor = tensors[0]
         if not tensor.is_cpu:
-            return cast(dist.Work, self.elsewhere(tensor.device).broadcast(tensors, opts))
+            return cast(dist.Work, self.group_for(tensor.device).broadcast(tensors, opts))
         wire = flat(tensor)
         work = self._transport.broadcast(wire, opts.rootRank)
-        return self._ended_or_under_way(opts, work, tensors, None if wire is tensor else back(tensor, wire))
+        return self._ended_or_under_way(opts, work, tensors, copy_back((tensor, wire)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         if not output.is_cpu:
             opts = opts or AllgatherOptions()
-            return all_gather_flat(self.elsewhere(output.device), output, input, opts)
-        whole, finish = to_fill(output)
+            return all_gather_flat(self.group_for(output.device), output, input, opts)
+        whole, finish = fillable(output)
         work = self._transport.all_gather(whole, flat(input))
         return self._ended_or_under_way(opts, work, [output, input], finish)
 
@@ -231,14 +231,14 @@ class Collectives(Reductions):
         parts, input = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
         if not input.is_cpu:
             opts = opts or AllgatherOptions()
-            return cast(dist.Work, self.elsewhere(input.device).allgather([parts], [input], opts))
+            return cast(dist.Work, self.group_for(input.device).allgather([parts], [input], opts))
         self._check_parts("all_gather", parts)
         mine = flat(input)
         if any(part.numel() != mine.numel() for part in parts):
             return self._all_gather_unequal(parts, mine, opts)
         whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype)
         work = self._transport.all_gather(whole, mine)
-        finish = copies_back(list(zip(parts, whole.chunk(len(parts)) if whole.numel() else [], strict=False)))
+        finish = copy_back(*zip(parts, whole.chunk(len(parts)) if whole.numel() else [], strict=False))
         return self._ended_or_under_way(opts, work, [*parts, mine], finish)
 
     def allgather_coalesced(
@@ -246,10 +246,10 @@ class Collectives(Reductions):
     ) -> dist.Work:
         opts = opts or AllgatherOptions()
         works = [
-            self.allgather([[row[i] for row in outputs]], [input], waiting(opts))
+            self.allgather([[row[i] for row in outputs]], [input], asynchronous(opts))
             for i, input in enumerate(inputs)
         ]
-        return self._together(opts, works, [tensor for row in outputs for tensor in row])
+        return self._combined(opts, works, [tensor for row in outputs for tensor in row])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -259,7 +259,7 @@ class Collectives(Reductions):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         (input,) = inputs
         if not input.is_cpu:
-            return cast(dist.Work, self.elsewhere(input.device).gather(outputs, inputs, opts))
+            return cast(dist.Work, self.group_for(input.device).gather(outputs, inputs, opts))
         if self._transport.rank != opts.rootRank:
             return self._messages(opts, [(flat(input), opts.rootRank)], [])
         (parts,) = outputs
@@ -270,7 +270,7 @@ class Collectives(Reductions):
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         (output,) = outputs
         if not output.is_cpu:
-            return cast(dist.Work, self.elsewhere(output.device).scatter(outputs, inputs, opts))
+            return cast(dist.Work, self.group_for(output.device).scatter(outputs, inputs, opts))
         if self._transport.rank != opts.rootRank:
             return self._messages(opts, [], [(output, opts.rootRank)])
         (parts,) = inputs
@@ -283,7 +283,7 @@ class Collectives(Reductions):
     ) -> dist.Work:
         if not inputs[0].is_cpu:
             opts = opts or dist.AllToAllOptions()
-            return cast(dist.Work, self.elsewhere(inputs[0].device).alltoall(outputs, inputs, opts))
+            return cast(dist.Work, self.group_for(inputs[0].device).alltoall(outputs, inputs, opts))
         self._check_parts("all_to_all", outputs)
         self._check_parts("all_to_all", inputs)
         rank = self._transport.rank
@@ -302,7 +302,7 @@ class Collectives(Reductions):
     ) -> dist.Work:
         if not input.is_cpu:
             opts = opts or dist.AllToAllOptions()
-            other = self.elsewhere(input.device)
+            other = self.group_for(input.device)
             return cast(
                 dist.Work,
                 other.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
@@ -315,7 +315,7 @@ class Collectives(Reductions):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         if not tensor.is_cpu:
-            return cast(dist.Work, self.elsewhere(tensor.device).send(tensors, dst, tag))
+            return cast(dist.Work, self.group_for(tensor.device).send(tensors, dst, tag))
         _check_tag(tag)
         wire = flat(tensor)
         return self._under_way(self._transport.send(wire, dst), [wire])
@@ -323,17 +323,16 @@ class Collectives(Reductions):
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         if not tensor.is_cpu:
-            return cast(dist.Work, self.elsewhere(tensor.device).recv(tensors, src, tag))
+            return cast(dist.Work, self.group_for(tensor.device).recv(tensors, src, tag))
         _check_tag(tag)
-        target, finish = to_fill(tensor)
+        target, finish = fillable(tensor)
         return self._under_way(self._transport.recv(target, src), tensors, finish, src)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         if not tensors[0].is_cpu:
-            return cast(dist.Work, self.elsewhere(tensors[0].device).recv_anysource(tensors, tag))
+            return cast(dist.Work, self.group_for(tensors[0].device).recv_anysource(tensors, tag))
         raise ValueError(
-            "the syncline backend receives from a rank that is named, not from any: pass src= to "
-            "torch.distributed.recv"
+            "the syncline backend cannot receive from a rank that is not named: pass src= to torch.distributed.recv"
         )
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -352,7 +351,7 @@ class Collectives(Reductions):
 
     def _end_coalescing(self, device: Any = None) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return self._together(None, works, [])
+        return self._combined(None, works, [])
 
     # ------------------------------------------------------------------ aliases and helpers
 
@@ -366,14 +365,16 @@ class Collectives(Reductions):
             wire = mine if src == rank else torch.empty_like(part, memory_format=torch.contiguous_format)
             works.append(self._transport.broadcast(wire, src))
             copies.append((part, wire))
-        return self._ended_or_under_way(opts, CombinedWork.of(works), [*parts, mine], copies_back(copies))
+        return self._ended_or_under_way(opts, CombinedWork.of(works), [*parts, mine], copy_back(*copies))
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
         """Split `tensor` along its first dimension into one part per rank."""
         size, numel = self._transport.size, tensor.shape[0] if tensor.dim() else 0
         if not sizes:
             if numel % size:
-                raise ValueError(f"expected a first dimension that {size} ranks can share, got {numel}")
+                raise ValueError(
+                    f"expected a first dimension that is a multiple of {size}, the number of ranks, got {numel}"
+                )
             sizes = [numel // size] * size
         if len(sizes) != size or sum(sizes) != numel:
             raise ValueError(f"expected {size} split sizes that add up to {numel}, got {sizes}")

@@ -117,9 +117,9 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return [torch.device(device) for device in self._backends()]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._backend if device.type == "cpu" else backend_on(self.elsewhere(device), device)
+        return self._backend if device.type == "cpu" else backend_on(self.group_for(device), device)
 
-    def elsewhere(self, device: torch.device) -> Any:
+    def group_for(self, device: torch.device) -> Any:
         """Return the group for tensors on `device`, with the backend that torch would use without Syncline."""
         other = self._others.get(device.type)
         if other is None:
@@ -127,7 +127,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
             if name is None and not self._is_on_record():
                 name = dist.Backend.default_device_backend_map.get(device.type)
             if name is None or name == BACKEND:
-                return super().elsewhere(device)  # raises
+                return super().group_for(device)  # raises
             other = self._others[device.type] = self._plain_group(device, name)
         return other
 

@@ -13,7 +13,7 @@ hierarchy.py          engine: shared memory within each host, Gloo between hosts
 hosts.py              which rank is on which host, and shared memory within each
 phases.py             operations that consist of several phases, and how they advance
 statistics.py         counts, and the bytes that each operation sends: pure functions of sizes
-thread_rendezvous.py  where ranks that are threads meet: one state machine for each collective
+thread_rendezvous.py  matches the calls of ranks that are threads: one state machine per collective
 threads.py            engine: ranks as threads of one process
 watched_work.py       a wait that checks for failed peers, deadlock and timeout
 wire_types.py         dtypes that torch's backends can move, and the conversion back

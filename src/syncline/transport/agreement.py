@@ -100,7 +100,7 @@ def exchange(
     finally:
         transport.board.opening = before
     if any(record[_DIGEST_BYTES] for record in records) or len({r[:_DIGEST_BYTES] for r in records}) > 1:
-        _tell(transport, title, lines, fault, remedy, refusal)
+        _raise_difference(transport, title, lines, fault, remedy, refusal)
     return [record[_DIGEST_BYTES + 1 :] for record in records]
 
 
@@ -114,7 +114,7 @@ def _gathered(transport: Transport, record: bytes) -> list[bytes]:
     return [rows[r * len(record) : (r + 1) * len(record)] for r in range(transport.size)]
 
 
-def _tell(
+def _raise_difference(
     transport: Transport,
     title: str,
     lines: Sequence[str],
@@ -126,19 +126,21 @@ def _tell(
     reason = None if fault is None else [type(fault).__name__, str(fault), called_in(fault)]
     place = Place.of(transport.board, code=user_code(sys._getframe()))
     mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()
-    told = [json.loads(row) for row in transport.all_gather_bytes(mine)]
-    reasons = {rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(told) if reason is not None}
+    descriptions = [json.loads(row) for row in transport.all_gather_bytes(mine)]
+    reasons = {
+        rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(descriptions) if reason is not None
+    }
     if reasons:
-        first = told[min(reasons)]
+        first = descriptions[min(reasons)]
         raise refusal_of(first[0], reasons, first[4]) from fault
-    if len({title for title, *_ in told}) > 1:
-        who_is_where = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(told)]
-        raise CollectiveMismatch("\n".join(["the ranks called different things:", *who_is_where, SAME_CALLS]))
+    if len({title for title, *_ in descriptions}) > 1:
+        places = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(descriptions)]
+        raise CollectiveMismatch("\n".join(["the ranks called different things:", *places, SAME_CALLS]))
     raise ContractMismatch(
         describe_difference(
             title,
-            [lines for _, lines, *_ in told],
-            remedy=max((remedy for _, _, _, remedy, *_ in told), key=len),
+            [lines for _, lines, *_ in descriptions],
+            remedy=max((remedy for _, _, _, remedy, *_ in descriptions), key=len),
         )
     )
 

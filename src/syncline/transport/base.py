@@ -129,7 +129,7 @@ class Transport(ABC):
             tensor: the same number of elements on all ranks.
             op: the reduction.
             terms: a number other than 0 that must be the same on all ranks, for ranks that have not agreed on this
-                call yet. If all calls that meet have terms, and the calls or terms differ, every rank's `Work.wait`
+                call yet. If all matching calls have terms, and the calls or terms differ, every rank's `Work.wait`
                 raises `Disagreement`, and the transport can still be used. An engine whose `sees_calls` is False
                 ignores it.
         """
@@ -274,7 +274,7 @@ class Transport(ABC):
         """
         return tensor[:numel]
 
-    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Return one flat tensor of zeros in shared memory, the same for all members of a team.
 
         All members see what one of them writes. The result is None on all ranks if this engine has no shared memory.

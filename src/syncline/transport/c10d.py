@@ -330,7 +330,8 @@ class C10dTransport(Transport):
         except SynclineError:
             raise
         except RuntimeError as error:
-            text = f"rank {self.rank} could not connect to {named_ranks(ranks)} again, for a lane or a part: {error}"
+            others = named_ranks(ranks)
+            text = f"rank {self.rank} could not connect to {others} a second time, for a lane or a split: {error}"
             raise self.health.failed(Failure(PeerLost, text)) from error
 
     def forget_addresses(self) -> None:

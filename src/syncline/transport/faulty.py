@@ -156,9 +156,9 @@ class FaultyTransport(Transport):
     def team(self, device: torch.device) -> Team:
         return self._inner.team(device)
 
-    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        self._fail_if_due("share")
-        return self._inner.share(numel, dtype, device)
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        self._fail_if_due("allocate_shared")
+        return self._inner.allocate_shared(numel, dtype, device)
 
     def abort(self, reason: str) -> None:
         self._inner.abort(reason)

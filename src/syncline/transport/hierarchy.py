@@ -291,12 +291,12 @@ class HierarchicalTransport(Transport):
             make = partial(self._inside.allocate_agreed, numel, dtype, token)
         return self._made_on_all_hosts(make)
 
-    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if not self._has_teams(device):
             return None
         assert self._inside is not None
-        exchange(self, "share", [f"{numel} elements of {dtype}, one copy a host"])
-        return self._made_on_all_hosts(partial(self._inside.share_agreed, numel, dtype))
+        exchange(self, "allocate_shared", [f"{numel} elements of {dtype}, one copy per host"])
+        return self._made_on_all_hosts(partial(self._inside.allocate_shared_agreed, numel, dtype))
 
     def team(self, device: torch.device) -> Team:
         if not self._has_teams(device):

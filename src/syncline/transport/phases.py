@@ -82,7 +82,7 @@ class PhasedWork(WatchedWork):
             self._num_started += 1
             self.current = phase.start()
             if isinstance(self.current, WatchedWork):
-                self.current.speak_as(self)
+                self.current.describe_as(self)
         to_come = self._phases[self._num_started :]
         taken.update(phase.track for phase in to_come if phase.track is not None)
 

@@ -2,7 +2,7 @@
 
 The n-th collective of a rank is matched with the n-th collective of every other rank. The n-th `send` from a to b is
 matched with b's n-th `recv` from a. As in Gloo and NCCL, a `send` is complete when it was received. The first error
-breaks the whole room, so every rank raises the same text.
+breaks the whole group, so every rank raises the same text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
 
-__all__ = ["Meeting", "MeetingRoom", "State"]
+__all__ = ["CallMatcher", "Rendezvous", "State"]
 
 
 class State(enum.Enum):
-    """The state of a meeting."""
+    """The state of a rendezvous."""
 
     GATHERING = "gathering"
     """Some ranks have not joined yet."""
@@ -45,7 +45,7 @@ _MOVES = {
 }
 
 
-class Meeting:
+class Rendezvous:
     """One collective or message under way. The group's lock guards all fields."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Meeting:
     def absent(self) -> list[int]:
         return [rank for rank in self.members if rank not in self.calls]
 
-    def who_called_what(self) -> str:
+    def describe_calls(self) -> str:
         """Return the ranks by call as text, for messages."""
         by_call: dict[str, list[int]] = {}
         for rank in self.members:
@@ -91,7 +91,7 @@ class Meeting:
         return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
-class _Family:
+class _Common:
     """The state that all lanes of one group have in common.
 
     It contains the lock, the ranks that have left, and the first failure, which breaks all lanes.
@@ -102,12 +102,12 @@ class _Family:
         self.failure: Failure | None = None
         self.gone: dict[int, str] = {}
         self.boards: dict[int, Board] = {}
-        self.waiting: dict[tuple[int, int], tuple[MeetingRoom, Meeting]] = {}
+        self.waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = {}
         """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
         self.threads: defaultdict[int, set[int]] = defaultdict(set)
         """The threads that have ever waited, by rank."""
-        self.rooms: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
-        self.children: weakref.WeakSet[MeetingRoom] = weakref.WeakSet()
+        self.lanes: weakref.WeakSet[CallMatcher] = weakref.WeakSet()
+        self.children: weakref.WeakSet[CallMatcher] = weakref.WeakSet()
         self.num_lanes_for: Counter[str] = Counter()
         self.is_forked = False
 
@@ -116,51 +116,51 @@ class _Family:
         self.is_forked = True
 
 
-class MeetingRoom:
+class CallMatcher:
     """The matching of the calls of `size` ranks. It breaks as a whole at the first error.
 
     Args:
         size: number of ranks.
-        lane: the lane's name. Each lane of the same ranks has its own room, and all of them break together.
-        family: the state of all lanes; None for the first room.
+        lane: the lane's name. Each lane of the same ranks has its own matcher, and all of them break together.
+        common: the state of all lanes; None for the first matcher.
     """
 
-    def __init__(self, size: int, lane: str = MAIN_LANE, family: _Family | None = None) -> None:
+    def __init__(self, size: int, lane: str = MAIN_LANE, common: _Common | None = None) -> None:
         self.size = size
         self.name = lane
-        self._family = _Family() if family is None else family
-        self._family.rooms.add(self)
-        self._lock = self._family.lock
-        self._meetings: dict[tuple[object, int], Meeting] = {}
+        self._common = _Common() if common is None else common
+        self._common.lanes.add(self)
+        self._lock = self._common.lock
+        self._pending: dict[tuple[object, int], Rendezvous] = {}
         self._num_joined: Counter[tuple[int, object]] = Counter()
         self._ranks_in_parent: tuple[int, ...] = ()
         if size > 1:
-            refuse_in_forks(self._family)
+            refuse_in_forks(self._common)
 
-    def child(self, ranks: tuple[int, ...]) -> MeetingRoom:
-        """Return a room for some of the ranks; it breaks when this room breaks."""
-        room = MeetingRoom(len(ranks))
-        room._ranks_in_parent = ranks
+    def child(self, ranks: tuple[int, ...]) -> CallMatcher:
+        """Return a matcher for some of the ranks; it breaks when this matcher breaks."""
+        matcher = CallMatcher(len(ranks))
+        matcher._ranks_in_parent = ranks
         with self._lock:
-            self._family.children.add(room)
-            room._family.failure = self.failure
-        return room
+            self._common.children.add(matcher)
+            matcher._common.failure = self.failure
+        return matcher
 
-    def lane(self, purpose: str) -> MeetingRoom:
-        """Return another room for the same ranks."""
-        family = self._family
+    def lane(self, purpose: str) -> CallMatcher:
+        """Return another matcher for the same ranks."""
+        common = self._common
         with self._lock:
-            family.num_lanes_for[purpose] += 1
-            return MeetingRoom(self.size, lane_name(purpose, family.num_lanes_for[purpose]), family)
+            common.num_lanes_for[purpose] += 1
+            return CallMatcher(self.size, lane_name(purpose, common.num_lanes_for[purpose]), common)
 
-    def seat(self, rank: int, board: Board) -> None:
+    def register_board(self, rank: int, board: Board) -> None:
         """Register the board of `rank`, which shows the others where it is."""
-        self._family.boards[rank] = board
+        self._common.boards[rank] = board
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that broke this room and the other lanes; None if there is none."""
-        return self._family.failure
+        """The failure that broke this matcher and the other lanes; None if there is none."""
+        return self._common.failure
 
     def join(
         self,
@@ -169,8 +169,8 @@ class MeetingRoom:
         part: Any,
         compute: Callable[[list[Any]], Any],
         channel: tuple[int, int] | None = None,
-    ) -> Meeting:
-        """Let `rank` join its next meeting. The last rank to join computes the result.
+    ) -> Rendezvous:
+        """Let `rank` join its next rendezvous. The last rank to join computes the result.
 
         Args:
             rank: the rank that joins.
@@ -183,162 +183,164 @@ class MeetingRoom:
         with self._lock:
             if self.failure is not None:
                 raise self.failure.on_rank(rank)
-            if rank in self._family.gone:
+            if rank in self._common.gone:
                 raise SynclineError(f"{call}: rank {rank} cannot call this, its transport was closed")
             nth = self._num_joined[rank, channel]
             self._num_joined[rank, channel] += 1
-            meeting = self._meetings.get((channel, nth))
-            if meeting is None:
+            rendezvous = self._pending.get((channel, nth))
+            if rendezvous is None:
                 members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
                 what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
                 where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"
-                meeting = Meeting(
+                rendezvous = Rendezvous(
                     self._lock, members, f"{what} number {nth}{where}", nth + 1 if channel is None else None
                 )
-                self._meetings[channel, nth] = meeting
-            meeting.calls[rank] = call
-            meeting.parts[rank] = part
-            self._check(meeting)
-            if meeting.state is State.FAILED or meeting.absent():
-                return meeting
-            del self._meetings[channel, nth]
-            parts = [meeting.parts[member] for member in meeting.members]
-            meeting.transition(State.COMPUTING)
-            if not meeting.agrees():
-                meeting.has_disagreed = True
-                meeting.transition(State.DONE)
-                return meeting
-        self._compute(meeting, compute, parts)
-        return meeting
+                self._pending[channel, nth] = rendezvous
+            rendezvous.calls[rank] = call
+            rendezvous.parts[rank] = part
+            self._check(rendezvous)
+            if rendezvous.state is State.FAILED or rendezvous.absent():
+                return rendezvous
+            del self._pending[channel, nth]
+            parts = [rendezvous.parts[member] for member in rendezvous.members]
+            rendezvous.transition(State.COMPUTING)
+            if not rendezvous.agrees():
+                rendezvous.has_disagreed = True
+                rendezvous.transition(State.DONE)
+                return rendezvous
+        self._compute(rendezvous, compute, parts)
+        return rendezvous
 
     def _refuse_a_fork(self) -> None:
-        if self._family.is_forked:  # no lock: a thread that held it at the fork does not exist here
+        if self._common.is_forked:  # no lock: a thread that held it at the fork does not exist here
             raise FORKED.on_rank(None)
 
-    def _check(self, meeting: Meeting) -> None:
-        """Break the group if the calls differ, or if the meeting needs a rank that has left. Needs the lock."""
-        first = next(iter(meeting.calls.values()))
-        if not meeting.agrees() and not all(call.terms for call in meeting.calls.values()):
+    def _check(self, rendezvous: Rendezvous) -> None:
+        """Break the group if the calls differ, or if the rendezvous needs a rank that has left. Needs the lock."""
+        first = next(iter(rendezvous.calls.values()))
+        if not rendezvous.agrees() and not all(call.terms for call in rendezvous.calls.values()):
             text = (
-                f"the ranks met in different calls ({meeting.title} of this group of {self.size}):\n"
-                f"{meeting.who_called_what()}\n{self._who_is_where()}\n{SAME_CALLS}"
+                f"the ranks made different calls ({rendezvous.title} of this group of {self.size}):\n"
+                f"{rendezvous.describe_calls()}\n{self._describe_places()}\n{SAME_CALLS}"
             )
             self._break_locked(Failure(CollectiveMismatch, text))
             return
-        for rank in meeting.absent():
-            if rank in self._family.gone:
-                boards = self._family.boards
-                waits = next(iter(meeting.calls))
+        for rank in rendezvous.absent():
+            if rank in self._common.gone:
+                boards = self._common.boards
+                waits = next(iter(rendezvous.calls))
                 remedy = remedy_for_left(Place.of(boards[waits]), [Place.of(boards[rank])])
                 text = (
-                    f"{first} ({meeting.title} of this group of {self.size}) needs rank {rank}, "
-                    f"which is gone: {self._family.gone[rank]}\n{meeting.who_called_what()}\n"
-                    f"{self._who_is_where()}\n{remedy}"
+                    f"{first} ({rendezvous.title} of this group of {self.size}) needs rank {rank}, "
+                    f"which is gone: {self._common.gone[rank]}\n{rendezvous.describe_calls()}\n"
+                    f"{self._describe_places()}\n{remedy}"
                 )
                 self._break_locked(Failure(UnevenInputs, text))
                 return
 
-    def _compute(self, meeting: Meeting, compute: Callable[[list[Any]], Any], parts: list[Any]) -> None:
+    def _compute(self, rendezvous: Rendezvous, compute: Callable[[list[Any]], Any], parts: list[Any]) -> None:
         try:
             result = compute(parts)
         except BaseException as error:
             # The other ranks raise this failure; this rank raises the error itself.
-            failure = Failure(PeerFailed, f"{meeting.title} could not be computed: {error!r}")
+            failure = Failure(PeerFailed, f"{rendezvous.title} could not be computed: {error!r}")
             with self._lock:
-                meeting.fail(failure)
+                rendezvous.fail(failure)
                 self._break_locked(failure)
             raise
         with self._lock:
-            meeting.result = result
-            meeting.transition(State.DONE)
+            rendezvous.result = result
+            rendezvous.transition(State.DONE)
 
-    def wait(self, rank: int, meeting: Meeting, timeout_seconds: float) -> Any:
-        """Wait for the meeting and return its result, or raise its failure."""
+    def wait(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> Any:
+        """Wait for the rendezvous and return its result, or raise its failure."""
         self._refuse_a_fork()
-        waiting, me = self._family.waiting, (rank, threading.get_ident())
+        waiting, me = self._common.waiting, (rank, threading.get_ident())
         with self._lock:
-            waiting[me] = self, meeting
-            self._family.threads[rank].add(threading.get_ident())
+            waiting[me] = self, rendezvous
+            self._common.threads[rank].add(threading.get_ident())
             try:
-                self._check_that_ranks_can_go_on()
-                came = meeting.changed.wait_for(lambda: meeting.state is not State.GATHERING, timeout_seconds)
-                if not came:
-                    self._time_out(rank, meeting, timeout_seconds)
-                meeting.changed.wait_for(lambda: meeting.state in (State.DONE, State.FAILED))
+                self._check_for_deadlock()
+                all_joined = rendezvous.changed.wait_for(
+                    lambda: rendezvous.state is not State.GATHERING, timeout_seconds
+                )
+                if not all_joined:
+                    self._time_out(rank, rendezvous, timeout_seconds)
+                rendezvous.changed.wait_for(lambda: rendezvous.state in (State.DONE, State.FAILED))
             finally:
                 waiting.pop(me, None)
-            if meeting.failure is not None:
-                raise meeting.failure.on_rank(rank)
-            if meeting.has_disagreed:
-                raise Disagreement(f"{meeting.title}:\n{meeting.who_called_what()}")
-            return meeting.result
+            if rendezvous.failure is not None:
+                raise rendezvous.failure.on_rank(rank)
+            if rendezvous.has_disagreed:
+                raise Disagreement(f"{rendezvous.title}:\n{rendezvous.describe_calls()}")
+            return rendezvous.result
 
-    def _check_that_ranks_can_go_on(self) -> None:
-        """Break the group if ranks wait for each other in different meetings. Needs the lock.
+    def _check_for_deadlock(self) -> None:
+        """Break the group if ranks wait for each other in different rendezvous. Needs the lock.
 
         A rank counts only if no other thread of it could still make the missing calls.
         """
         waits_for = {
-            rank: meeting.absent()
-            for (rank, _), (_, meeting) in self._family.waiting.items()
-            if meeting.state is State.GATHERING and len(self._family.threads[rank]) == 1
+            rank: rendezvous.absent()
+            for (rank, _), (_, rendezvous) in self._common.waiting.items()
+            if rendezvous.state is State.GATHERING and len(self._common.threads[rank]) == 1
         }
         if stuck_among(waits_for):
             text = (
                 "the ranks wait for each other in different calls, and none of them can ever continue:\n"
-                f"{self._who_is_where()}\n{SAME_CALLS}"
+                f"{self._describe_places()}\n{SAME_CALLS}"
             )
             self._break_locked(Failure(CollectiveMismatch, text))
 
-    def _time_out(self, rank: int, meeting: Meeting, timeout_seconds: float) -> None:
+    def _time_out(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> None:
         text = (
-            f"{meeting.calls[rank]} ({meeting.title} of this group of {self.size}): "
-            f"{named_ranks(meeting.absent())} did not come within {timeout_seconds:g} s\n"
-            f"{meeting.who_called_what()}\n{self._who_is_where()}\n"
+            f"{rendezvous.calls[rank]} ({rendezvous.title} of this group of {self.size}): "
+            f"{named_ranks(rendezvous.absent())} did not arrive within {timeout_seconds:g} s\n"
+            f"{rendezvous.describe_calls()}\n{self._describe_places()}\n"
             "look at what the absent ranks do instead (an endless loop, fewer batches); "
             "if they are only slow, raise the timeout"
         )
         self._break_locked(Failure(CollectiveTimeout, text))
 
-    def _who_is_where(self) -> str:
-        family = self._family
+    def _describe_places(self) -> str:
+        common = self._common
         places = {}
-        for rank, board in family.boards.items():
-            waits = (wait for (waiting, _), wait in family.waiting.items() if waiting == rank)
-            room, meeting = next(waits, (None, None))
+        for rank, board in common.boards.items():
+            waits = (wait for (waiting, _), wait in common.waiting.items() if waiting == rank)
+            matcher, rendezvous = next(waits, (None, None))
             wait = None
-            if room is not None and meeting is not None:
-                wait = Wait(lane=room.name, call=meeting.call_number, words=str(meeting.calls[rank]))
-            places[rank] = Place.of(board, wait=wait, has_left=rank in family.gone)
+            if matcher is not None and rendezvous is not None:
+                wait = Wait(lane=matcher.name, call=rendezvous.call_number, words=str(rendezvous.calls[rank]))
+            places[rank] = Place.of(board, wait=wait, has_left=rank in common.gone)
         return who_is_where(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
-        """Fail all current and later meetings, here and in the children."""
+        """Fail all current and later rendezvous, here and in the children."""
         with self._lock:
             self._break_locked(failure)
-            children = list(self._family.children)
+            children = list(self._common.children)
         for child in children:
             child.break_(Failure(failure.kind, str(failure.on_rank(None))))
 
     def _break_locked(self, failure: Failure) -> None:
-        family = self._family
-        if family.failure is None:
-            family.failure = failure
-        for room in family.rooms:
-            for meeting in room._meetings.values():
-                meeting.fail(family.failure)
-            room._meetings = {}
+        common = self._common
+        if common.failure is None:
+            common.failure = failure
+        for matcher in common.lanes:
+            for rendezvous in matcher._pending.values():
+                rendezvous.fail(common.failure)
+            matcher._pending = {}
 
     def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
         """Record that `rank` makes no more calls on any lane. Peers that need it raise `UnevenInputs` at once."""
-        family = self._family
+        common = self._common
         with self._lock:
-            family.gone.setdefault(rank, why)
-            for room in family.rooms:
-                for meeting in list(room._meetings.values()):
-                    if meeting.state is State.GATHERING and rank in meeting.absent():
-                        room._check(meeting)
-            children = list(family.children) if with_children else []
+            common.gone.setdefault(rank, why)
+            for matcher in common.lanes:
+                for rendezvous in list(matcher._pending.values()):
+                    if rendezvous.state is State.GATHERING and rank in rendezvous.absent():
+                        matcher._check(rendezvous)
+            children = list(common.children) if with_children else []
         for child in children:
             if rank in child._ranks_in_parent:
                 child.leave(child._ranks_in_parent.index(rank), why, with_children=True)

@@ -21,7 +21,7 @@ from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Call, Failure
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.caller_lock import Turn
-from syncline.transport.thread_rendezvous import Meeting, MeetingRoom, State
+from syncline.transport.thread_rendezvous import CallMatcher, Rendezvous, State
 from syncline.transport.wire_types import writing
 from syncline.transport.work import DONE, Work
 
@@ -50,8 +50,8 @@ class ThreadGroup:
         if size < 1:
             raise ValueError(f"expected at least 1 rank, got {size}")
         self.size = size
-        self._room = MeetingRoom(size)
-        self._transports = _transports(self._room, timeout_seconds)
+        self._matcher = CallMatcher(size)
+        self._transports = _transports(self._matcher, timeout_seconds)
 
     def transport(self, rank: int) -> ThreadsTransport:
         """Return the transport of `rank`; always the same object."""
@@ -61,11 +61,11 @@ class ThreadGroup:
 
 
 def _transports(
-    room: MeetingRoom, timeout_seconds: float, boards: Sequence[Board | None] | None = None
+    matcher: CallMatcher, timeout_seconds: float, boards: Sequence[Board | None] | None = None
 ) -> tuple[ThreadsTransport, ...]:
     return tuple(
-        ThreadsTransport(room, rank=rank, timeout_seconds=timeout_seconds, board=board)
-        for rank, board in enumerate(boards or [None] * room.size)
+        ThreadsTransport(matcher, rank=rank, timeout_seconds=timeout_seconds, board=board)
+        for rank, board in enumerate(boards or [None] * matcher.size)
     )
 
 
@@ -73,42 +73,42 @@ def _transports(
 
 
 class _ThreadsWork(Work):
-    """One rank's side of a meeting. The first `wait` writes the result."""
+    """One rank's side of a rendezvous. The first `wait` writes the result."""
 
-    __slots__ = ("_meeting", "_target", "_transport")
+    __slots__ = ("_rendezvous", "_target", "_transport")
 
-    def __init__(self, transport: ThreadsTransport, meeting: Meeting, target: Tensor | None) -> None:
+    def __init__(self, transport: ThreadsTransport, rendezvous: Rendezvous, target: Tensor | None) -> None:
         self._transport = transport
-        self._meeting: Meeting | None = meeting
+        self._rendezvous: Rendezvous | None = rendezvous
         self._target = target
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        if self._meeting is None:
+        if self._rendezvous is None:
             return
         transport = self._transport
         timeout = transport.timeout_seconds if timeout_seconds is None else timeout_seconds
-        result = transport._room.wait(transport.rank, self._meeting, timeout)
+        result = transport._matcher.wait(transport.rank, self._rendezvous, timeout)
         if self._target is not None:
             part = result[transport.rank] if isinstance(result, list) else result
             with writing():
                 self._target.detach().view(-1).copy_(part)
             _synchronize(self._target)
-        self._meeting = None
+        self._rendezvous = None
 
     def is_completed(self) -> bool:
-        return self._meeting is None or self._meeting.state in (State.DONE, State.FAILED)
+        return self._rendezvous is None or self._rendezvous.state in (State.DONE, State.FAILED)
 
 
 class ThreadsTransport(Transport):
     """One rank of a `ThreadGroup`, created by its method `transport`. Use it from one thread at a time."""
 
     def __init__(
-        self, room: MeetingRoom, *, rank: int, timeout_seconds: float, board: Board | None = None
+        self, matcher: CallMatcher, *, rank: int, timeout_seconds: float, board: Board | None = None
     ) -> None:
-        super().__init__(rank=rank, size=room.size, timeout_seconds=timeout_seconds, board=board)
+        super().__init__(rank=rank, size=matcher.size, timeout_seconds=timeout_seconds, board=board)
         self.turn = Turn(first_is_main=True)
-        self._room = room
-        room.seat(rank, self.board)
+        self._matcher = matcher
+        matcher.register_board(rank, self.board)
         self._is_closed = False
 
     @property
@@ -125,16 +125,16 @@ class ThreadsTransport(Transport):
     def lane(self, purpose: str) -> ThreadsTransport:
         if self.size == 1:
             return self
-        meeting = self._room.join(
-            self.rank, Call("lane", purpose), None, lambda parts: self._room.lane(purpose)
+        rendezvous = self._matcher.join(
+            self.rank, Call("lane", purpose), None, lambda parts: self._matcher.lane(purpose)
         )
         lane = copy(self)
-        lane._room = self._room.wait(self.rank, meeting, self.timeout_seconds)
+        lane._matcher = self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)
         return lane
 
     def split(self, color: int | None) -> ThreadsTransport | None:
-        meeting = self._room.join(self.rank, Call("split"), (color, self.board), self._split_by)
-        transports = self._room.wait(self.rank, meeting, self.timeout_seconds)
+        rendezvous = self._matcher.join(self.rank, Call("split"), (color, self.board), self._split_by)
+        transports = self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)
         return cast("ThreadsTransport | None", transports[self.rank])
 
     def _split_by(self, parts: list[tuple[int | None, Board]]) -> list[ThreadsTransport | None]:
@@ -142,30 +142,30 @@ class ThreadsTransport(Transport):
         colors, boards = zip(*parts, strict=True)
         for color in {color for color in colors if color is not None}:
             ranks = tuple(rank for rank in range(self.size) if colors[rank] == color)
-            room = self._room.child(ranks)
-            members = _transports(room, self.timeout_seconds, [boards[rank] for rank in ranks])
+            matcher = self._matcher.child(ranks)
+            members = _transports(matcher, self.timeout_seconds, [boards[rank] for rank in ranks])
             for rank, transport in zip(ranks, members, strict=True):
                 transports[rank] = transport
         return transports
 
-    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if self.size == 1:
             return torch.zeros(numel, dtype=dtype, device=device)
-        meeting = self._room.join(
+        rendezvous = self._matcher.join(
             self.rank,
-            Call("share", "", numel, dtype),
+            Call("allocate_shared", "", numel, dtype),
             None,
             lambda parts: torch.zeros(numel, dtype=dtype, device=device),
         )
         # Each rank gets its own view of the same memory.
-        return cast(Tensor, self._room.wait(self.rank, meeting, self.timeout_seconds)).view(-1)
+        return cast(Tensor, self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)).view(-1)
 
     def abort(self, reason: str) -> None:
-        self._room.break_(Failure(PeerFailed, reason, aborted_by=self.rank))
+        self._matcher.break_(Failure(PeerFailed, reason, aborted_by=self.rank))
 
     def close(self) -> None:
-        if self._room.name == MAIN_LANE:
-            self._room.leave(self.rank, "it closed its transport")
+        if self._matcher.name == MAIN_LANE:
+            self._matcher.leave(self.rank, "it closed its transport")
         else:
             self._is_closed = (
                 True  # takes no lock: a garbage collection in a thread that holds it may close a lane
@@ -224,13 +224,13 @@ class ThreadsTransport(Transport):
         target: Tensor | None,
         channel: tuple[int, int] | None = None,
     ) -> Work:
-        if self._is_closed and self._room.failure is None:
+        if self._is_closed and self._matcher.failure is None:
             raise SynclineError(f"{call}: rank {self.rank} cannot call this, its transport was closed")
-        return _ThreadsWork(self, self._room.join(self.rank, call, part, compute, channel), target)
+        return _ThreadsWork(self, self._matcher.join(self.rank, call, part, compute, channel), target)
 
     def _done_alone(self) -> Work:
-        if self._room.failure is not None:
-            raise self._room.failure.on_rank(self.rank)
+        if self._matcher.failure is not None:
+            raise self._matcher.failure.on_rank(self.rank)
         return DONE
 
 
@@ -316,9 +316,9 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
         except BaseException as error:
             errors[rank] = error
             text = f"rank {rank} of {size} ended by an exception of its own:\n{traceback.format_exc()}"
-            group._room.break_(Failure(PeerFailed, text))
+            group._matcher.break_(Failure(PeerFailed, text))
         else:
-            group._room.leave(rank, "its function has returned", with_children=True)
+            group._matcher.leave(rank, "its function has returned", with_children=True)
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
@@ -329,7 +329,9 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
         for thread in threads:
             thread.join()
     except BaseException as error:
-        group._room.break_(Failure(PeerFailed, f"the thread that runs the ranks was interrupted: {error!r}"))
+        group._matcher.break_(
+            Failure(PeerFailed, f"the thread that runs the ranks was interrupted: {error!r}")
+        )
         raise
     if errors:
         # A PeerFailed only repeats what another rank raised first.

@@ -153,7 +153,7 @@ class WatchedWork(Work):
         """Return the time since the call."""
         return time.monotonic() - self._started
 
-    def speak_as(self, whole: WatchedWork) -> None:
+    def describe_as(self, whole: WatchedWork) -> None:
         """Describe this operation in messages as `whole`, of which it is a part."""
         self._operation, self._detail, self._tensor = whole._operation, whole._detail, whole._tensor
         self._lane, self._number, self._started = whole._lane, whole._number, whole._started
@@ -241,7 +241,7 @@ class LongWait:
         self._period_seconds = _LOOK_SECONDS if health.size <= _MANY_RANKS else _LOOK_SECONDS_OF_MANY
         self._next_look = time.monotonic() + self._period_seconds / 2  # half of it has passed already
         self._seen: dict[int, Place] = {}
-        self._heard: dict[int, tuple[float, float]] = {}
+        self._signs_of_life: dict[int, tuple[float, float]] = {}
         """By rank: the time of its last sign of life by its own clock, and when this rank first saw it, by ours."""
         self._warned_of: set[int] = set()
 
@@ -298,9 +298,9 @@ class LongWait:
     def _silent_ranks(self, now: float) -> list[int]:
         silent = []
         for rank, place in self._seen.items():
-            if place.has_left or self._heard.get(rank, (None,))[0] != place.seen:
-                self._heard[rank] = place.seen, now
-            elif now - self._heard[rank][1] > _SILENCE_SECONDS:
+            if place.has_left or self._signs_of_life.get(rank, (None,))[0] != place.seen:
+                self._signs_of_life[rank] = place.seen, now
+            elif now - self._signs_of_life[rank][1] > _SILENCE_SECONDS:
                 silent.append(rank)
         return silent
 

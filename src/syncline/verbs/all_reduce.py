@@ -73,25 +73,25 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
     """
     transport = transport_of(group)
     with transport.turn:
-        if isinstance(async_op, bool) and transport.sees_calls and _travels_alone(target, op):
+        if isinstance(async_op, bool) and transport.sees_calls and _is_sent_directly(target, op):
             # `terms` makes the transfer compare shape and caller; the call itself names operation, dtype and size.
             work = transport.all_reduce(target, op, terms=_terms(target.shape, transport.turn.caller))
             if async_op:
-                return _Alone(work, target, lambda: _agreed(target, op, transport).run())
+                return _DirectWork(work, target, lambda: _agreed_reducer(target, op, transport).run())
             with suppress(Disagreement):
                 work.wait()
                 mark_written([target])
                 return target
-            _agreed(target, op, transport).run()
+            _agreed_reducer(target, op, transport).run()
             return target
-        reducer = _agreed(target, op, transport, async_op=async_op)
+        reducer = _agreed_reducer(target, op, transport, async_op=async_op)
         if async_op:
             return reducer.start()
         reducer.run()
         return target
 
 
-def _travels_alone(target: Any, op: str) -> bool:
+def _is_sent_directly(target: Any, op: str) -> bool:
     """Return whether a target can be sent directly; the answer may differ between ranks."""
     return (
         type(target) is Tensor
@@ -109,7 +109,9 @@ def _terms(shape: torch.Size, caller: str) -> int:
     return (terms + zlib.crc32(caller.encode()) if caller else terms) or 1
 
 
-def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False) -> TensorReducer:
+def _agreed_reducer(
+    target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False
+) -> TensorReducer:
     """Check that all ranks have given the same target, and return its reducer."""
 
     def prepare() -> Prepared[list[Tensor]]:
@@ -124,7 +126,7 @@ def _agreed(target: Any, op: ReduceOp, transport: Transport, *, async_op: bool =
     return TensorReducer(tensors, transport, op)
 
 
-class _Alone(Work):
+class _DirectWork(Work):
     """The work of a single tensor that was sent before the ranks compared their calls.
 
     Args:

@@ -31,7 +31,7 @@ from syncline.verbs.common import (
     refuse_one_copy,
     refuse_sharded,
 )
-from syncline.verbs.diverge import have_met
+from syncline.verbs.diverge import record_equal
 
 __all__ = ["Likeness", "average_"]
 
@@ -215,7 +215,7 @@ class _Averaged:
         pairs: running means and variances among `others`, to be pooled.
         steps: step counts of an optimizer, each with the integer among `others` that stands for it.
         numbers: the numbers of an optimizer that are not tensors.
-        kept: the cached plan of a module.
+        plan: the cached plan of a module.
     """
 
     def __init__(
@@ -227,16 +227,16 @@ class _Averaged:
         *,
         steps: Sequence[tuple[Tensor, Tensor]] = (),
         numbers: OptimizerNumbers | None = None,
-        kept: _Kept | None = None,
+        plan: _ModulePlan | None = None,
     ) -> None:
         self.lines = lines
-        self.digest = kept.digest if kept else None
+        self.digest = plan.digest if plan else None
         self._means = means
         self._others = others
         self._pairs = pairs
         self._steps = steps
         self._numbers = numbers
-        self._kept = kept
+        self._plan = plan
 
     def start(self, transport: Transport, fraction: float | None) -> Work:
         """Start all transfers at once; `fraction` is this rank's weight over their sum, None if all are equal."""
@@ -253,10 +253,12 @@ class _Averaged:
 
     def _reducer(self, transport: Transport, fraction: float | None) -> TensorReducer:
         op: Literal["mean", "sum"] = "mean" if fraction is None else "sum"
-        plan = self._kept.reduction if self._kept else None
-        reducer = TensorReducer(self._means, transport, op, fraction=fraction, rounds_once=True, plan=plan)
-        if self._kept:
-            self._kept.reduction = reducer.plan
+        reduction = self._plan.reduction if self._plan else None
+        reducer = TensorReducer(
+            self._means, transport, op, fraction=fraction, rounds_once=True, plan=reduction
+        )
+        if self._plan:
+            self._plan.reduction = reducer.plan
         return reducer
 
     def _start_others(self, transport: Transport, fraction: float | None) -> Work:
@@ -270,14 +272,14 @@ class _Averaged:
                 step.data.copy_(twin)
         if self._numbers is not None:
             self._numbers.write_back()
-        have_met(self._means)
+        record_equal(self._means)
         mark_written([*self._others, *(step for step, _ in self._steps)])
 
 
 # ---------------------------------------------------------------------- a module
 
 
-class _Kept:
+class _ModulePlan:
     """A plan for averaging a module, valid while its tensors are the same; it keeps none of them alive.
 
     Args:
@@ -312,17 +314,17 @@ class _Kept:
 def _of_module(module: nn.Module) -> _Averaged:
     refuse_one_copy(module)
     walked = walk(module)
-    known = REGISTRY.by_module(_Kept)
-    kept = known.get(module)
-    if kept is None or not kept.likeness.fits(walked):
-        kept = known[module] = _Kept(module, walked)
+    plans = REGISTRY.by_module(_ModulePlan)
+    plan = plans.get(module)
+    if plan is None or not plan.likeness.fits(walked):
+        plan = plans[module] = _ModulePlan(module, walked)
     tensors = [tensor for _, tensor in walked]
     return _Averaged(
-        kept.lines,
-        [tensors[i] for i in kept.means],
-        [tensors[i] for i in kept.others],
-        [(tensors[i], tensors[k]) for i, k in kept.pairs],
-        kept=kept,
+        plan.lines,
+        [tensors[i] for i in plan.means],
+        [tensors[i] for i in plan.others],
+        [(tensors[i], tensors[k]) for i, k in plan.pairs],
+        plan=plan,
     )
 
 

@@ -16,7 +16,7 @@ from syncline.transport.agreement import describe_tensors
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 from syncline.verbs.common import Group, Prepared, agree_on_call, rank_of_source, refuse_sharded
-from syncline.verbs.diverge import have_met
+from syncline.verbs.diverge import record_equal
 
 __all__ = ["Replaced", "broadcast_"]
 
@@ -127,4 +127,4 @@ class Replaced:
     def _finish(self, *, is_source: bool) -> None:
         if self._numbers is not None and not is_source:
             self._numbers.write_back()
-        have_met(self._tensors)
+        record_equal(self._tensors)

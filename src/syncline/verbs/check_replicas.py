@@ -30,7 +30,7 @@ from syncline.tensors.targets import distinct_tensors, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.user_code import calling
 from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded
-from syncline.verbs.diverge import divergences_around, have_met
+from syncline.verbs.diverge import divergences_around, record_equal
 from syncline.words import format_names
 
 __all__ = ["ReplicaReport", "check_replicas"]
@@ -123,8 +123,8 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
     transport = transport_of(group)
     with transport.turn:
 
-        def prepare() -> Prepared[tuple[_Read, list[int]]]:
-            read = _Read()
+        def prepare() -> Prepared[tuple[_Compared, list[int]]]:
+            read = _Compared()
             if isinstance(target, TrainState):
                 read.add_state(target)
             else:
@@ -139,12 +139,14 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
             names, values, fingerprints = (_without(apart, each) for each in (read.names, read.values, mine))
             found = locate(names, values, transport, mine=fingerprints)
             raise _divergence(found, len(fingerprints), transport.size)
-        noted = {} if len(set(rows)) == 1 else dict(differing(read.names, mine, transport))
-        have_met([v for v in _without(noted.keys(), read.values) if isinstance(v, Tensor)], by_writing=False)
+        allowed = {} if len(set(rows)) == 1 else dict(differing(read.names, mine, transport))
+        record_equal(
+            [v for v in _without(allowed.keys(), read.values) if isinstance(v, Tensor)], by_writing=False
+        )
         return ReplicaReport(
             num_ranks=transport.size,
             num_compared=len(mine),
-            may_differ=tuple(difference.name for difference in noted.values()),
+            may_differ=tuple(difference.name for difference in allowed.values()),
         )
 
 
@@ -152,7 +154,7 @@ def _without(places: Set[int], values: Sequence[Any]) -> list[Any]:
     return [value for place, value in enumerate(values) if place not in places]
 
 
-class _Read:
+class _Compared:
     """The values to compare, with their names and the rules for them."""
 
     def __init__(self) -> None:
@@ -172,7 +174,7 @@ class _Read:
         else:
             self.add_tensors(named_tensors(target, for_writing=False), "")
         if isinstance(target, nn.Module) and any(_wrapped_in(target)):
-            equal = {id(tensor) for _, tensor in _in_common(target)}
+            equal = {id(tensor) for _, tensor in _expected_equal(target)}
             for wrapper in _wrapped_in(target):
                 if any(one.has_diverged and not one.is_open for one in divergences_around(wrapper.module)):
                     equal.update(
@@ -189,7 +191,7 @@ class _Read:
             own: ids of the parameters that each rank updates independently. If given, floats of the state count as
                 per rank as well, such as the last loss that LBFGS remembers.
         """
-        left_out = () if own is None else _of_a_rank(optimizer, own)
+        left_out = () if own is None else _state_prefixes(optimizer, own)
         found = [
             (path, leaf)
             for path, leaf in optimizer_leaves(optimizer)
@@ -228,7 +230,7 @@ class _Read:
         for name, one in state.named.items():
             prefix = f"{name}."
             if isinstance(one, nn.Module):
-                self.add_tensors(_in_common(one), prefix)
+                self.add_tensors(_expected_equal(one), prefix)
             elif isinstance(one, Optimizer):
                 if not is_sharded(one) and not any(id(p) in apart for p in parameters_of(one)):
                     self.add_optimizer(one, prefix, own=ignored)
@@ -257,7 +259,7 @@ def _is_drifting(wrapper: nn.Module) -> bool:
     return replica is not None and replica.is_drifting
 
 
-def _in_common(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _expected_equal(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the tensors of a module that must be equal on all ranks, by name, according to the wrappers inside."""
     if isinstance(module, DistributedDataParallel):
         replica = replica_of(module)
@@ -274,7 +276,7 @@ def _in_common(module: nn.Module) -> list[tuple[str, Tensor]]:
         (n, tensor) for n, tensor in named_tensors(module, for_writing=False) if not _is_below(n, outermost)
     ]
     for name, part in outermost.items():
-        found += [(f"{name}.{inner}", tensor) for inner, tensor in _in_common(part)]
+        found += [(f"{name}.{inner}", tensor) for inner, tensor in _expected_equal(part)]
     return found
 
 
@@ -282,7 +284,7 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
     return any(name.startswith(f"{other}.") for other in others)
 
 
-def _of_a_rank(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
+def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
     """Return the prefixes of the paths to the state of these parameters."""
     places = enumerate(parameters_of(optimizer))
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)
@@ -295,6 +297,6 @@ def _divergence(found: Sequence[LocatedDifference], num_compared: int, num_ranks
         found,
         num_compared=num_compared,
         num_ranks=num_ranks,
-        remedy=f"sl.broadcast_(target, {source}) makes them equal again; what let them drift (a buffer, a seed, a step "
-        "on some ranks) remains to be found.",
+        remedy=f"sl.broadcast_(target, {source}) makes them equal again. Then look for the cause, such as a buffer, "
+        "a seed, or a step on some ranks only.",
     )

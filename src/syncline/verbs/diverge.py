@@ -16,7 +16,7 @@ from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.verbs.common import refuse_one_copy
 
-__all__ = ["Divergence", "diverge", "divergences_around", "have_met"]
+__all__ = ["Divergence", "diverge", "divergences_around", "record_equal"]
 
 
 class Divergence:
@@ -26,7 +26,7 @@ class Divergence:
         module: the module inside of the wrapper.
         transport: the transport between the ranks.
         on_change: called when drifting begins (with True) and when it ends (with False).
-        on_met: called when a verb has made all parameters equal.
+        on_equal: called when a verb has made all parameters equal.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Divergence:
         module: nn.Module,
         transport: Transport,
         on_change: Callable[[bool], object],
-        on_met: Callable[[], object],
+        on_equal: Callable[[], object],
     ) -> None:
         self.is_open = False
         """Whether synchronization is off now."""
@@ -43,7 +43,7 @@ class Divergence:
         self._module = weakref.ref(module)
         self._transport = transport
         self._on_change = on_change
-        self._on_met = on_met
+        self._on_equal = on_equal
         REGISTRY.add(self)
 
     def is_of(self, module: nn.Module) -> bool:
@@ -67,7 +67,7 @@ class Divergence:
             self.is_open = False
             self._on_change(False)
 
-    def check_met(self) -> None:
+    def check_not_diverged(self) -> None:
         """Raise if the next synchronization would treat drifted replicas as equal.
 
         Raises:
@@ -76,9 +76,9 @@ class Divergence:
         if self.has_diverged and not self.is_open:
             raise SynclineError(
                 f"rank {self._transport.rank}: the replicas of {self._title()} drifted apart inside of sl.diverge and "
-                "have not met since, so a mean of their gradients would fit none of them. sl.average_(ddp), "
-                "sl.keep_best_(ddp, score) or sl.broadcast_(ddp) makes them equal; sl.check_replicas(ddp) sees whether "
-                "they are"
+                "have not been made equal since, so the mean of their gradients would be wrong for all of them. Make "
+                "them equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), or verify by "
+                "sl.check_replicas(ddp) that they are"
             )
 
     def covers(self, ids: set[int]) -> bool:
@@ -86,11 +86,11 @@ class Divergence:
         module = self._module()
         return module is not None and all(id(parameter) in ids for parameter in module.parameters())
 
-    def met(self, *, by_writing: bool) -> None:
+    def record_equal(self, *, by_writing: bool) -> None:
         """Record that all of the module's parameters are equal on all ranks now."""
         self.has_diverged = False
         if by_writing:
-            self._on_met()
+            self._on_equal()
 
     @property
     def module_id(self) -> int:
@@ -113,7 +113,7 @@ def divergences_around(module: nn.Module) -> list[Divergence]:
     return [one for one in REGISTRY.living(Divergence) if one.is_around(module)]
 
 
-def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
+def record_equal(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
     """Record that these tensors are equal on all ranks now; modules that are still drifting are not affected.
 
     Args:
@@ -126,7 +126,7 @@ def have_met(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
     ids = {id(tensor) for tensor in tensors}
     for one in known:
         if one.covers(ids):
-            one.met(by_writing=by_writing)
+            one.record_equal(by_writing=by_writing)
 
 
 def diverge(module: nn.Module) -> AbstractContextManager[None]:
@@ -167,13 +167,13 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
             one.is_of(wrapper.module) for one in found
         ):
             raise TypeError(
-                "torch's own DistributedDataParallel synchronizes in forward and backward and cannot be told not to: "
+                "torch's own DistributedDataParallel synchronizes in forward and backward, always: "
                 "wrap the module with sl.DistributedDataParallel, or use module.module inside of no_sync"
             )
     position = {id(part): at for at, part in enumerate(inner.modules())}
     if not all(one.module_id in position for one in found):
         raise ValueError(
-            f"this {type(module).__name__} is a part of a module that is wrapped as a whole: give that one"
+            f"this {type(module).__name__} is a part of a module that is wrapped as a whole: pass the wrapped module"
         )
     refuse_one_copy(inner)
     # Sort, so that every rank uses the same order.

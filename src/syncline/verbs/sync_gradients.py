@@ -122,16 +122,16 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
 
 def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
     """Return the transport to use, and an error if `group` contradicts the module's wrapper."""
-    caretakers = reducers_of(module.parameters()) if isinstance(module, nn.Module) else []
-    if not caretakers:
+    found = reducers_of(module.parameters()) if isinstance(module, nn.Module) else []
+    if not found:
         if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
             group = module.process_group
         return transport_of(group), None
-    main_lane = caretakers[0].main_lane
+    main_lane = found[0].main_lane
     if group is None or transport_of(group) is main_lane:
         return main_lane, None
     return transport_of(group), ValueError(
-        "the module is synchronized over another group by its wrapper: leave group out, or pass that one"
+        "the module is synchronized over another group by its wrapper: leave group out, or pass the wrapper's group"
     )
 
 
@@ -153,19 +153,19 @@ class _Gradients:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             ignored, module = set(module.parameters_to_ignore), module.module
         named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-        self.caretaker = _caretaker_of([parameter for _, parameter in named])
+        self._gradient_sync = _gradient_sync_of([parameter for _, parameter in named])
         self._parameters = [parameter for _, parameter in named]
         self._place = {id(parameter): at for at, parameter in enumerate(self._parameters)}
-        own = [] if self.caretaker is None else self.caretaker.parameters
+        own = [] if self._gradient_sync is None else self._gradient_sync.parameters
         self._own = {self._place[id(parameter)] for parameter in own if id(parameter) in self._place}
         """Indices of the parameters that the wrapper synchronizes."""
         self._standing = Standing(None, False, None, False, False)
-        if self.caretaker is not None:
-            self._standing = self.caretaker.normalizer.standing()
+        if self._gradient_sync is not None:
+            self._standing = self._gradient_sync.normalizer.standing()
             if len(self._own) < len(own) and (self._standing.num_items, self._standing.total) != (None, None):
                 raise ValueError(
-                    "items are counted by normalize_by behind the gradients of the whole module, and this is a part of "
-                    "it: pass the whole"
+                    "normalize_by counts items for the gradients of the whole module, and this is a part of it: pass "
+                    "the whole module"
                 )
         self.kinds = [_kind(name, parameter) for name, parameter in named]
         self.has_short_kinds = _STANDING.size + _packed_bytes(len(self.kinds)) <= PAYLOAD_BYTES
@@ -209,10 +209,10 @@ class _Gradients:
             )
         if problem is not None:
             raise ValueError(f"{_TITLE}: {problem}, then accumulate again")
-        assert self.caretaker is not None
-        normalizer = self.caretaker.normalizer
+        assert self._gradient_sync is not None
+        normalizer = self._gradient_sync.normalizer
         normalizer.carry()
-        return normalizer.total([one.num_items or 0 for one in standings], step=self.caretaker.step)
+        return normalizer.total([one.num_items or 0 for one in standings], step=self._gradient_sync.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
         """Reduce everything. With `wait`, memory is bounded, and the returned work is done.
@@ -246,12 +246,14 @@ class _Gradients:
         return CombinedWork([*works, (DONE, lambda: self._finish(num_items))])
 
     def _finish(self, num_items: int | None) -> None:
-        if self.caretaker is not None:
-            own = [at for at, p in enumerate(self.caretaker.parameters) if id(p) in self._place]
-            self.caretaker.reduced_outside(own, num_items=num_items, was_changed=self._standing.is_changed)
+        if self._gradient_sync is not None:
+            own = [at for at, p in enumerate(self._gradient_sync.parameters) if id(p) in self._place]
+            self._gradient_sync.reduced_outside(
+                own, num_items=num_items, was_changed=self._standing.is_changed
+            )
 
 
-def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
+def _gradient_sync_of(parameters: Sequence[Tensor]) -> GradientSync | None:
     found = reducers_of(parameters)
     if len(found) > 1:
         # Wrappers may share parameters, and a module may be wrapped twice. Of the wrappers whose parameters are all
@@ -267,7 +269,7 @@ def _caretaker_of(parameters: Sequence[Tensor]) -> GradientSync | None:
         return None
     if found[0].options.sharded:
         raise ValueError(
-            "with sharded=True each rank holds only its shard of the gradients, after backward as well: run the last "
+            "with sharded=True each rank holds only its own shard of the gradients, also after backward: run the last "
             "micro-batch outside of no_sync"
         )
     if found[0].is_in_backward:
@@ -288,7 +290,7 @@ def _kind(name: str, parameter: Tensor) -> int:
         )
     if gradient.layout not in (torch.strided, torch.sparse_coo):
         raise ValueError(
-            f"the gradient of {name}: expected a dense one or rows (sparse_coo), got {gradient.layout}"
+            f"the gradient of {name}: expected a dense or a sparse_coo tensor, got {gradient.layout}"
         )
     return _DENSE if gradient.layout == torch.strided else _SPARSE
 

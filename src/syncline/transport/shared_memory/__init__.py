@@ -6,7 +6,7 @@ hub.py        connections between the ranks of a host, over which memory is pass
 memory.py     create and map memory; how much is left
 peers.py      do the processes of the other ranks still exist?
 regions.py    tensors in shared memory: reduced in place, or one copy for all ranks
-sockets.py    local sockets over which descriptors of memory are passed
+sockets.py    Unix sockets between two ranks: who may connect, bytes, files
 transport.py  the engine itself
 work.py       an operation in shared memory, and how it is waited for
 """

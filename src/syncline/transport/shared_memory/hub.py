@@ -150,7 +150,7 @@ class Hub:
 
     def _verify(self, everyone: list[_Presence]) -> None:
         self.peers = Peers([presence.pid for presence in everyone], self.rank)
-        proof = self.share(self.size * _PROOF_BYTES, "the proof that memory is shared")
+        proof = self.allocate(self.size * _PROOF_BYTES, "the proof that memory is shared")
         mine = secrets.token_bytes(_PROOF_BYTES)
         proof.map[self.rank * _PROOF_BYTES : (self.rank + 1) * _PROOF_BYTES] = mine
         for rank, written in enumerate(self.gather(mine)):
@@ -176,7 +176,7 @@ class Hub:
             send_rows(before, rows)
         return rows
 
-    def share(self, num_bytes: int, purpose: str) -> SharedMemory:
+    def allocate(self, num_bytes: int, purpose: str) -> SharedMemory:
         """Return new memory, all zeros, that every rank has mapped; a collective call.
 
         Args:

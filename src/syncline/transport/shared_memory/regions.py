@@ -53,7 +53,7 @@ class Regions:
         if numel * dtype.itemsize < IN_PLACE_BYTES:
             return torch.zeros(numel, dtype=dtype)
         stride = -(-numel * dtype.itemsize // _MIN_STRIDE_BYTES) * _MIN_STRIDE_BYTES
-        memory = self._hub.share(self._hub.size * stride, f"{numel} elements of {dtype}")
+        memory = self._hub.allocate(self._hub.size * stride, f"{numel} elements of {dtype}")
         # Only the tensor keeps the mapping alive.
         tensor = torch.frombuffer(memory.map, dtype=dtype, count=numel, offset=self._hub.rank * stride)
         self._add(tensor, Region(memory.address, stride, int.from_bytes(token[:8], "little")))
@@ -67,10 +67,10 @@ class Regions:
             self._add(part, region)
         return part
 
-    def share(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_shared(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return one tensor of zeros for all ranks; a collective call."""
         what = f"{numel} elements of {dtype}, one copy for all ranks"
-        memory = self._hub.share(max(1, numel) * dtype.itemsize, what)
+        memory = self._hub.allocate(max(1, numel) * dtype.itemsize, what)
         # Only the tensor keeps the mapping alive.
         return torch.frombuffer(memory.map, dtype=dtype, count=max(1, numel))[:numel]
 

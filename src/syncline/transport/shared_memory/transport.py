@@ -100,7 +100,7 @@ class SharedMemoryTransport(Transport):
         self._regions = Regions(hub)
         self._region_of = self._regions.of  # looked up in each reduction
         self.engine = Engine(
-            hub.share(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
+            hub.allocate(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
         )
         self._open(hub)
         health.runs_over(self.name)
@@ -111,7 +111,7 @@ class SharedMemoryTransport(Transport):
     def _open(self, hub: Hub) -> None:
         is_main = self.own_lane.name == MAIN_LANE
         sizes = LaneSizes(self.size, has_messages=is_main)
-        memory = hub.share(sizes.total_bytes, f"the {self.own_lane.name} lane")
+        memory = hub.allocate(sizes.total_bytes, f"the {self.own_lane.name} lane")
         self.engine_lane = EngineLane(self.engine, memory, sizes)
         self._handle = self.engine_lane.handle
         self._start_native, self._start_in_place = library().start, library().start_in_place
@@ -311,7 +311,7 @@ class SharedMemoryTransport(Transport):
         peer: int | None,
     ) -> Work:
         if ticket == 0:
-            raise MemoryError(f"{operation}: no memory left to note it")
+            raise MemoryError(f"{operation}: no memory left to record the operation")
         self.engine_lane.keep(queue, ticket, tensors)
         tensor = tensors[0] if tensors else None
         work = SharedMemoryWork(self, operation, detail, tensor)
@@ -321,8 +321,8 @@ class SharedMemoryTransport(Transport):
     def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
         if self._beneath is None:
             raise ValueError(
-                f"expected a tensor on the CPU, got one on {tensor.device}: shared memory serves the CPU. Use a "
-                "process group with a backend for this device as well"
+                f"expected a tensor on the CPU, got one on {tensor.device}: shared memory is for CPU tensors. Use a "
+                "process group that also has a backend for this device"
             )
         return self._beneath
 
@@ -354,15 +354,15 @@ class SharedMemoryTransport(Transport):
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
         return self._regions.narrow(tensor, numel)
 
-    def share(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if device.type != "cpu":
             return None
-        exchange(self, "share", [f"{numel} elements of {dtype}"])
-        return self.share_agreed(numel, dtype)
+        exchange(self, "allocate_shared", [f"{numel} elements of {dtype}"])
+        return self.allocate_shared_agreed(numel, dtype)
 
-    def share_agreed(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate shared memory like `share`, for ranks that have agreed already."""
-        return self._regions.share(numel, dtype)
+    def allocate_shared_agreed(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate shared memory like `allocate_shared`, for ranks that have agreed already."""
+        return self._regions.allocate_shared(numel, dtype)
 
     # ------------------------------------------------------------------ lanes and groups
 

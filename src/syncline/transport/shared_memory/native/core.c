@@ -694,8 +694,9 @@ static enum outcome outcome_of(struct lane *lane, struct queue *queue, uint64_t 
 
 /* Do the work that is possible now, and return the state of an operation. If another thread works on the lane, that is
  * enough, except in two cases. A last look before sleeping has to do the work itself. So has a look after an abort,
- * because operations at which all ranks had arrived are still completed: a thread that has seen the abort before the
- * look sees everything that was published before the abort. */
+ * because operations that the aborting rank has completed are still completed here. The load of the abort (acquire)
+ * synchronizes with its store (release). So this thread sees what the aborting thread had published before the abort,
+ * and what that thread had seen of other ranks; of later events it may see any. */
 static enum outcome look(struct lane *lane, struct queue *queue, uint64_t ticket, bool is_last, bool *has_moved) {
     *has_moved = false;
     if (has_completed(queue, ticket)) return DONE;
