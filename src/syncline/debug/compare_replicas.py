@@ -107,7 +107,7 @@ def compare_replicas(
         ...         return x + next(self.numbers)
         >>> report = sl.debug.compare_replicas(Counting(), inputs=(torch.zeros(2),))
         >>> print(report.findings[0].what)
-        rank 0, two runs from the same state: Counting makes another output of equal inputs: 2 of 2 elements differ, ...
+        rank 0, two runs from the same state: Counting returns another output for equal inputs: 2 of 2 elements ...
     """
     return _compared("sl.debug.compare_replicas", fn, module, inputs, repeats, same_inputs, align_rng, group)
 
@@ -189,9 +189,7 @@ def _parts(target: nn.Module | TrainState | None) -> tuple[list[nn.Module], list
         raise TypeError(f"expected module to be a Module or a TrainState, got {what_it_is(target)}")
     named = list(target.named.values())
     if any(is_sharded(one) for one in named):
-        raise ValueError(
-            "this optimizer is sharded: each rank has state for its own share, which no other has"
-        )
+        raise ValueError("this optimizer is sharded: each rank has only the state of its own shard")
     return (
         [one for one in named if isinstance(one, nn.Module)],
         [one for one in named if isinstance(one, Optimizer)],
@@ -212,12 +210,12 @@ def _found_by_a_run(
     before = Subject([], optimizers, others)
     found: dict[nn.Module, Subject] = {}
 
-    def met(module: nn.Module) -> None:
+    def on_root(module: nn.Module) -> None:
         found[module] = Subject([module])  # with the state before its first forward
 
     fault: Exception | None = None
     try:
-        with before.guarded(), watching_for_roots(met), calling("the function"):
+        with before.guarded(), watching_for_roots(on_root), calling("the function"):
             fn(*arguments)
     except Exception as error:
         fault = error
@@ -226,6 +224,6 @@ def _found_by_a_run(
             subject.restore()
         before.restore()
     if fault is None and not found:
-        fault = ValueError("the function calls no module: hand over the one that it computes with")
+        fault = ValueError("the function calls no module: pass the module that it computes with")
     exchange(transport, title, [f"module {name}" for name in named_roots(list(found))], fault=fault)
     return list(found)
