@@ -462,7 +462,7 @@ def test_keep_is_a_positive_integer(keep: Any, tmp_path: Path) -> None:
         ({"model": nn.Linear}, "got the class Linear"),
         (
             {"data": DataLoader([1])},
-            r"got a DataLoader\. A DataLoader does not keep its position .*DistributedSampler .*Stateful",
+            r"got a DataLoader\. A DataLoader does not keep its position .*DistributedSampler.*Stateful",
         ),
         ({"step": Mine(1)}, "step is a reserved name"),
     ],

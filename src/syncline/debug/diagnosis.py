@@ -308,7 +308,7 @@ def between_ranks(
     if difference:
         what += f": {difference}"
     causes = _causes_between(found, blamed, recordings, facts, positions)
-    minority = tuple(sorted(rank for group in found.groups[1:] for rank in group))
+    minority = _outside(found.groups)
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
@@ -360,6 +360,11 @@ def _seed_causes(
     return [_SEEDS.format(drawing=drawing, s="s" if len(apart) > 1 else "", generators=" and ".join(apart))]
 
 
+def _outside(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks outside of the largest group."""
+    return tuple(sorted(rank for group in groups[1:] for rank in group))
+
+
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
     """Return the finding for reduced gradients that are not the same on all ranks.
 
@@ -370,7 +375,7 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
     """
     ranks = describe_groups(groups)
     return Finding(
-        ranks=tuple(sorted(rank for group in groups[1:] for rank in group)),
+        ranks=_outside(groups),
         module=names[0].rpartition(".")[0],
         kind="",
         what=(

@@ -267,10 +267,11 @@ class _Examination:
                 f"ranks with one another, with {of}: parameters, calls, outputs and gradients"
             )
             return findings
-        is_of_data = (
-            found.stage in ("input", "calls") and not has_same and self._comes_from_outside(found, recording)
+        # The function itself passes other inputs, or calls other modules.
+        is_from_outside = found.call < 0 or (
+            found.stage == "input" and recording.calls[found.call].parent < 0
         )
-        if is_of_data:
+        if found.stage in ("input", "calls") and not has_same and is_from_outside:
             self._checked.append("ranks with one another: parameters only, because each rank has other data")
             self._notes.append(
                 "the ranks have different data, as they should in data-parallel training, so their results were not "
@@ -301,10 +302,6 @@ class _Examination:
             return None, []
         recordings = [Recording.loaded(row) for row in self._transport.all_gather_bytes(mine.dumped())]
         return first_difference(recordings), recordings
-
-    def _comes_from_outside(self, found: Found, recording: Recording) -> bool:
-        """Return whether the function itself passes other inputs or calls other modules."""
-        return found.call < 0 or (found.stage == "input" and recording.calls[found.call].parent < 0)
 
     def _how_ranks_differ(self, found: Found, recordings: list[Recording], kept: Kept) -> str:
         """Describe how far the first rank of the second-largest group is from one of the largest."""
