@@ -8,7 +8,15 @@ from typing import TypeVar
 
 from syncline.errors import SynclineError
 
-__all__ = ["DEFAULT_REMEDY", "describe_difference", "describe_ranks", "groups_of", "ranks_with", "refusal_of"]
+__all__ = [
+    "DEFAULT_REMEDY",
+    "describe_difference",
+    "describe_groups",
+    "describe_ranks",
+    "groups_of",
+    "ranks_with",
+    "refusal_of",
+]
 
 
 K = TypeVar("K", bound=Hashable)
@@ -139,6 +147,16 @@ def describe_ranks(ranks: Sequence[int]) -> str:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
         first = last + 1
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(parts)}"
+
+
+def describe_groups(groups: Sequence[Sequence[int]]) -> str:
+    """Return groups of ranks in words.
+
+    Example:
+        >>> describe_groups([(0, 2), (1,)])
+        'ranks 0, 2 | rank 1'
+    """
+    return " | ".join(map(describe_ranks, groups))
 
 
 def _is_majority(groups: dict[tuple[str, ...], list[int]], reference: tuple[str, ...]) -> bool:

@@ -136,35 +136,40 @@ def step_of(net: nn.Module) -> Callable[[], Tensor]:
         (
             CountsGlobally,
             "3.1",
-            "makes another output of equal inputs: 20 of 20 elements differ, by up to 1",
+            "returns another output for equal inputs: 20 of 20 elements differ, by up to 1",
             "global",
         ),
         (
             CountsItself,
             "3.1",
-            "makes another output of equal inputs",
+            "returns another output for equal inputs",
             "its attribute num_calls went from ",
         ),
         (
             lambda: DrawsFromItsOwn(torch.Generator()),
             "3.1",
-            "makes another output",
+            "returns another output",
             "its attribute generator is a torch.Generator",
         ),
         (
             lambda: DrawsFromItsOwn(np.random.default_rng(0)),
             "3.1",
-            "makes another output",
+            "returns another output",
             "its attribute generator is a numpy.random.Generator",
         ),
         (
             lambda: DrawsFromItsOwn(random.Random(0)),
             "3.1",
-            "makes another output",
+            "returns another output",
             "its attribute generator is a random.Random",
         ),
         (ReadsBeforeItWrites, "3.1", "depends on memory that was never written", "torch.empty"),
-        (NoisyInBackward, "3.1", "makes another gradient of its input", "a kernel that is not deterministic"),
+        (
+            NoisyInBackward,
+            "3.1",
+            "returns another gradient of its input",
+            "a kernel that is not deterministic",
+        ),
         (
             FeedsNoise,
             "3.1",
@@ -193,7 +198,7 @@ def test_a_function_that_takes_the_next_batch_each_time_is_told_so() -> None:
     net = nn.Linear(1, 1)
     batches = iter(torch.arange(40.0).view(20, 2, 1))
     report = sl.debug.compare_replicas(lambda: net(next(batches)).sum().backward())
-    assert "made in the function itself" in report.findings[0].what
+    assert "computed in the function itself" in report.findings[0].what
     assert report.findings[0].module == ""
     assert "iterator" in report.findings[0].causes[0]
 
@@ -291,7 +296,7 @@ def test_an_optimizer_that_is_not_known_may_not_step() -> None:
         net(torch.ones(1, 1)).sum().backward()
         optimizer.step()
 
-    with pytest.raises(ValueError, match=r"steps a SGD that is not known here.*sl\.TrainState"):
+    with pytest.raises(ValueError, match=r"steps a SGD that was not passed here.*sl\.TrainState"):
         sl.debug.assert_replicas_agree(step, net)
     assert net.weight.item() == before
     assert net.weight.grad is None
@@ -418,4 +423,4 @@ def test_ranks_that_keep_values_of_their_own_data_have_found_the_same() -> None:
         return finding.causes
 
     assert causes(1.0) == causes(2.0)
-    assert "its attribute last went from nothing to a tensor (2,) torch.float32;" in causes(1.0)[0]
+    assert "its attribute last went from nothing to a tensor (2,) torch.float32." in causes(1.0)[0]

@@ -109,10 +109,10 @@ def test_dropout_under_other_seeds_is_named_where_it_counts() -> None:
     report = told_alike(sl.debug.compare_replicas(step_of(net), net, inputs=(batch(),), align_rng=False))
     (finding,) = report.findings
     assert (finding.module, finding.kind) == ("2", "Dropout")
-    assert "makes another output of equal inputs" in finding.what
+    assert "returns another output for equal inputs" in finding.what
     assert "elements differ" in finding.what
     assert (
-        "random numbers (dropout does), from the generator torch's on the CPU, at another place"
+        "random numbers (dropout does), from the generator torch's on the CPU, at another position"
         in finding.causes[0]
     )
 
@@ -136,12 +136,12 @@ def test_other_data_are_a_note_or_what_was_asked_about() -> None:
     assert noted(report, "the ranks have different data, as they should")
     assert (
         report.verdict
-        == "no disagreement, but what ranks make of their own data was not compared (see notes)"
+        == "no disagreement, but the ranks' results for their own data were not compared (see notes)"
     )
     report = told_alike(sl.debug.compare_replicas(lambda: step_of(net)(x), net, same_inputs=True))
     (finding,) = report.findings
     assert (
-        "input [0] of Sequential differs, though all before it was equal: made in the function"
+        "input [0] of Sequential differs, though all before it was equal: computed in the function"
         in finding.what
     )
     assert finding.causes[0].startswith("different data")
@@ -180,12 +180,14 @@ def test_what_is_not_deterministic_on_one_rank_is_named_on_all(is_wrapped: bool)
     assert (first.module, first.kind) == ("3", "Counts") if not is_wrapped else True
     named = [finding for finding in report.findings if finding.module == "3"]
     assert [finding.ranks for finding in named] == [(1,)]
-    assert "rank 1, two runs from the same state: 3 (Counts) makes another output" in named[0].what
-    assert noted(report, "what ranks compute was not compared, as it is not the same on one rank, either")
+    assert "rank 1, two runs from the same state: 3 (Counts) returns another output" in named[0].what
+    assert noted(
+        report, "the ranks' results were not compared, because they already differ between runs on one rank"
+    )
     others = [finding for finding in report.findings if finding.module != "3"]
     if is_wrapped:  # rank 0's gradients are means, of which rank 1's share differs
         assert [finding.ranks for finding in others] == [(0,)]
-        assert "another rank's share differs" in others[0].causes[0]
+        assert "another rank's own gradient differs" in others[0].causes[0]
     else:
         assert others == []
 
@@ -269,7 +271,7 @@ class Branches(nn.Module):
     [
         (
             AnotherBackward,
-            "3 (AnotherBackward) makes another gradient of its input [0], in backward, of equal ones",
+            "3 (AnotherBackward) returns another gradient of its input [0] in backward, for equal ones of its outputs",
         ),
         (Branches, "other modules are called, in the forward of 3 (Branches)"),
     ],

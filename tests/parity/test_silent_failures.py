@@ -667,4 +667,4 @@ def test_a_weight_changed_on_one_rank_after_construction_is_noticed() -> None:
 
     text = raised_on_each_rank(ReplicaDivergence, fn)
     assert "rank 0 | rank 1" in text
-    assert "With two ranks nobody can tell which one is right." in text
+    assert "With two ranks there is no majority" in text

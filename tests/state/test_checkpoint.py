@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.checkpoint.checkpointer import Checkpointer
-from syncline.checkpoint.snapshot import read_manifest
+from syncline.checkpoint.directory import read_manifest
 from syncline.checkpoint.train_state import TrainState
 from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
 from syncline.transport.base import Transport
@@ -149,11 +149,13 @@ def test_another_number_of_ranks_loads_it(before: int, after: int) -> None:
         assert same(run.model.state_dict(), Run(0).model.state_dict())
         return run.mine.value.item()
 
-    # Of a save by one rank nobody can tell what is its own.
-    told = {(2, 3): "rank 2 got what rank 0 had", (3, 1): "what ranks 1, 2 had is left"}.get((before, after))
+    # A save by one rank does not record what is that rank's own.
+    told = {(2, 3): "rank 2 loaded that of rank 0", (3, 1): "that of ranks 1, 2 was not loaded"}.get(
+        (before, after)
+    )
     expected = [rank if rank < before else 0 for rank in range(after)]
     with (
-        pytest.warns(RuntimeWarning, match=rf"each with mine \(1 tensor, mine.value\) of.*{told}")
+        pytest.warns(RuntimeWarning, match=rf"each with its own mine \(1 tensor, mine.value\),.*{told}")
         if told
         else nullcontext()
     ):
@@ -290,7 +292,7 @@ def test_a_damaged_save_is_named_and_the_one_before_is_loaded() -> None:
     assert str(warned[0].message).endswith("Loaded instead: save-000001-step-1")
     files.cut("runs/one/save-000001-step-1/manifest.json", 20)
     with pytest.raises(
-        CheckpointCorrupt, match=r"(?s)no save in /runs/one is sound.*manifest\.json is damaged"
+        CheckpointCorrupt, match=r"(?s)expected an intact save in /runs/one.*manifest\.json is damaged"
     ):
         in_files(files, load)
 
@@ -324,7 +326,7 @@ def test_the_warning_of_a_full_disk_says_what_is_wrong() -> None:
         files.full_at = files.num_done
         checkpointer.save(Run(t.rank).state, step=4)
 
-    said = r"step 4 could not be saved: .*No space left on device.*goes on"
+    said = r"step 4 could not be saved: .*No space left on device.*training continues"
     with pytest.warns(RuntimeWarning, match=said) as warned:
         in_files(files, program, size=1)
     assert warned[0].filename == __file__  # where it was asked for, not the thread that writes
@@ -345,10 +347,10 @@ def test_another_run_that_saves_into_the_same_directory_is_noticed(tmp_path: Pat
     ours, theirs = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
     ours.save(state, step=1)
     ours.save(state, step=2)  # nobody else has saved meanwhile
-    with pytest.warns(RuntimeWarning, match=r"saved last is number 2, and this run knows of none after 0\."):
+    with pytest.warns(RuntimeWarning, match=r"save there is number 2, but .* is number 0\."):
         theirs.save(state, step=7)
     theirs.save(state, step=8)
-    with pytest.warns(RuntimeWarning, match=r"somebody else saves into .* is number 4, .* none after 2"):
+    with pytest.warns(RuntimeWarning, match=r"another process saves into .* is number 4, .* is number 2"):
         ours.save(state, step=3)
     ours.save(state, step=4)
 
@@ -389,21 +391,21 @@ def test_a_step_by_which_no_save_would_be_found_is_refused(step: Any, tmp_path: 
 def test_the_state_of_something_else_is_refused() -> None:
     files = FaultyFiles()
     in_files(files, lambda t, c: c.save(TrainState(mine=Mine(1))))
-    with pytest.raises(ValueError, match="yours was not saved; mine was saved, and is not named here"):
+    with pytest.raises(ValueError, match="yours was not saved; mine was saved, but is not named here"):
         in_files(files, lambda t, c: c.load(TrainState(yours=Mine(2))))
 
 
 def test_a_directory_that_is_not_everybodys_is_refused() -> None:
     with pytest.raises(
         SynclineError,
-        match=r"rank 0 wrote into /runs/one on \S+ is not in /runs/one on \S+ \(ranks 1, 2\)\. Give",
+        match=r"rank 0 wrote into /runs/one on \S+, but it is not in /runs/one on \S+ \(ranks 1, 2\)\. Give",
     ):
         run_ranks(3, lambda t: Checkpointer("/runs/one", group=t, files=FaultyFiles()))
 
 
 def test_another_directory_on_one_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        SynclineError, match=r"wrote into /\S+/of-0 on \S+ is not in /\S+/of-1 on \S+ \(rank 1\)"
+        SynclineError, match=r"wrote into /\S+/of-0 on \S+, but it is not in /\S+/of-1 on \S+ \(rank 1\)"
     ):
         run_ranks(2, lambda t: Checkpointer(tmp_path / f"of-{t.rank}", group=t))
 
@@ -460,9 +462,9 @@ def test_keep_is_a_positive_integer(keep: Any, tmp_path: Path) -> None:
         ({"model": nn.Linear}, "got the class Linear"),
         (
             {"data": DataLoader([1])},
-            r"got a DataLoader\. A DataLoader has no place .*DistributedSampler .*Stateful",
+            r"got a DataLoader\. A DataLoader does not keep its position .*DistributedSampler.*Stateful",
         ),
-        ({"step": Mine(1)}, "step is saved anyway"),
+        ({"step": Mine(1)}, "step is a reserved name"),
     ],
 )
 def test_only_what_has_a_state_is_named(named: Any, text: str) -> None:
@@ -575,9 +577,9 @@ def test_what_is_closed_gives_back_its_thread_and_its_connection() -> None:
             checkpointer._lane.barrier()
         checkpointer.close()
         assert checkpointer.wait() is None
-        with pytest.raises(ValueError, match="it was closed: make another"):
+        with pytest.raises(ValueError, match="is closed: create another"):
             checkpointer.save(Run(t.rank).state, 2)
-        with pytest.raises(ValueError, match="it was closed: make another"):
+        with pytest.raises(ValueError, match="is closed: create another"):
             checkpointer.load(Run(t.rank).state)
         t.barrier().wait()  # what is between the ranks besides goes on
         with Checkpointer("/runs/one", group=t, files=files) as again:
@@ -764,12 +766,14 @@ def test_state_that_another_class_takes_over_is_said(tmp_path: Path) -> None:
     checkpointer.save(run_of(adam, cosine), step=3)
     assert checkpointer.load(run_of(adam, cosine)) == 3
     with pytest.warns(
-        RuntimeWarning, match="optimizer of save-000001-step-3 is the state of Adam, and AdamW has"
+        RuntimeWarning,
+        match="optimizer of save-000001-step-3 is the state of Adam, and was loaded into AdamW",
     ):
         assert checkpointer.load(run_of(torch.optim.AdamW, cosine)) == 3
     linear = lr.LinearLR
     with pytest.warns(
-        RuntimeWarning, match="scheduler of .* is the state of CosineAnnealingLR, and LinearLR has"
+        RuntimeWarning,
+        match="scheduler of .* is the state of CosineAnnealingLR, and was loaded into LinearLR",
     ):
         assert checkpointer.load(run_of(adam, linear)) == 3
 
@@ -797,13 +801,13 @@ def test_a_part_of_what_was_saved_can_be_loaded(size: int) -> None:
         model = nn.Linear(3, 2)
         state = sl.TrainState(model=model, ema=Mine(3))
         with pytest.raises(
-            ValueError, match=r"ema was not saved; .* or load with strict=False what is in both"
+            ValueError, match=r"ema was not saved; .* or load only the names in both, with strict=False"
         ):
             checkpointer.load(state)
         return checkpointer.load(state, strict=False), state.step, model.state_dict()
 
     in_files(files, save, size=size)
-    text = "ema was not in save-000001-step-5, which has model, optimizer, mine: as before"
+    text = "ema is not in save-000001-step-5, which has model, optimizer, mine: unchanged"
     with pytest.warns(RuntimeWarning, match=text) as told:
         loaded = in_files(files, load, size=size)
     assert len(told) == 1, "on rank 0"
@@ -827,7 +831,7 @@ def test_one_that_only_reads_writes_nothing(size: int) -> None:
         checkpointer = Checkpointer("/runs/one", group=t, files=files, read_only=True)
         run = Run(t.rank, seed=5)
         for refused in (checkpointer.save, checkpointer.stop_if_asked):
-            with pytest.raises(ValueError, match="made with read_only=True"):
+            with pytest.raises(ValueError, match="created with read_only=True"):
                 refused(run.state)
         return checkpointer.load(run.state)
 

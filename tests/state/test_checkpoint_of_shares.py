@@ -18,7 +18,7 @@ from write_fixture import VERSION_2, VERSION_3, network, ordinary_state, schedul
 
 import syncline as sl
 from syncline.checkpoint.checkpointer import Checkpointer
-from syncline.checkpoint.snapshot import VERSION, read_manifest
+from syncline.checkpoint.directory import VERSION, read_manifest
 from syncline.checkpoint.train_state import TrainState
 from syncline.errors import CheckpointCorrupt
 from syncline.sharded.attached import AttachedShards

@@ -12,8 +12,8 @@ from torch.optim import SGD, Optimizer
 
 import syncline as sl
 from syncline.checkpoint.checkpointer import Checkpointer
+from syncline.checkpoint.rollback import agree_on_loaded
 from syncline.checkpoint.train_state import TrainState
-from syncline.checkpoint.verify import agree_on_loaded
 from syncline.errors import ReplicaDivergence
 from syncline.transport.base import Transport
 from syncline.transport.threads import run_ranks
@@ -96,7 +96,7 @@ def test_an_optimizer_that_one_rank_loads_otherwise_is_named(what: str) -> None:
         state.named["optimizer"].register_load_state_dict_post_hook(spoil)
         Checkpointer("/runs/one", group=t, files=files).load(state)
 
-    name = "optimizer, what is not a tensor" if what == "lr" else "optimizer.state.0.momentum_buffer"
+    name = "optimizer, values other than tensors" if what == "lr" else "optimizer.state.0.momentum_buffer"
     with pytest.raises(ReplicaDivergence, match=rf"{name}  ranks 0, 1 \| rank 2"):
         run_ranks(3, load)
 

@@ -226,7 +226,7 @@ def test_what_cannot_be_undone_is_said_and_hides_no_error(tmp_path: Path) -> Non
     before = shown(other)
     loading = sl.TrainState(a=Overlaps(torch.zeros(3)), b=other, c=Refuses(True))
     with (
-        pytest.warns(RuntimeWarning, match="a could not be made what it was before the load, which failed"),
+        pytest.warns(RuntimeWarning, match="a load failed, and a could not be restored"),
         pytest.raises(ValueError, match="not mine"),
     ):
         sl.Checkpointer(tmp_path).load(loading)

@@ -71,7 +71,7 @@ STREAMS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "chance": ({}, ["a DataLoader of Stream (0 workers) draws from torch's global generator whenever"]),
     "workers": (
         {"generator": True, "num_workers": 1},
-        ["the place of data (Stream) has not moved in 3 steps"],
+        ["the position of data (Stream) has not changed in 3 steps"],
     ),
 }
 
@@ -107,7 +107,7 @@ def test_a_loader_with_a_sampler(kind: str, tmp_path: Path) -> None:
     found = said(tmp_path, sl.TrainState(sampler=sampler), loader, named=2)
     assert len(found) == is_said, found
     for text in found:
-        assert "DataLoader of Numbers (1 worker) draws from torch's global generator once in a run" in text
+        assert "DataLoader of Numbers (1 worker) draws from torch's global generator once per run" in text
 
 
 def test_a_loader_with_a_place_of_its_own(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_another_number_of_ranks_goes_on_with_what_is_left() -> None:
 def test_one_place_has_one_owner() -> None:
     sampler = sl.DistributedSampler(Numbers(), 1, 0)
     loader = stateful(Numbers(), 0, sampler=sampler)
-    with pytest.raises(ValueError, match="sampler and loader have one DistributedSampler"):
+    with pytest.raises(ValueError, match="sampler and loader have the same DistributedSampler"):
         sl.TrainState(sampler=sampler, loader=loader)
 
 

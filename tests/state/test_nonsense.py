@@ -75,7 +75,11 @@ def test_a_checkpointer(
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        (("text",), TypeError, "expected state to be a TrainState, got a str: name what belongs to the run"),
+        (
+            ("text",),
+            TypeError,
+            "expected state to be a TrainState, got a str: give the objects of the run names",
+        ),
         ((nn.Linear(1, 1),), TypeError, "expected state to be a TrainState, got a Linear"),
         ((TrainState,), TypeError, "expected state to be a TrainState, got the class TrainState"),
         ((state(), "3"), TypeError, "expected step to be an integer of at least 0, got '3'"),
@@ -136,7 +140,7 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
     with sl.Checkpointer(tmp_path, stop_signals=()) as checkpointer:
         with pytest.raises(TypeError, match="expected state to be a TrainState, got a Linear"):
             checkpointer.stop_if_asked(nn.Linear(1, 1))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="expected why to be a text, what this rank did or met, got 3"):
+        with pytest.raises(TypeError, match="expected why to be a str, the reason in words, got a int"):
             checkpointer.ask_to_stop(3)  # type: ignore[arg-type]
         checkpointer.stop_if_asked(state())  # nobody has asked
     for num_samples, error in (("3", TypeError), (True, TypeError), (-1, ValueError)):
@@ -152,7 +156,7 @@ def test_what_is_told_on_one_rank_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"path": None}, TypeError, "expected path to be that of a file"),
+        ({"path": None}, TypeError, "expected path to be the path of a file"),
         (
             {"names": "model"},
             TypeError,

@@ -16,10 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.checkpoint.directory import Save, Shelf
+from syncline.checkpoint.directory import (
+    VERSION,
+    Manifest,
+    Save,
+    Shelf,
+    parse_name,
+    read_manifest,
+    write_manifest,
+)
 from syncline.checkpoint.encoding import decode, encode
 from syncline.checkpoint.files import Files, LocalFiles
-from syncline.checkpoint.snapshot import VERSION, Manifest, parse_name, read_manifest, write_manifest
 from syncline.checkpoint.tensor_file import memory_of, read_tensors, write_tensors
 from syncline.errors import CheckpointCorrupt
 
@@ -224,7 +231,7 @@ def test_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
 
 
 def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.checkpoint.snapshot.VERSION", VERSION + 1)
+    monkeypatch.setattr("syncline.checkpoint.directory.VERSION", VERSION + 1)
     write(LocalFiles(), str(tmp_path), 1)
     monkeypatch.undo()
     with pytest.raises(

@@ -333,7 +333,7 @@ def test_a_closed_checkpointer_listens_no_more(usr1: list[str], tmp_path: Path) 
         checkpointer.stop_if_asked(sl.TrainState())
         assert handler() is not own
     assert handler() is own
-    with pytest.raises(ValueError, match="it was closed"):
+    with pytest.raises(ValueError, match="is closed"):
         checkpointer.stop_if_asked(sl.TrainState())
 
 
@@ -408,7 +408,7 @@ def test_only_the_main_thread_listens_and_the_others_are_told_so(tmp_path: Path)
     def program(t: Transport) -> None:
         sl.Checkpointer(tmp_path, group=t).stop_if_asked(sl.TrainState())
 
-    with pytest.warns(RuntimeWarning, match="only the main thread can listen") as warned:
+    with pytest.warns(RuntimeWarning, match="only the main thread can handle") as warned:
         run_ranks(1, program)
     assert len(warned) == 1
     assert warned[0].filename == __file__

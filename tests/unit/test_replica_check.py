@@ -209,7 +209,7 @@ def test_the_error_says_all_there_is_to_say() -> None:
     assert "\n  one.weight, element [30, 2] of 240  ranks 0, 2 | rank 1\n" in text
     assert "\n  two.bias, elements 1 to 2 of 3  ranks 0, 2 | rank 1\n" in text
     assert re.search(
-        r"All ranks agreed on one.weight last at step [45], [12] steps? before\. In the minority: rank 1\.",
+        r"All ranks last agreed on one.weight at step [45], [12] steps? before\. In the minority: rank 1\.",
         text,
     )
     assert (
@@ -224,7 +224,7 @@ def test_of_two_ranks_it_does_not_guess() -> None:
         optimizer = adam(ddp)
         if t.rank == 1:
             flip(ddp.module.one.bias, 3, 7)
-        with pytest.raises(ReplicaDivergence, match="With two ranks nobody can tell") as caught:
+        with pytest.raises(ReplicaDivergence, match="With two ranks there is no majority") as caught:
             train(t, ddp, optimizer, num_steps=2)
         return caught.value
 

@@ -220,7 +220,7 @@ def test_a_sampler_by_another_name_would_stay_where_it_is() -> None:
 
 def test_a_number_of_samples_that_nobody_remembers_is_refused() -> None:
     state = TrainState()
-    with pytest.raises(TypeError, match=r"got commit\(4\), but nobody remembers"):
+    with pytest.raises(TypeError, match=r"got commit\(4\), but without a sampler"):
         state.commit(4)
     assert state.step == 0
     state.commit()

@@ -242,7 +242,7 @@ def test_the_first_tensor_that_differs_and_the_minority_are_named() -> None:
     error = diverged(5, change)[0]
     assert (error.tensor, error.num_differing, error.minority_ranks) == ("0.weight", 3, (2, 3))
     text = str(error)
-    assert "3 of 7 tensors and numbers differ, the first of them 0.weight" in text
+    assert "3 of 7 tensors and other values differ, the first of them 0.weight" in text
     assert (
         "\n  0.weight, element [1, 1] of 9  ranks 0, 1, 3, 4 | rank 2\n  1.running_var, element 0 of 3  "
         in text
@@ -253,7 +253,7 @@ def test_the_first_tensor_that_differs_and_the_minority_are_named() -> None:
 def test_of_two_ranks_nobody_can_tell_which_is_right() -> None:
     error = diverged(2, lambda t: [torch.zeros(2), torch.full((1,), float(t.rank))])[0]
     assert (error.tensor, error.minority_ranks) == ("[1]", ())
-    assert "With two ranks nobody can tell which one is right." in str(error)
+    assert "With two ranks there is no majority" in str(error)
 
 
 def test_without_a_majority_nobody_is_blamed() -> None:

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from syncline.checkpoint.capture import Parts, entry_of
-from syncline.checkpoint.dataloaders import remarks_on_loaders, remarks_on_places
-from syncline.checkpoint.directory import Save, Shelf, check_readable, check_writable, checked_path
+from syncline.checkpoint.contents import Parts, remarks
+from syncline.checkpoint.dataloaders import ResumeRemarks
 from syncline.checkpoint.files import Files, LocalFiles
-from syncline.checkpoint.on_all_ranks import Refused, everywhere, on_rank_0
-from syncline.checkpoint.restore import Found, remarks
-from syncline.checkpoint.rollback import Before
-from syncline.checkpoint.snapshot import SHARED_FILE, Manifest, own_file, read_manifest, write_manifest
+from syncline.checkpoint.rollback import load_together
 from syncline.checkpoint.stop import JointStop
-from syncline.checkpoint.tensor_file import StoredFile, write_tensors
+from syncline.checkpoint.store import IntactSave, Refused, SaveStore, checked_path
 from syncline.checkpoint.train_state import TrainState, load_all
-from syncline.checkpoint.verify import agree_on_loaded
 from syncline.checks import checked_count, checked_flag, what_it_is
-from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.session.stop_request import STOP_SIGNALS
 from syncline.session.world import before_shutdown, transport_of
 from syncline.transport.agreement import exchange
@@ -37,8 +27,6 @@ from syncline.user_code import warn_user, warning_here
 
 __all__ = ["Checkpointer"]
 
-
-T = TypeVar("T")
 
 _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
@@ -94,15 +82,15 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         self._transport = transport_of(group)
-        self._files = files or LocalFiles()
-        self._path = ""
+        files = files or LocalFiles()
+        path = ""
         fault: Exception | None = None
         lines = [f"keep  {keep}", f"read_only  {read_only}"]
         try:
-            self._path = checked_path(directory)
-            self._is_read_only = checked_flag("read_only", read_only)
+            path = checked_path(directory)
+            checked_flag("read_only", read_only)
             checked_count("keep", keep, at_least=1)
-            if not all(callable(getattr(self._files, name, None)) for name in _FILE_METHODS):
+            if not all(callable(getattr(files, name, None)) for name in _FILE_METHODS):
                 raise TypeError(
                     f"expected files to be a file system ({', '.join(_FILE_METHODS)}), got {files!r}"
                 )
@@ -111,20 +99,10 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer", lines, fault=fault)
-        self._board = self._transport.board
-        with self._board.called("sl.Checkpointer"):
+        with self._called():
             self._lane = self._transport.lane("checkpoints")
-        self._shelf = Shelf(self._files, self._path, keep)
-        self._damaged: set[Save] = set()
-        self._last_number = 0
-        """On rank 0: the number of the newest save that this object has found, made or loaded."""
-        self._standing: set[str] = set()
-        """The names of streams for which the warning about an unchanged position was already given."""
-        self._has_looked = False
-        """Whether the DataLoaders of this process were inspected."""
+        self._remarks = ResumeRemarks()
         self._writer = ThreadPoolExecutor(1, "syncline checkpoints")
-        self._warn_where_saved: Callable[[str], None] = warn_user
-        """Warns at the user's line that started the save; the writer thread has no such line on its stack."""
         self._under_way: Future[str | None] | None = None
         self._newest: tuple[int, str] | None = None
         """Step and directory of the last save that was made or loaded."""
@@ -134,15 +112,13 @@ class Checkpointer:
         self._end = weakref.finalize(self, _end, self._writer, own_lane)
         # At exit, `before_shutdown` waits for pending saves first; all lanes are closed after that.
         self._end.atexit = False
-        with self._board.called("sl.Checkpointer"):
-            if read_only:
-                check_readable(self._lane, self._shelf, self._path)
-            else:
-                check_writable(self._lane, self._files, self._shelf, self._path)
-                if self._lane.rank == 0:
-                    with contextlib.suppress(OSError):
-                        self._known_saves()
+        with self._called():
+            self._store = SaveStore(self._lane, files, path, keep, read_only=read_only)
         before_shutdown(self.wait)
+
+    def _called(self, method: str = "") -> contextlib.AbstractContextManager[object]:
+        """Show other ranks, during the block, that this rank is in a method."""
+        return self._transport.board.called(f"sl.Checkpointer{method}")
 
     # ------------------------------------------------------------------ closing
 
@@ -170,12 +146,14 @@ class Checkpointer:
     def _check(self, state: object, *, saves: bool = False) -> None:
         """Raise unless `state` can be loaded here, or saved if `saves` is set."""
         if not self._end.alive:
-            raise ValueError("it was closed: make another sl.Checkpointer")
-        if saves and self._is_read_only:
-            raise ValueError(f"expected to load only from {self._path}: it was made with read_only=True")
+            raise ValueError("this sl.Checkpointer is closed: create another one")
+        if saves and self._store.is_read_only:
+            raise ValueError(
+                f"cannot save into {self._store.path}: this sl.Checkpointer was created with read_only=True"
+            )
         if not isinstance(state, TrainState):
             raise TypeError(
-                f"expected state to be a TrainState, got {what_it_is(state)}: name what belongs to the run, "
+                f"expected state to be a TrainState, got {what_it_is(state)}: give the objects of the run names, "
                 "sl.TrainState(model=..., optimizer=...)"
             )
 
@@ -238,114 +216,34 @@ class Checkpointer:
         exchange(self._transport, "sl.Checkpointer.save", lines, fault=fault)
         assert parts is not None
         if self._transport.rank == 0:
-            self._say_what_resumes_otherwise(state)
-        self._warn_where_saved = warning_here()
-        self._under_way = self._writer.submit(self._saved, state.step, parts)
+            for remark in self._remarks.on(state.named, state._places.standing):
+                warn_user(remark)
+        # The thread of the writer has no line of the user's code on its stack.
+        self._under_way = self._writer.submit(self._saved, state.step, parts, warning_here())
         return self.wait() if blocking else self._under_way
 
     def wait(self) -> str | None:
         """Wait for the pending save, if any, and return its result."""
         under_way, self._under_way = self._under_way, None
-        with self._board.called("sl.Checkpointer.save"):
+        with self._called(".save"):
             return under_way.result() if under_way else None
 
-    def _say_what_resumes_otherwise(self, state: TrainState) -> None:
-        """Warn once about each stream and DataLoader that would differ after resuming; inspects loaders once."""
-        standing = [name for name in state._places.standing if name not in self._standing]
-        self._standing |= {*standing}
-        for remark in remarks_on_places(state.named, standing):
-            warn_user(remark)
-        if not self._has_looked:
-            self._has_looked = True
-            for remark in remarks_on_loaders(state.named):
-                warn_user(remark)
-
-    def _saved(self, step: int, parts: Parts) -> str | None:
+    def _saved(self, step: int, parts: Parts, warn: Callable[[str], None]) -> str | None:
+        why = ""
         try:
-            path = self._write(step, parts)
+            path = self._store.write(step, parts, warn)
+            self._newest = (step, path)
+            return path
         except Refused as refused:
-            self._warn(step, f"{refused}. What was saved before is as it was, and training goes on")
+            why = f"{refused}. Earlier saves are unchanged, and training continues"
             return None
         except Exception as error:
             # Warn as well, because the caller may never ask for the future's result.
-            self._warn(step, f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
             raise
-        self._newest = (step, path)
-        return path
-
-    def _warn(self, step: int, why: str) -> None:
-        if self._lane.rank == 0:
-            self._warn_where_saved(f"the state at step {step} could not be saved: {why}")
-
-    def _write(self, step: int, parts: Parts) -> str:
-        number, path = self._on_rank_0(lambda: self._begin(step))
-        save = Save(number, step)
-        try:
-            shared = self._shared(parts)
-            told = self._everywhere(lambda: self._write_files(path, parts, shared))
-            self._on_rank_0(lambda: self._commit(save, path, parts, shared, told))
-        except Refused:
-            if self._lane.rank == 0:
-                with contextlib.suppress(OSError):
-                    self._shelf.abandon(save)
-            raise
-        return self._shelf.path_of(save)
-
-    def _begin(self, step: int) -> tuple[int, str]:
-        save, path = self._shelf.begin(step, self._last_number)
-        before = self._last_number
-        if save.number > before + 1:
-            self._warn_where_saved(
-                f"somebody else saves into {self._path}, too: what was saved last is number {save.number - 1}, and "
-                f"this run knows of none after {before}. Does another run use this directory? They remove each other's "
-                "saves, and one that goes on would load the other's state: give each a directory of its own"
-            )
-        return save.number, path
-
-    def _shared(self, parts: Parts) -> set[str]:
-        """Return the names of the tensors and JSON values that are equal on all ranks."""
-        told = self._everywhere(lambda: parts.digests)
-        return {
-            name for name, digest in parts.digests.items() if all(one.get(name) == digest for one in told)
-        }
-
-    def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
-        """Write this rank's files; return their descriptions and the JSON values that only this rank has."""
-        rank = self._lane.rank
-        wanted = {own_file(rank): parts.tensors.keys() - shared}
-        if rank == 0:
-            wanted[SHARED_FILE] = parts.tensors.keys() & shared
-        written = {
-            name: asdict(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
-            for name, keys in wanted.items()
-            if keys
-        }
-        own = {name: tree for name, tree in parts.trees.items() if entry_of(name) not in shared}
-        return {"files": written, "trees": own}
-
-    def _commit(
-        self, save: Save, path: str, parts: Parts, shared: set[str], told: Sequence[Mapping[str, Any]]
-    ) -> None:
-        manifest = Manifest(
-            step=save.step,
-            number=save.number,
-            num_ranks=self._lane.size,
-            shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
-            ranks=[one["trees"] for one in told],
-            files={name: StoredFile(**file) for one in told for name, file in one["files"].items()},
-            classes=parts.classes,
-            sharded=parts.sharded,
-            about={
-                "torch": torch.__version__,
-                "host": socket.gethostname(),
-                "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-        write_manifest(self._files, path, manifest)
-        self._shelf.commit(save)
-        self._last_number = save.number
-        with contextlib.suppress(OSError):  # the save is complete; the next save prunes what is left
-            self._shelf.prune(self._damaged)
+        finally:
+            if why and self._lane.rank == 0:
+                warn(f"the state at step {step} could not be saved: {why}")
 
     # ------------------------------------------------------------------ stopping
 
@@ -366,7 +264,7 @@ class Checkpointer:
         Raises:
             SystemExit: with code `sl.EXIT_STOPPED`: all ranks stop here, and `state` is saved.
             TypeError, ValueError: `state` is not a TrainState, or the Checkpointer was closed. Raised on this rank
-                only, because other ranks may learn of a stop from their backwards and need no collective here.
+                only, because other ranks may receive the request in their backwards and need no collective here.
             SynclineError: all ranks stop here, but `state` could not be saved; or the ranks must not wait for each
                 other here (`ParameterServer`, between two parameter syncs).
 
@@ -376,8 +274,8 @@ class Checkpointer:
             >>> with tempfile.TemporaryDirectory() as directory:
             ...     checkpointer = sl.Checkpointer(directory, stop_signals=())
             ...     state.commit()
-            ...     checkpointer.stop_if_asked(state)  # nobody has asked
-            ...     checkpointer.ask_to_stop("met its deadline")
+            ...     checkpointer.stop_if_asked(state)  # returns: no rank was asked
+            ...     checkpointer.ask_to_stop("reached its deadline")
             ...     try:
             ...         checkpointer.stop_if_asked(state)
             ...     except SystemExit as stopped:
@@ -385,7 +283,7 @@ class Checkpointer:
             True
         """
         self._check(state, saves=True)
-        with self._board.called("sl.Checkpointer.stop_if_asked"):
+        with self._called(".stop_if_asked"):
             if not self._stop.is_agreed(state):
                 return
             # A failed save was already reported by a warning; other ranks may have failed differently.
@@ -405,7 +303,7 @@ class Checkpointer:
             TypeError: `why` is not a string.
         """
         if not isinstance(why, str):
-            raise TypeError(f"expected why to be a text, what this rank did or met, got {why!r}")
+            raise TypeError(f"expected why to be a str, the reason in words, got {what_it_is(why)}")
         self._stop.request.ask(why)
 
     # ------------------------------------------------------------------ loading
@@ -441,114 +339,25 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             fault = error
         exchange(self._transport, "sl.Checkpointer.load", lines, fault=fault)
-        with self._board.called("sl.Checkpointer.load"):
-            newest, damaged = self._newest_sound(state, strict=strict)
-            if newest is None:
+        with self._called(".load"):
+            save = self._store.read_newest(state, strict=strict)
+            if save is None:
                 return None
-            save, found = newest.save, newest.found
-            if damaged and self._transport.rank == 0:
-                warn_user(
-                    "\n  ".join(["of what was saved, this cannot be loaded:", *damaged])
-                    + f"\nLoaded instead: {save.name}"
-                )
-            self._apply(state, newest, strict=strict)
+            title = f"sl.Checkpointer.load of {save.name}"
+            load_together(self._transport, title, save.before, lambda: _load(state, save, strict=strict))
+            if strict:
+                state._mark_replicas_equal()
             if self._transport.rank == 0:
-                for remark in remarks(save.name, found, state, self._transport.size):
+                for remark in remarks(save.name, save.found, state, self._transport.size):
                     warn_user(remark)
-            self._newest = (found.manifest.step, self._shelf.path_of(save))
-            return found.manifest.step
-
-    def _newest_sound(self, state: TrainState, *, strict: bool) -> tuple[_Sound | None, list[str]]:
-        """Find the newest intact save, verified on all ranks, and describe the damage of newer ones.
-
-        Raises:
-            CheckpointCorrupt: there are saves, but none of them is intact.
-            SynclineError: the directory cannot be read.
-        """
-        try:
-            known = [(Save(*one), Save(*other)) for one, other in self._on_rank_0(self._known_saves)]
-        except Refused as refused:
-            raise SynclineError(f"sl.Checkpointer.load: {self._path} cannot be read: {refused}") from None
-        if self._transport.rank == 0:
-            for save, identity in known:
-                if save != identity:
-                    warn_user(
-                        f"{save.name} in {self._path} was renamed: its manifest says that it was {identity.name}, and "
-                        "that counts, whatever it is called"
-                    )
-        damaged: list[str] = []
-        for save, _ in known:
-            try:
-                return self._read(save, state, strict=strict), damaged
-            except Refused as refused:
-                self._damaged.add(save)
-                damaged.append(f"{save.name}: {refused}")
-        if damaged:
-            raise CheckpointCorrupt(
-                "\n  ".join([f"no save in {self._path} is sound:", *damaged])
-                + "\nNothing was loaded. Begin anew with another directory, or bring a sound copy back"
-            )
-        return None, damaged
-
-    def _known_saves(self) -> list[tuple[Save, Save]]:
-        saves = self._shelf.identified()
-        self._last_number = max((save.number for both in saves for save in both), default=0)
-        return saves
-
-    def _read(self, save: Save, state: TrainState, *, strict: bool) -> _Sound:
-        """Read and verify, on all ranks, what this rank needs of a save, and back up the current state.
-
-        Raises:
-            Refused: the save is damaged, on any rank.
-        """
-        path = self._shelf.path_of(save)
-        sound: list[_Sound] = []
-
-        def read() -> None:
-            manifest = read_manifest(self._files, path)
-            rank, size = self._transport.rank, self._transport.size
-            found = Found(self._files, path, manifest, rank=rank, num_ranks=size)
-            states = found.decoded_for(state.named, strict=strict)
-            # Back up now: no rank has begun to load yet, and ranks may share one copy of a module.
-            sound.append(_Sound(save, found, states, Before(state.named, state.step)))
-
-        self._everywhere(read)
-        return sound[0]
-
-    def _apply(self, state: TrainState, sound: _Sound, *, strict: bool) -> None:
-        fault = None
-        same: dict[str, Any] = {}
-        title = f"sl.Checkpointer.load of {sound.save.name}"
-        try:
-            try:
-                load_all(state, sound.states, strict=strict)
-                same = sound.found.same_on_all(state)
-            except Exception as error:
-                fault = error
-            agree_on_loaded(self._transport, title, same, fault=fault)
-        except BaseException:
-            sound.before.restore(together=True)
-            state._resume_from_step(sound.before.step)
-            raise
-        if strict:
-            state._mark_replicas_equal()
-
-    # ------------------------------------------------------------------ collectives
-
-    def _everywhere(self, fn: Callable[[], T]) -> list[T]:
-        return everywhere(self._lane, fn)
-
-    def _on_rank_0(self, fn: Callable[[], T]) -> T:
-        return on_rank_0(self._lane, fn)
+            self._newest = (save.found.manifest.step, save.path)
+            return save.found.manifest.step
 
 
-class _Sound(NamedTuple):
-    """A save that was read and verified, and a backup of the state from before it is loaded."""
-
-    save: Save
-    found: Found
-    states: dict[str, Any]
-    before: Before
+def _load(state: TrainState, save: IntactSave, *, strict: bool) -> dict[str, Any]:
+    """Load the save; return the objects that must now be equal on all ranks."""
+    load_all(state, save.states, strict=strict)
+    return save.found.same_on_all(state)
 
 
 def _end(writer: ThreadPoolExecutor, lane: Transport | None) -> None:

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from syncline.data.sampler import DistributedSampler
 from syncline.words import format_count
 
-__all__ = ["Places", "dealer_of", "remarks_on_loaders", "remarks_on_places"]
+__all__ = ["Places", "ResumeRemarks", "sampler_of"]
 
 
 _ENOUGH_STEPS = 3
 """Number of steps without movement that trigger the warning; a stream may take several batches from one block."""
 
 
-def dealer_of(one: Any) -> DistributedSampler | None:
+def sampler_of(one: Any) -> DistributedSampler | None:
     """Return the DistributedSampler: `one` itself, or the one inside a loader; None if there is none."""
     for sampler in (
         one,
@@ -59,7 +59,7 @@ class Places:
             name: one
             for name, one in named.items()
             if isinstance(one, IterableDataset)
-            or (name == "sampler" and not isinstance(one, DataLoader) and dealer_of(one) is None)
+            or (name == "sampler" and not isinstance(one, DataLoader) and sampler_of(one) is None)
         }
         self._last: dict[str, Any] = {}
         self._num_equal = dict.fromkeys(self._watched, 0)
@@ -80,28 +80,40 @@ class Places:
             self._last[name] = place
 
 
-def remarks_on_places(named: Mapping[str, Any], standing: Sequence[str]) -> Iterator[str]:
-    """Yield a warning for each stream that a resumed run would read from the same position again.
+class ResumeRemarks:
+    """The texts of warnings about streams and DataLoaders that would differ in a resumed run, each given once."""
 
-    Args:
-        named: the saved objects, by name.
-        standing: the names of streams that do not move; see `Places`.
-    """
-    for name in standing:
-        yield (
-            f"the place of {name} ({type(named[name]).__name__}) has not moved in {_ENOUGH_STEPS} steps, so a run that "
-            "resumes would read the same samples again. Do the workers of a DataLoader read it? They read copies: use "
-            "num_workers=0, or torchdata's StatefulDataLoader, sl.TrainState(sampler=loader)"
-        )
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+        """The names of streams that were reported."""
+        self._has_searched = False
+        """Whether the DataLoaders of this process were searched for."""
+
+    def on(self, named: Mapping[str, Any], standing: Sequence[str]) -> list[str]:
+        """Return the new warnings; the first call takes some ten milliseconds.
+
+        Args:
+            named: the saved objects, by name.
+            standing: the names of streams that do not move; see `Places`.
+        """
+        texts = [
+            f"the position of {name} ({type(named[name]).__name__}) has not changed in {_ENOUGH_STEPS} steps, so a "
+            "resumed run would read the same samples again. If the workers of a DataLoader read the stream, they read "
+            "copies of it: use num_workers=0, or torchdata's StatefulDataLoader, sl.TrainState(sampler=loader)"
+            for name in standing
+            if name not in self._reported
+        ]
+        self._reported.update(standing)
+        if not self._has_searched:
+            self._has_searched = True
+            texts += _remarks_on_loaders(named)
+        return texts
 
 
-def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
+def _remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each DataLoader of this process that makes a resumed run draw other random numbers.
 
-    This searches all objects of the process once, which takes some ten milliseconds.
-
-    Args:
-        named: the saved objects, by name.
+    This searches all objects of the process once.
     """
     names = {id(one): name for name, one in named.items()}
     for loader in _all_loaders():
@@ -109,17 +121,17 @@ def remarks_on_loaders(named: Mapping[str, Any]) -> Iterator[str]:
             continue
         stream = names.get(id(loader.dataset))
         if loader.persistent_workers:
-            when = "once in a run, for persistent_workers=True"
+            when = "once per run, because of persistent_workers=True"
         elif stream is not None and isinstance(loader.dataset, IterableDataset):
             when = f"whenever it begins to read {stream}"
-        elif id(loader) in names and dealer_of(loader) is None:
+        elif id(loader) in names and sampler_of(loader) is None:
             when = "whenever it begins"
         else:
             continue  # its epochs draw the same numbers, or the sampler resets the generators
         what = f"{type(loader.dataset).__name__} ({format_count(loader.num_workers, 'worker')})"
         yield (
-            f"a DataLoader of {what} draws from torch's global generator {when}. A run that resumes draws a number "
-            "that this one does not, and dropout and the like differ from there on: give it a generator of its own, "
+            f"a DataLoader of {what} draws from torch's global generator {when}. A resumed run draws one number more, "
+            "so that later random numbers differ, such as dropout masks: give the DataLoader a generator of its own, "
             "generator=torch.Generator()"
         )
 

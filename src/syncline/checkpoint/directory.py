@@ -1,25 +1,211 @@
-"""The directory that holds all saves: list, commit and prune them.
+"""The saves in a directory: a directory each, with a manifest, and tensors in safetensors files.
 
-It also has the checks that all ranks see the same directory and that it can be read or written.
+    save-000007-step-1200/
+        manifest.json            the list of contents, their checksums, and all JSON values; written last
+        shared.safetensors       the tensors that are equal on all ranks, written by rank 0
+        rank-0.safetensors       the tensors that differ per rank, including each rank's shard
+        rank-1.safetensors
+
+A directory is written under a temporary name and renamed when it is complete. Checksums cover everything in it: the
+manifest ends with its own, and it lists one for each file's header and one for each tensor.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import uuid
-from collections.abc import Collection
-from typing import NamedTuple
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from syncline.checkpoint.files import Files
-from syncline.checkpoint.on_all_ranks import Refused, everywhere, on_rank_0
-from syncline.checkpoint.snapshot import directory_name, parse_name, read_manifest
-from syncline.differences import describe_ranks, ranks_with
-from syncline.errors import CheckpointCorrupt, SynclineError
-from syncline.transport.base import Transport
+from syncline.checkpoint.files import Files, check, is_count, json_object, malformed_is_corrupt
+from syncline.checkpoint.tensor_file import StoredFile, checksum
+from syncline.errors import CheckpointCorrupt
 
-__all__ = ["Save", "Shelf", "check_readable", "check_writable", "checked_path"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "SHARED_FILE",
+    "VERSION",
+    "Manifest",
+    "Save",
+    "Shelf",
+    "directory_name",
+    "own_file",
+    "parse_name",
+    "read_manifest",
+    "write_manifest",
+]
+
+
+FORMAT = "syncline checkpoint"
+
+VERSION = 3
+"""The format version that is written. Earlier versions can be read; later ones are refused.
+
+1: the first. 2: tensors of which each rank has a part ("$part"), and "sharded". 3: Counters ("$counter"), "classes".
+"""
+
+SHARED_FILE = "shared.safetensors"
+"""The name of the file of tensors that are equal on all ranks."""
+
+MANIFEST = "manifest.json"
+
+_NAME = re.compile(r"save-(?P<save>\d{6,})-step-(?P<step>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The description of one save: everything except its tensors.
+
+    Attributes:
+        step: the step at which it was saved.
+        number: the number of the save; 1 for the first in its directory, 0 for early formats that do not record it.
+        num_ranks: the number of ranks that saved it.
+        shared: the JSON values that are equal on all ranks, as returned by `encode`, by name.
+        ranks: the JSON values that differ, by name, for each rank.
+        files: the tensor files, by name.
+        classes: the class names of the saved objects except modules, by name.
+        sharded: the names of objects of which each rank saved a shard.
+        about: versions and other information for people.
+    """
+
+    step: int
+    number: int = 0
+    num_ranks: int
+    shared: Any
+    ranks: Sequence[Any]
+    files: Mapping[str, StoredFile]
+    classes: Mapping[str, str] = field(default_factory=dict)
+    sharded: Sequence[str] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
+
+
+def own_file(rank: int) -> str:
+    """Return the name of the file of the tensors that only this rank has."""
+    return f"rank-{rank}.safetensors"
+
+
+def directory_name(save: int, step: int) -> str:
+    """Return the directory name of save number `save` of the state at `step`; numbers follow the order of saving."""
+    return f"save-{save:06d}-step-{step}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Return the save number and step of a directory name; None if it is not the name of a save.
+
+    Example:
+        >>> parse_name(directory_name(7, 1200)), parse_name("notes")
+        ((7, 1200), None)
+    """
+    found = _NAME.fullmatch(name)
+    return (int(found["save"]), int(found["step"])) if found else None
+
+
+def write_manifest(files: Files, directory: str, manifest: Manifest) -> None:
+    """Write the manifest into a directory that has all other files."""
+    files.write(f"{directory}/{MANIFEST}", [_text(manifest)])
+
+
+def _text(manifest: Manifest) -> bytes:
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "about": dict(manifest.about),
+        "number": manifest.number,
+        "step": manifest.step,
+        "num_ranks": manifest.num_ranks,
+        "classes": dict(manifest.classes),
+        "sharded": list(manifest.sharded),
+        "files": {
+            name: {"num_bytes": file.num_bytes, "header": file.header, "tensors": dict(file.tensors)}
+            for name, file in manifest.files.items()
+        },
+        "shared": manifest.shared,
+        "ranks": list(manifest.ranks),
+    }
+    text = json.dumps(body, indent=1, allow_nan=False)
+    # The checksum is the last line, so the text before it can be read and verified unchanged.
+    return f"{text}\n{checksum(text.encode())}\n".encode()
+
+
+def read_manifest(files: Files, directory: str) -> Manifest:
+    """Read and verify the manifest of a directory.
+
+    Raises:
+        CheckpointCorrupt: it is missing, damaged, or of an unknown version.
+        OSError: it could not be read.
+    """
+    path = f"{directory}/{MANIFEST}"
+    try:
+        content = files.read(path)
+    except FileNotFoundError:
+        raise CheckpointCorrupt(f"{path} is missing: the directory is not complete") from None
+    text, _, found = content.removesuffix(b"\n").rpartition(b"\n")
+    if content[-1:] != b"\n" or found != checksum(text).encode():
+        raise CheckpointCorrupt(f"{path} is damaged: its checksum, the last line, does not match the rest")
+    with malformed_is_corrupt(path):
+        body = json_object(text)
+        form, version = body["format"], body["version"]
+        if form == FORMAT and is_count(version) and version > VERSION:
+            raise CheckpointCorrupt(
+                f"{path} is of {form!r}, version {version}: this version of Syncline reads up to version {VERSION}"
+            )
+        check(form == FORMAT and is_count(version), f"expected {FORMAT!r} and its version", (form, version))
+        return _manifest(body)
+
+
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    """Build a manifest from its JSON object.
+
+    Raises:
+        ValueError, TypeError, LookupError: no version of `write_manifest` writes such an object.
+    """
+    shared, ranks, files = body["shared"], body["ranks"], body["files"]
+    step, number, num_ranks = body["step"], body.get("number", 0), body["num_ranks"]
+    for name, count in (("step", step), ("number", number), ("num_ranks", num_ranks)):
+        check(is_count(count), f"expected {name} to be a count", count)
+    check(isinstance(ranks, list) and 0 < len(ranks) == num_ranks, f"expected {num_ranks} ranks", ranks)
+    for tree in (shared, *ranks):
+        check(isinstance(tree, dict), "expected values by name", tree)
+    for tree in ranks:
+        check(tree.keys() == ranks[0].keys(), "expected the same names of each rank", [*tree])
+        check(shared.keys().isdisjoint(tree), "expected no name to be both shared and per rank", [*tree])
+    classes, sharded, about = body.get("classes", {}), body.get("sharded", []), body["about"]
+    check(_are_strings(classes) and isinstance(about, dict), "expected strings by name", (classes, about))
+    names = shared.keys() | ranks[0].keys()
+    check(isinstance(sharded, list) and names >= set(sharded), f"expected names of {sorted(names)}", sharded)
+    check(shared.get("step", step) == step, f"expected the state of step {step}", shared.get("step"))
+    check(isinstance(files, dict), "expected files by name", files)
+    known = {SHARED_FILE, *map(own_file, range(num_ranks))}
+    return Manifest(
+        step=step,
+        number=number,
+        num_ranks=num_ranks,
+        shared=shared,
+        ranks=ranks,
+        files={name: _stored_file(name, stored, known) for name, stored in files.items()},
+        classes=classes,
+        sharded=sharded,
+        about=about,
+    )
+
+
+def _stored_file(name: str, stored: Any, known: Collection[str]) -> StoredFile:
+    check(name in known, f"expected one of {sorted(known)}", name)
+    check(isinstance(stored, dict), f"expected an entry of {name}", stored)
+    file = StoredFile(**stored)
+    check(is_count(file.num_bytes), f"expected the number of bytes of {name}", file.num_bytes)
+    check(isinstance(file.header, str), f"expected a checksum of {name}", file.header)
+    check(_are_strings(file.tensors), f"expected a checksum of each tensor of {name}", file.tensors)
+    return file
+
+
+def _are_strings(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(one, str) for one in found.values())
+
+
+# ---------------------------------------------------------------------- all saves
 
 
 _UNFINISHED = "unfinished-"
@@ -130,73 +316,3 @@ class Shelf:
 
     def _unfinished(self, save: Save) -> str:
         return f"{self._path}/{_UNFINISHED}{save.name}"
-
-
-_TITLE = "sl.Checkpointer"
-
-
-def checked_path(directory: object) -> str:
-    """Return the absolute path of a directory.
-
-    Raises:
-        TypeError, ValueError: it is not a path.
-    """
-    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
-    if not isinstance(path, str):
-        raise TypeError(f"expected directory to be a path, a str or an os.PathLike of one, got {directory!r}")
-    if not path:
-        raise ValueError("expected directory to be a path, got '' ('.' is where the program was started)")
-    return os.path.abspath(path)
-
-
-def check_writable(lane: Transport, files: Files, shelf: Shelf, path: str) -> None:
-    """Create the directory; raise unless all ranks see it and rank 0 can write to it. A collective call.
-
-    Raises:
-        SynclineError: the same on every rank.
-    """
-
-    def write() -> str:
-        files.make_directory(path)
-        probe = shelf.probe_path(uuid.uuid4().hex)
-        files.write(probe, [b"seen by all ranks?"])
-        return probe
-
-    try:
-        probe = on_rank_0(lane, write)
-    except Refused as refused:
-        raise SynclineError(f"{_TITLE}: {path} cannot be written: {refused}") from None
-    name = probe.rpartition("/")[2]
-    seen = everywhere(lane, lambda: (socket.gethostname(), path, name in files.names(path)))
-    if lane.rank == 0:
-        with contextlib.suppress(OSError):
-            files.remove(probe)
-    blind = {rank: f"{where} on {host}" for rank, (host, where, is_seen) in enumerate(seen) if not is_seen}
-    if blind:
-        host, where, _ = seen[0]
-        raise SynclineError(
-            f"{_TITLE}: what rank 0 wrote into {where} on {host} is not in {_by_place(blind)}. Give the same directory "
-            "on all ranks, on a file system that all hosts have mounted at the same place"
-        )
-
-
-def check_readable(lane: Transport, shelf: Shelf, path: str) -> None:
-    """Raise unless all ranks see saves there, because a reader does not wait for a first save. A collective call.
-
-    Raises:
-        SynclineError: the same on every rank.
-    """
-    try:
-        seen = everywhere(lane, lambda: (socket.gethostname(), bool(shelf.saves())))
-    except Refused as refused:
-        raise SynclineError(f"{_TITLE}: {path} cannot be read: {refused}") from None
-    blind = {rank: host for rank, (host, has_saves) in enumerate(seen) if not has_saves}
-    if blind:
-        raise SynclineError(
-            f"{_TITLE}: expected saves to load in {path}, found none on {_by_place(blind)}. Is it another directory, "
-            "or not mounted there?"
-        )
-
-
-def _by_place(places: dict[int, str]) -> str:
-    return "; ".join(f"{place} ({describe_ranks(ranks)})" for place, ranks in ranks_with(places).items())

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.checkpoint.files import is_count
 from syncline.checkpoint.tensor_file import STORABLE
-from syncline.checkpoint.validation import is_count
 from syncline.sharded.part import TensorPart
 
 __all__ = ["decode", "encode", "tensors_in"]
@@ -181,7 +181,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
     if not tag.startswith("$"):
         return {key: decode(one, tensors, parts=parts) for key, one in encoded.items()}
     if len(encoded) > 1:
-        raise ValueError(f"{tag} is beside {', '.join([*encoded][1:])}")
+        raise ValueError(f"expected {tag} alone, got it beside {', '.join([*encoded][1:])}")
     match tag:
         case "$tensor":
             return tensors[value]
@@ -209,7 +209,7 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor], *, parts: Mapping[str, T
                 return torch.device(value)
         case "$size" if _are_counts(value):
             return torch.Size(value)
-    raise ValueError(f"{tag} {value!r} stands for nothing that this version knows")
+    raise ValueError(f"{tag} {value!r} is unknown to this version of Syncline")
 
 
 def _complex(values: Tensor, name: str) -> Tensor:
@@ -233,7 +233,7 @@ def _part(value: Any, tensors: Mapping[str, Tensor]) -> TensorPart:
         and start + values.numel() <= math.prod(shape)
     )
     if not fits:
-        raise ValueError(f"{value} is no part of a tensor")
+        raise ValueError(f"{value} is not a part of a tensor")
     return TensorPart(values=values, start=start, shape=tuple(shape), order=tuple(order))
 
 

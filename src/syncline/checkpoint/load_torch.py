@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +16,14 @@ from torch.optim import Optimizer
 
 from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
 from syncline.checkpoint.objects import load_into, types_in
-from syncline.checkpoint.rollback import Before
+from syncline.checkpoint.rollback import Before, Loadable, load_together
 from syncline.checkpoint.tensor_file import checksum_of_file
 from syncline.checkpoint.torch_file import read_torch_file
-from syncline.checkpoint.verify import agree_on_loaded
 from syncline.checks import checked_flag, did_you_mean
 from syncline.sharded.part import has_sharded_state
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
-from syncline.user_code import calling
-
-if TYPE_CHECKING:
-    from syncline.checkpoint.train_state import TrainState
+from syncline.user_code import calling, warn_user
 
 __all__ = ["Key", "Matched", "adopt", "match", "renamed_like"]
 
@@ -43,7 +38,7 @@ _WRAPPERS = ("module.", COMPILED_PREFIX)
 
 
 def adopt(
-    state: TrainState,
+    state: Loadable,
     path: str | os.PathLike[str],
     *,
     names: Mapping[str, Key | None] | None,
@@ -67,23 +62,11 @@ def adopt(
     except Exception as error:
         fault = error
     remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
-    before = Before(
-        state.named, state.step
-    )  # before any rank begins to load, because ranks may share one copy of a module
+    before = Before(state)  # before any rank begins to load, because ranks may share one copy of a module
     exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
-    loaded: dict[str, Any] = {}
-    try:
-        try:
-            loaded = _load(state, matched, os.fspath(path), strict=strict)
-        except Exception as error:
-            fault = error
-        agree_on_loaded(transport, _TITLE, loaded, fault=fault)
-    except BaseException:
-        before.restore(together=True)
-        state._resume_from_step(before.step)
-        raise
+    load_together(transport, _TITLE, before, lambda: _load(state, matched, os.fspath(path), strict=strict))
     if transport.rank == 0 and (matched.missing or matched.unused):
-        warnings.warn(f"{_TITLE} of {path}: {'; '.join(matched.left())}", RuntimeWarning, stacklevel=3)
+        warn_user(f"{_TITLE} of {path}: {'; '.join(matched.left())}")
     return matched.rest
 
 
@@ -95,7 +78,9 @@ def _checked(path: object, names: object, besides: object) -> tuple[str, dict[st
     """
     path = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(path, str):
-        raise TypeError(f"expected path to be that of a file, a str or an os.PathLike of one, got {path!r}")
+        raise TypeError(
+            f"expected path to be the path of a file, a str or an os.PathLike of one, got {path!r}"
+        )
     names = {} if names is None else names
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -144,14 +129,14 @@ class Matched:
             if self.missing:
                 name, key = _alike(self.missing, self.unused)
                 ways.append(
-                    f'say where something is, names={{"{name}": "{key}"}}, or that it is not there and stays as it is, '
+                    f'give its key in the file, names={{"{name}": "{key}"}}, or leave it unchanged, '
                     f'names={{"{name}": None}}'
                 )
             if self.unused:
-                ways.append(f'what is of no name here comes back with besides=["{self.unused[0]}"]')
-            remedy = "; ".join([*ways, "strict=False takes what there is"])
+                ways.append(f'besides=["{self.unused[0]}"] returns an entry that has no name here')
+            remedy = "; ".join([*ways, "strict=False loads what matches"])
             raise ValueError(
-                "\n  ".join([f"{path} does not fit what is named:", *self.left()])
+                "\n  ".join([f"{path} does not match the named objects:", *self.left()])
                 + f"\n{remedy[0].upper()}{remedy[1:]}"
             )
 
@@ -246,7 +231,7 @@ def _is_of_module(content: Mapping[Any, Any]) -> bool:
 # ---------------------------------------------------------------------- load into the objects
 
 
-def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
+def _load(state: Loadable, matched: Matched, path: str, *, strict: bool) -> dict[str, Any]:
     """Load the matched objects, and return those that must now be equal on all ranks."""
     loaded: dict[str, Any] = {}
     if "step" in matched.found:
@@ -287,12 +272,12 @@ def _load(state: TrainState, matched: Matched, path: str, *, strict: bool) -> di
 def _renamed(module: nn.Module, found: Any, name: str, path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         kind = type(found).__name__
-        raise ValueError(f"expected {name} of {path} to be what module.state_dict() gives, got a {kind}")
+        raise ValueError(f"expected {name} of {path} to be what module.state_dict() returns, got a {kind}")
     own = module.state_dict()
     renamed = renamed_like(found, own)
     if own and renamed.keys().isdisjoint(own):
         raise ValueError(
-            f"{name} of {path} has nothing of this {type(module).__name__}: there {_some(found)}; here {_some(own)}"
+            f"{name} of {path} has no entry of this {type(module).__name__}: expected {_some(own)}, got {_some(found)}"
         )
     return renamed
 

@@ -181,7 +181,8 @@ def _check_settings(optimizer: Optimizer, settings: set[str]) -> None:
         missing = sorted(settings - group.keys())
         if missing:
             raise ValueError(
-                f"what was saved is the state of another optimizer: it lacks {', '.join(missing)}, which "
-                f"{type(optimizer).__name__} needs. Make the optimizer as it was; one of your own that has got new "
-                "settings since fills them in in __setstate__"
+                f"the saved state is of another optimizer: it lacks {', '.join(missing)}, which "
+                f"{type(optimizer).__name__} needs. Create the optimizer as it was when it was saved; if it is "
+                "your own "
+                "and has got new settings since, let its __setstate__ add them"
             )

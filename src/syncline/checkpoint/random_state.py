@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
+import io
 import random
 import sys
 from array import array
@@ -100,35 +100,21 @@ def positions() -> dict[str, str]:
 
 def packed() -> bytes:
     """Return `rng_state()` as bytes that can be sent to another rank."""
+    content = io.BytesIO()
     state = rng_state()
-    version, numbers, gauss = state["python"]
-    told: dict[str, Any] = {
-        "python": [version, numbers.tolist(), gauss],
-        "torch": state["torch"].tolist(),
-        "cuda": [one.tolist() for one in _from_the_current_device(state.get("cuda", []))],
-    }
-    if "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        told["numpy"] = [kind, keys.tolist(), *rest]
-    return json.dumps(told).encode()
+    torch.save(state | {"cuda": _from_the_current_device(state.get("cuda", []))}, content)
+    return content.getvalue()
 
 
-def unpacked(told: bytes) -> dict[str, Any]:
+def unpacked(content: bytes) -> dict[str, Any]:
     """Return the state from `packed`, for `set_rng_state`, without the devices that this process does not use."""
-    found = json.loads(told)
-    version, numbers, gauss = found["python"]
-    state = {
-        "python": (version, torch.tensor(numbers), gauss),
-        "torch": torch.tensor(found["torch"], dtype=torch.uint8),
-    }
-    if "numpy" in found and "numpy" in sys.modules:
-        kind, keys, *rest = found["numpy"]
-        state["numpy"] = (kind, torch.tensor(keys, dtype=torch.uint32), *rest)
+    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    of_devices = state.pop("cuda")
     if torch.cuda.is_initialized():
         here = torch.cuda.get_rng_state_all()
         first = torch.cuda.current_device()
-        for index, one in enumerate(found["cuda"][: len(here)]):
-            here[(first + index) % len(here)] = torch.tensor(one, dtype=torch.uint8)
+        for index, one in enumerate(of_devices[: len(here)]):
+            here[(first + index) % len(here)] = one
         state["cuda"] = here
     return state
 

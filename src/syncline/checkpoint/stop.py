@@ -1,14 +1,13 @@
 """Stop all ranks after the same step when one of them was asked to stop.
 
 The ranks agree with the control data of their backwards, or by a separate collective (see `gradients/riders/stop.py`).
-Which of the two they use depends only on what all ranks did alike, never on what a single rank knows.
+Which of the two they use depends only on calls that all ranks made alike, never on the state of a single rank.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.stop_request import EXIT_STOPPED, Stopped, StopRequest, checked_signals
 from syncline.transport.base import Transport
+from syncline.user_code import warn_user
 
 __all__ = ["JointStop"]
 
@@ -98,12 +98,10 @@ class JointStop:
             # Not at exit: until the process has ended, the signals must not regain their usual effect.
             weakref.finalize(self, self.request.forget).atexit = False
         elif self._signals:
-            warnings.warn(
-                "sl.Checkpointer.stop_if_asked: only the main thread can listen to signals, and this is another, so "
-                "that none will be noticed on this rank. Call it in the main thread; or give stop_signals=() and call "
-                "checkpointer.ask_to_stop() where the end is announced",
-                RuntimeWarning,
-                stacklevel=4,
+            warn_user(
+                "sl.Checkpointer.stop_if_asked: only the main thread can handle signals, and this is another thread, "
+                "so this rank will notice no signal. Call it in the main thread; or give stop_signals=() and call "
+                "checkpointer.ask_to_stop()"
             )
 
     def close(self) -> None:
@@ -127,8 +125,8 @@ class JointStop:
             Stopped: the state is saved.
             SynclineError: the state could not be saved.
         """
-        told = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(self.request.why).encode())]
-        whys = {rank: why for rank, why in enumerate(told) if why is not None}
+        reasons = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(self.request.why).encode())]
+        whys = {rank: why for rank, why in enumerate(reasons) if why is not None}
         reason = _in_words(whys, lane.size)
         if saved is None:
             raise SynclineError(

@@ -18,8 +18,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from syncline.checkpoint.files import Files, LocalFiles
-from syncline.checkpoint.validation import check, is_count, json_object, malformed_is_corrupt
+from syncline.checkpoint.files import (
+    Files,
+    LocalFiles,
+    check,
+    is_count,
+    json_object,
+    malformed_is_corrupt,
+)
 from syncline.errors import CheckpointCorrupt
 
 __all__ = [

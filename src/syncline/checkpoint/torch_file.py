@@ -41,7 +41,7 @@ def read_torch_file(path: str) -> Any:
             if isinstance(error, pickle.UnpicklingError):
                 reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or reason
             raise ValueError(
-                f"{path} cannot be read as what torch.save writes, tensors and plain values alone "
+                f"{path} cannot be read as a file by torch.save of tensors and plain values only "
                 f"(weights_only=True): {type(error).__name__}: {reason}"
             ) from error
         places = [f"  {place}" for place in refused[:_MAX_SHOWN]]
@@ -53,7 +53,8 @@ def read_torch_file(path: str) -> Any:
             "torch.load(path, weights_only=False) and save what is needed."
         )
         problem = (
-            f"{path} has more than tensors and plain values, and to load that would run code of its choosing:"
+            f"{path} has objects other than tensors and plain values, and loading them could run code from the "
+            "file:"
         )
         raise ValueError("\n".join([problem, *places, remedy])) from None
 
@@ -119,6 +120,6 @@ def _places(value: Any, refused: set[str], place: str) -> Iterator[str]:
 
 
 def _kind_of(value: Any) -> str:
-    """Return the type that a placeholder, an instance or a class, stands for; "" for any other value."""
+    """Return the type that a placeholder, an instance or a class, represents; "" for any other value."""
     kind = value if isinstance(value, type) else type(value)
     return kind.kind if issubclass(kind, _Inert) else ""

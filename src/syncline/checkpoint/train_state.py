@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from syncline._torch.modules import uncompiled
-from syncline.checkpoint.dataloaders import Places, dealer_of
+from syncline.checkpoint.dataloaders import Places, sampler_of
 from syncline.checkpoint.load_torch import Key, adopt
 from syncline.checkpoint.objects import load_into, state_of, types_in
 from syncline.checkpoint.random_state import rng_state, set_rng_state
@@ -43,7 +43,7 @@ class TrainState(ShardedState):
         optimizer: a torch optimizer, attached or not.
         scheduler: a learning rate scheduler.
         scaler: a `torch.amp.GradScaler`.
-        sampler: the object that deals out the samples: a `DistributedSampler`, or a loader that keeps its own position
+        sampler: the object that selects the samples: a `DistributedSampler`, or a loader that keeps its own position
             in the data, such as torchdata's StatefulDataLoader.
         named: further objects with `state_dict()` and `load_state_dict(state)`, by names of your choice.
 
@@ -87,11 +87,13 @@ class TrainState(ShardedState):
         """Number of steps made."""
         self._places = Places(self.named)
         """Detects whether the positions of streams change."""
-        _check_one_place(self.named)
+        _check_one_position(self.named)
         _check_none_is_hidden(self.named)
         for name, one in self.named.items():
             if name in _RESERVED:
-                raise TypeError(f"{name} is saved anyway: give {type(one).__name__} another name")
+                raise TypeError(
+                    f"{name} is a reserved name, because it is always saved: give the {type(one).__name__} another name"
+                )
             if isinstance(one, type) or not all(
                 callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")
             ):
@@ -120,14 +122,16 @@ class TrainState(ShardedState):
         if advance is not None:
             if num_samples is None:
                 raise TypeError(
-                    "expected commit(num_samples), the number of samples that this rank has used in the step: the "
-                    "sampler's place moves on by them. len(batch), or the sum over the micro-batches of the step"
+                    "expected commit(num_samples), the number of samples that this rank has used in the step, "
+                    "by which the sampler advances: len(batch), or the sum over the micro-batches of the step"
                 )
             advance(num_samples)
         elif num_samples and "sampler" not in self.named:
             raise TypeError(
-                f"got commit({num_samples}), but nobody remembers how many samples were used, and a run that goes on "
-                "would begin the epoch anew: name the sampler, sl.TrainState(sampler=...), or commit() without"
+                f"got commit({num_samples}), but without a sampler the number of used samples is not saved, and a "
+                "resumed run would start the epoch again: give the sampler, sl.TrainState(sampler=...), or call "
+                "commit() "
+                "without a number"
             )
         self.step += 1
         with calling("state_dict() of a stream"):
@@ -170,13 +174,8 @@ class TrainState(ShardedState):
         """
         checked_state(state)
         checked_flag("strict", strict)
-        before = Before(self.named, self.step)
-        try:
+        with Before(self).restored_on_failure(together=False):
             load_all(self, state, strict=strict)
-        except BaseException:
-            before.restore(together=False)
-            self._resume_from_step(before.step)
-            raise
 
     def _resume_from_step(self, step: int) -> None:
         """Set `step` after a load, also in the wrapped modules, which use it in messages and records."""
@@ -252,9 +251,9 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
             f"expected the state of {', '.join(into.named) or 'nothing but step and rng'}; "
             + "; ".join(
                 [f"{name} was not saved" for name in missing]
-                + [f"{name} was saved, and is not named here" for name in unknown]
+                + [f"{name} was saved, but is not named here" for name in unknown]
             )
-            + ". Name the same things as when it was saved; or load with strict=False what is in both"
+            + ". Use the same names as when it was saved; or load only the names in both, with strict=False"
         )
     both = {name: one for name, one in into.named.items() if name in state}
     types: dict[int, torch.dtype] = {}
@@ -269,20 +268,20 @@ def load_all(into: TrainState, state: Mapping[str, Any], *, strict: bool) -> Non
         rng = state["rng"]
         set_rng_state(rng)
         # A DataLoader draws a random number when it begins. It did so before the state was saved, and will again. So
-        # the generators are set a second time, when the sampler deals the first index of the resumed epoch.
-        sampler = dealer_of(into.named.get("sampler"))
+        # the generators are set a second time, when the sampler returns the first index of the resumed epoch.
+        sampler = sampler_of(into.named.get("sampler"))
         if sampler is not None:
             sampler.when_resumed = lambda: set_rng_state(rng)
 
 
-def _check_one_place(named: Mapping[str, Any]) -> None:
+def _check_one_position(named: Mapping[str, Any]) -> None:
     owners: dict[DistributedSampler, str] = {}
     for name, one in named.items():
-        sampler = dealer_of(one)
+        sampler = sampler_of(one)
         if sampler is not None and sampler in owners:
             raise ValueError(
-                f"{owners[sampler]} and {name} have one DistributedSampler, and would each put it at a place of their "
-                "own. Name the sampler, with commit(num_samples); or the loader that it is in, with commit()"
+                f"{owners[sampler]} and {name} have the same DistributedSampler, and each would set its position. "
+                "Give only the sampler, and call commit(num_samples); or only the loader, and call commit()"
             )
         if sampler is not None:
             owners[sampler] = name
@@ -302,9 +301,10 @@ def _check_none_is_hidden(named: Mapping[str, Any]) -> None:
                 continue
             if not any(part is one for one in modules.values()):
                 raise ValueError(
-                    f"{name} has a wrapped module inside, {path}, whose strategy or compression has a state that the "
-                    f"state_dict() of a {type(module).__name__} knows nothing of, and a run that goes on would lose: "
-                    "name the wrapped modules themselves, sl.TrainState(model=..., other=...)"
+                    f"{name} contains a wrapped module, {path}, whose strategy or compression has a state. That "
+                    "state is not "
+                    f"in the state_dict() of a {type(module).__name__}, so a resumed run would lose it: give names to "
+                    "the wrapped modules themselves, sl.TrainState(model=..., other=...)"
                 )
 
 
@@ -312,15 +312,15 @@ def _check_none_is_misnamed(named: Mapping[str, Any]) -> None:
     for name, one in named.items():
         if isinstance(one, DistributedSampler):
             raise TypeError(
-                f"expected sampler={name}, got {name}={name}: by another name commit(num_samples) does not move a "
-                "DistributedSampler on, and a run that goes on would begin the epoch anew"
+                f"expected sampler={name}, got {name}={name}: commit(num_samples) advances a DistributedSampler only "
+                "under the name sampler, so a resumed run would start the epoch again"
             )
 
 
 def _remedy_of(one: Any) -> str:
     if isinstance(one, DataLoader):
         return (
-            "A DataLoader has no place in the data: name the sl.DistributedSampler that it has, or use torchdata's "
-            "StatefulDataLoader, which has one"
+            "A DataLoader does not keep its position in the data: give its sl.DistributedSampler, or use torchdata's "
+            "StatefulDataLoader, which does"
         )
-    return "Numbers and tensors of your own belong into an object with these two methods"
+    return "Put numbers and tensors of your own into an object with these two methods"

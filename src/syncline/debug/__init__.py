@@ -3,14 +3,13 @@
 Imports: errors, differences, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
 data, checkpoint, verbs, ddp.
 
-alignment.py         the same inputs and random numbers on all ranks, for a while
 compare.py           the first place at which two recordings differ: pure
 compare_replicas.py  `compare_replicas` and `assert_replicas_agree`
 diagnosis.py         what all ranks found, put together: pure
 recording.py         what one run did, module by module
 repeated_runs.py     run a computation again from one state, and report what differs
 report.py            the report, and facts about this rank's machine
-run_state.py         the state from which a computation is run again
+run_state.py         the state from which a computation is run again, rank 0's inputs, torch's settings
 values.py            fingerprints of what a module gets and returns
 """
 

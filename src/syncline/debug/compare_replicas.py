@@ -106,7 +106,7 @@ def compare_replicas(
         ...         return x + next(self.numbers)
         >>> report = sl.debug.compare_replicas(Counting(), inputs=(torch.zeros(2),))
         >>> print(report.findings[0].what)
-        rank 0, two runs from the same state: Counting makes another output of equal inputs: 2 of 2 elements differ, ...
+        rank 0, two runs from the same state: Counting returns another output for equal inputs: 2 of 2 elements ...
     """
     return _compared("sl.debug.compare_replicas", fn, module, inputs, repeats, same_inputs, align_rng, group)
 
@@ -209,12 +209,12 @@ def _found_by_a_run(
     before = Subject([], optimizers, others)
     found: dict[nn.Module, Subject] = {}
 
-    def met(module: nn.Module) -> None:
+    def on_root(module: nn.Module) -> None:
         found[module] = Subject([module])  # with the state before its first forward
 
     fault: Exception | None = None
     try:
-        with before.guarded(), watching_for_roots(met), calling("the function"):
+        with before.guarded(), watching_for_roots(on_root), calling("the function"):
             fn(*arguments)
     except Exception as error:
         fault = error
@@ -223,6 +223,6 @@ def _found_by_a_run(
             subject.restore()
         before.restore()
     if fault is None and not found:
-        fault = ValueError("the function calls no module: hand over the one that it computes with")
+        fault = ValueError("the function calls no module: pass the module that it computes with")
     exchange(transport, title, [f"module {name}" for name in named_roots(list(found))], fault=fault)
     return list(found)

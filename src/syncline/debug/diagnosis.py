@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from syncline.debug.compare import Found
 from syncline.debug.recording import Call, Recording
 from syncline.debug.report import Finding, by_value
-from syncline.differences import describe_ranks, ranks_with
+from syncline.differences import describe_groups, describe_ranks, ranks_with
 
 __all__ = [
     "Evidence",
@@ -37,11 +37,11 @@ class OwnFinding:
     causes: tuple[str, ...] = ()
 
 
-def put_together(told: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
+def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
     """Merge the findings of all ranks, in the order of ranks and of each rank's findings.
 
     Args:
-        told: the findings of each rank, in rank order.
+        of_ranks: the findings of each rank, in rank order.
 
     Example:
         >>> noise = OwnFinding(module="mix", kind="Mix", what="two runs: mix differs", difference="1 of 4 elements")
@@ -49,7 +49,7 @@ def put_together(told: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
         ranks 0, 2, two runs: mix differs: 1 of 4 elements
     """
     differences: dict[tuple[str, str, str, tuple[str, ...]], dict[int, str]] = {}
-    for rank, findings in enumerate(told):
+    for rank, findings in enumerate(of_ranks):
         for one in findings:
             alike = (one.module, one.kind, one.what, one.causes)
             differences.setdefault(alike, {}).setdefault(rank, one.difference)
@@ -77,19 +77,20 @@ def _how_much(by_rank: dict[int, str]) -> str:
 # ---------------------------------------------------------------------- causes and remedies
 
 _STATE_OUTSIDE = (
-    "state outside of parameters and buffers: its attribute {changed}; what is neither a parameter nor a buffer is not "
-    "put back before the second run, and is in no checkpoint: make it a buffer (register_buffer), or compute it from "
-    "the inputs"
+    "state outside of parameters and buffers: its attribute {changed}. An attribute that is neither parameter "
+    "nor buffer "
+    "is not restored before the second run, and is in no checkpoint: make it a buffer (register_buffer), or compute it "
+    "from the inputs"
 )
 
 _OWN_GENERATOR = (
-    "a generator of its own: its attribute {name} is {kind}, which is not put back. Draw from torch's global one, or "
+    "a generator of its own: its attribute {name} is {kind}, which is not restored. Draw from torch's global one, or "
     "save and load its state with the module's"
 )
 
 _NEVER_WRITTEN = (
-    "memory that was never written: filled with NaN, it shows in the output. What torch.empty, empty_like or new_empty "
-    "give has to be written before it is read"
+    "memory that was never written: filled with NaN, it changes the output. Write a tensor from torch.empty, "
+    "empty_like or new_empty before you read it"
 )
 
 _NOT_DETERMINISTIC = (
@@ -98,47 +99,48 @@ _NOT_DETERMINISTIC = (
 )
 
 _ATOMICS = (
-    "on CUDA these add in the order in which threads happen to come: index_add_, scatter_add_, index_put_ with "
+    "on CUDA these add in an order that changes from run to run: index_add_, scatter_add_, index_put_ with "
     "accumulate, bincount and cumsum, and in backward those of embeddings, gather, interpolate, pooling and padding"
 )
 
 _REDUCED = (
-    "it is a mean over ranks, in which another rank's share differs (see there); if no rank's does, the transport adds "
-    "up in an order that changes"
+    "it is a mean over ranks, and another rank's own gradient differs (see its finding); if no rank's does, the "
+    "transport sums in an order that changes"
 )
 
-_CHANGED_BESIDE = "it could not be put back: it is changed by something beside the function, a thread perhaps"
+_CHANGED_ELSEWHERE = "it could not be restored: something else than the function changes it, perhaps a thread"
 
 _OTHER_DATA_EACH_TIME = (
-    "the function takes other data each time: an iterator deals each batch once, and a generator of its own is not put "
-    "back. Take the batch outside, and hand it over as inputs=(...)"
+    "the function takes other data each time: an iterator returns each batch once, and a generator of its own is not "
+    "restored. Take the batch outside of the function, and pass it as inputs=(...)"
 )
 
-_STATE_THAT_NOTHING_PUTS_BACK = (
-    "state that nothing puts back: a global counter or cache, a generator of its own, a clock, a file, the order of a "
+_STATE_NOT_RESTORED = (
+    "state that is not restored: a global counter or cache, a generator of its own, a clock, a file, the order of a "
     "set"
 )
 
 _REPLICAS_APART = (
-    "the replicas are not equal: sl.broadcast_(module) makes them so, sl.check_replicas(module) names all that differ. "
-    "Made with other seeds and never synchronized, stepped on some ranks only, or damaged"
+    "the replicas are not equal: sl.broadcast_(module) makes them equal, sl.check_replicas(module) names the "
+    "differences. "
+    "Usual causes: other seeds and no synchronization, a step on some ranks only, a bit that flipped"
 )
 
-_OTHER_DATA = "different data: the ranks were to be given the same batch"
+_OTHER_DATA = "different data, but all ranks should have the same batch"
 
 _ALL_ELSE_EQUAL = (
-    "all that was compared of the ranks is equal (versions, threads, settings, attributes): what is left is state "
-    "outside of the module, data that it reads by itself, the order of a set (PYTHONHASHSEED), or the hardware"
+    "all that was compared is equal (versions, threads, settings, attributes). Remaining causes: state outside of the "
+    "module, data that it reads on its own, the order of a set (PYTHONHASHSEED), or the hardware"
 )
 
 _SEEDS = (
-    "{who} random numbers (dropout does), from the generator{s} {generators}, at another place on each rank. Seed all "
-    "ranks alike, with torch.manual_seed(seed), where they are to draw the same"
+    "{drawing} random numbers (dropout does), from the generator{s} {generators}, at another position on each rank. If "
+    "ranks are to draw the same numbers, seed them alike, with torch.manual_seed(seed)"
 )
 
 _NOT_REDUCED = "they were not reduced: the backward ran under no_sync(), or it did not go through the wrapper"
 
-_CHANGED_AFTERWARDS = "or they were changed afterwards, on some ranks: clipped, scaled or set by hand"
+_CHANGED_AFTERWARDS = "or they were changed afterwards, on some ranks: clipped, scaled or replaced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +213,13 @@ def _what(found: Found, calls: Sequence[Call], where: str) -> str:
         return f"the gradient of {found.name} differs, though every module's forward agrees"
     named = _named(calls[found.call])
     if found.stage == "input":
-        return f"{_place(found, 'input')} of {named} differs, though all before it was equal: made in {where}"
+        return f"{_place(found, 'input')} of {named} differs, though all before it was equal: computed in {where}"
     if found.stage == "output":
-        return f"{named} makes another {_place(found, 'output')} of equal inputs"
-    return f"{named} makes another gradient of its {found.name or 'inputs'}, in backward, of equal ones"
+        return f"{named} returns another {_place(found, 'output')} for equal inputs"
+    return (
+        f"{named} returns another gradient of its {found.name or 'inputs'} in backward, for equal ones of its "
+        "outputs"
+    )
 
 
 def _causes_within(found: Found, blamed: Call | None, first: Recording, evidence: Evidence) -> list[str]:
@@ -240,14 +245,14 @@ def _usual_causes(found: Found, blamed: Call | None, first: Recording, evidence:
     if found.stage == "gradients" and evidence.is_reduced:
         return [_REDUCED]
     if found.stage == "state":
-        return [_CHANGED_BESIDE]
+        return [_CHANGED_ELSEWHERE]
     if blamed is None and found.stage in ("input", "calls"):
         return [_OTHER_DATA_EACH_TIME]
     elsewhere = "; ".join(
         f"{name or 'the outermost'}: {', '.join(texts)}" for name, texts in first.changed.items()
     )
     seen = f"; attributes that the run has changed: {elsewhere}" if elsewhere else ""
-    return [_STATE_THAT_NOTHING_PUTS_BACK + seen, f"or a kernel that is not deterministic: {_ATOMICS}"]
+    return [_STATE_NOT_RESTORED + seen, f"or a kernel that is not deterministic: {_ATOMICS}"]
 
 
 def _operations(evidence: Evidence) -> str:
@@ -261,7 +266,7 @@ def _is_generator(text: str) -> bool:
 
 
 def never_written(call: Call | None) -> OwnFinding:
-    """Return the finding that uninitialized memory reaches an output, even if two runs agreed by chance."""
+    """Return the finding that uninitialized memory reaches an output, even if two runs happened to agree."""
     named = _named(call) if call is not None else "the function itself"
     what = f"in any run: an output of {named} depends on memory that was never written"
     return _own_finding(call, what, [_NEVER_WRITTEN])
@@ -285,7 +290,7 @@ def between_ranks(
     difference: str,
     *,
     facts: Sequence[Mapping[str, str]],
-    chance: Sequence[Mapping[str, str]] | None,
+    positions: Sequence[Mapping[str, str]] | None,
 ) -> Finding:
     """Return the finding for ranks that should have computed the same, but differ.
 
@@ -294,16 +299,16 @@ def between_ranks(
         recordings: the recordings of all ranks.
         difference: the size of the difference, in words; "" if unknown.
         facts: versions, hardware and settings of each rank.
-        chance: the positions of each rank's generators; None if they were set to rank 0's.
+        positions: the positions of each rank's generators; None if they were set to rank 0's.
     """
     calls = recordings[0].calls
     blamed = _around(found, calls)
-    ranks = " | ".join(map(describe_ranks, found.groups))
+    ranks = describe_groups(found.groups)
     what = f"between ranks ({ranks}): {_what(found, calls, _given(found, calls))}"
     if difference:
         what += f": {difference}"
-    causes = _causes_between(found, blamed, recordings, facts, chance)
-    minority = tuple(sorted(rank for group in found.groups[1:] for rank in group))
+    causes = _causes_between(found, blamed, recordings, facts, positions)
+    minority = _outside(found.groups)
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
@@ -317,7 +322,7 @@ def _causes_between(
     blamed: Call | None,
     recordings: Sequence[Recording],
     facts: Sequence[Mapping[str, str]],
-    chance: Sequence[Mapping[str, str]] | None,
+    positions: Sequence[Mapping[str, str]] | None,
 ) -> list[str]:
     if found.stage == "state":
         return [_REPLICAS_APART]
@@ -334,10 +339,10 @@ def _causes_between(
             if "(rank" in values:
                 causes.append(f"its attribute {name}: {values}")
         drew = sorted({generator for call in same for generator in call.drew})
-        causes += _chance(drew, chance, "it draws")
+        causes += _seed_causes(drew, positions, "it draws")
     elif found.stage in ("input", "calls"):
         causes.append(_OTHER_DATA)
-        causes += _chance(sorted(chance[0]) if chance else [], chance, "the function may draw")
+        causes += _seed_causes(sorted(positions[0]) if positions else [], positions, "the function may draw")
     for name in facts[0]:
         values = by_value([row.get(name, "none") for row in facts])
         if name != "host" and "(rank" in values:
@@ -345,12 +350,19 @@ def _causes_between(
     return causes or [_ALL_ELSE_EQUAL]
 
 
-def _chance(generators: Sequence[str], chance: Sequence[Mapping[str, str]] | None, who: str) -> list[str]:
+def _seed_causes(
+    generators: Sequence[str], positions: Sequence[Mapping[str, str]] | None, drawing: str
+) -> list[str]:
     """Return a cause if one of these random number generators is in another state on another rank; else none."""
-    apart = [name for name in generators if len({row.get(name) for row in chance or ()}) > 1]
+    apart = [name for name in generators if len({row.get(name) for row in positions or ()}) > 1]
     if not apart:
         return []
-    return [_SEEDS.format(who=who, s="s" if len(apart) > 1 else "", generators=" and ".join(apart))]
+    return [_SEEDS.format(drawing=drawing, s="s" if len(apart) > 1 else "", generators=" and ".join(apart))]
+
+
+def _outside(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks outside of the largest group."""
+    return tuple(sorted(rank for group in groups[1:] for rank in group))
 
 
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
@@ -361,9 +373,9 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
         groups: groups of ranks with equal gradients of the first of them.
         num_gradients: number of all compared gradients.
     """
-    ranks = " | ".join(map(describe_ranks, groups))
+    ranks = describe_groups(groups)
     return Finding(
-        ranks=tuple(sorted(rank for group in groups[1:] for rank in group)),
+        ranks=_outside(groups),
         module=names[0].rpartition(".")[0],
         kind="",
         what=(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from syncline.checkpoint.random_state import positions
 from syncline.debug.values import Kept, Value, how_they_differ, named_leaves, values_of, values_of_named
-from syncline.equality.fingerprint import fingerprint_of_number
+from syncline.equality.fingerprint import fingerprint_of
 
 __all__ = ["Call", "Event", "Recorder", "Recording", "named_modules", "named_roots", "watching_for_roots"]
 
@@ -145,15 +145,15 @@ def named_roots(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def watching_for_roots(met: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call `met` once for each module that runs inside the block without a module around it, before its forward."""
+def watching_for_roots(on_root: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `on_root` once for each module that runs inside the block without a module around it, before its forward."""
     open_calls: list[nn.Module] = []
     known: set[nn.Module] = set()
 
     def before(module: nn.Module, args: Any) -> None:
         if not open_calls and module not in known:
             known.add(module)
-            met(module)
+            on_root(module)
         open_calls.append(module)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -357,7 +357,7 @@ def _text_of(value: Any) -> str | None:
     if isinstance(value, torch.Generator):
         return f"a torch.Generator ({values_of(value.get_state())[0].bits:016x})"
     if isinstance(value, random.Random):
-        return f"a random.Random ({fingerprint_of_number(value.getstate()):016x})"
+        return f"a random.Random ({fingerprint_of(value.getstate()):016x})"
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
         state = (
@@ -365,7 +365,7 @@ def _text_of(value: Any) -> str | None:
             if isinstance(value, numpy.random.Generator)
             else value.get_state(legacy=False)
         )
-        return f"a numpy.random.{type(value).__name__} ({fingerprint_of_number(state):016x})"
+        return f"a numpy.random.{type(value).__name__} ({fingerprint_of(state):016x})"
     if isinstance(value, list | tuple) and all(isinstance(one, bool | int | float | str) for one in value):
         return repr(value)[:_MAX_TEXT]
     return None

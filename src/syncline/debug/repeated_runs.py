@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from syncline._torch.compilation import is_compiler_loaded
-from syncline._torch.tensors import set_deterministic
 from syncline.checkpoint.random_state import positions
-from syncline.debug.alignment import align_chance, align_inputs, align_tensors
 from syncline.debug.compare import Found, first_difference, first_nan
 from syncline.debug.diagnosis import (
     Evidence,
@@ -28,11 +24,19 @@ from syncline.debug.diagnosis import (
     within_a_rank,
 )
 from syncline.debug.recording import Recorder, Recording, named_modules
-from syncline.debug.report import Finding, Report, facts
-from syncline.debug.run_state import Subject, Synchronization
-from syncline.debug.values import Kept, Value, how_they_differ, values_of_named
+from syncline.debug.report import Finding, OwnReport, Report, facts
+from syncline.debug.run_state import (
+    Subject,
+    Synchronization,
+    align_generators,
+    align_inputs,
+    deterministic,
+    uncompiled_code,
+)
+from syncline.debug.values import Kept, how_they_differ, values_of_named
 from syncline.differences import describe_ranks, groups_of
-from syncline.equality.fingerprint import digest_of, fingerprint_of_number
+from syncline.equality.fingerprint import digest_of, fingerprint_of
+from syncline.equality.locate import differences
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
@@ -83,27 +87,10 @@ def examine(step: Step, subject: Subject) -> Report:
     """
     report = _Examination(step, subject).report
     if is_compiler_loaded():
-        # Compiled code cannot change how torch compiles, as `_as_written` does, so this must not be traced.
+        # Compiled code cannot change how torch compiles, as `uncompiled_code` does, so this must not be traced.
         report = torch.compiler.disable(report)
     with step.transport.board.called(step.title):
         return report()
-
-
-@dataclass
-class _Told:
-    """The report of one rank's own runs, sent to the other ranks."""
-
-    facts: dict[str, str]
-    chance: dict[str, str]
-    batch: list[int]
-    """Fingerprints of the input tensors of the first module."""
-    drew: list[str]
-    """Names of the modules that drew random numbers."""
-    generators: list[str]
-    """Names of the generators from which they drew."""
-    state: list[int]
-    gradients: list[int]
-    findings: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Examination:
@@ -112,16 +99,17 @@ class _Examination:
         self._subject = subject
         self._transport = step.transport
         self._modules = named_modules(step.roots)
-        self._parameters = _distinct(
-            (f"{prefix}.{name}" if prefix else name, parameter)
-            for prefix, root in step.roots.items()
-            for name, parameter in root.named_parameters()
-        )
-        self._buffers = _distinct(
-            (f"{prefix}.{name}" if prefix else name, buffer)
-            for prefix, root in step.roots.items()
-            for name, buffer in root.named_buffers()
-        )
+        named = [
+            (prefix, root.named_parameters(), root.named_buffers()) for prefix, root in step.roots.items()
+        ]
+        self._parameters = _distinct((prefix, parameters) for prefix, parameters, _ in named)
+        self._buffers = _distinct((prefix, buffers) for prefix, _, buffers in named)
+        self._compared = [
+            (name, tensor)
+            for name, tensor in (*self._parameters, *self._buffers)
+            if name not in step.synchronization.exempt
+        ]
+        """The parameters and buffers that must be equal in all runs."""
         self._checked: list[str] = []
         self._notes: list[str] = []
         self._doubts: list[str] = []
@@ -130,7 +118,7 @@ class _Examination:
         step, transport = self._step, self._transport
         lines = [
             f"repeats: {step.repeats}",
-            f"hands inputs over: {step.aligns_inputs}",
+            f"passes inputs: {step.aligns_inputs}",
             f"same_inputs: {step.same_inputs}",
             f"align_rng: {step.align_rng}",
             *describe_tensors(self._parameters, layout=False),
@@ -139,10 +127,16 @@ class _Examination:
         exchange(transport, step.title, lines)
         if step.needs_warm_up:
             self._run(step.inputs)
-        told = self._gathered(self._own_runs())
-        findings = put_together([[OwnFinding(**_tupled(row)) for row in one.findings] for one in told])
+        rows = transport.all_gather_bytes(json.dumps(asdict(self._own_runs())).encode())
+        reports = [OwnReport(**json.loads(row)) for row in rows]
+        findings = put_together(
+            [
+                [OwnFinding(**{**row, "causes": tuple(row["causes"])}) for row in one.findings]
+                for one in reports
+            ]
+        )
         if transport.size > 1:
-            findings += self._between(told, is_deterministic=not findings)
+            findings += self._between(reports, is_deterministic=not findings)
         return Report(
             title=step.title,
             num_ranks=transport.size,
@@ -150,7 +144,7 @@ class _Examination:
             findings=tuple(findings),
             notes=tuple(self._notes),
             doubts=tuple(self._doubts),
-            facts=tuple(one.facts for one in told),
+            facts=tuple(one.facts for one in reports),
         )
 
     # ------------------------------------------------------------------ runs
@@ -162,8 +156,8 @@ class _Examination:
         try:
             if prepare is not None:
                 prepare()
-            recorder = Recorder(self._modules, self._state(), **options)
-            with self._subject.guarded(), _as_written(), recorder:
+            recorder = Recorder(self._modules, values_of_named(self._compared), **options)
+            with self._subject.guarded(), uncompiled_code(), recorder:
                 result, gradients = self._step.run(_copied(inputs))
             recorder.finish(result, gradients)
         except Exception as error:
@@ -173,16 +167,10 @@ class _Examination:
         exchange(self._transport, self._step.title, [], fault=fault)
         return recorder
 
-    def _state(self) -> tuple[Value, ...]:
-        exempt = self._step.synchronization.exempt
-        return values_of_named(
-            [(name, tensor) for name, tensor in (*self._parameters, *self._buffers) if name not in exempt]
-        )
-
-    def _own_runs(self) -> _Told:
+    def _own_runs(self) -> OwnReport:
         """Run several times with this rank's inputs and random numbers, and return its report."""
         step = self._step
-        chance = positions()
+        before = positions()
         kept = Kept()
         first = self._run(step.inputs, kept=kept).recording
         others = [self._run(step.inputs, against=(first, kept)) for _ in range(step.repeats - 1)]
@@ -193,7 +181,7 @@ class _Examination:
             if found is not None:
                 break
         nan_call = None if filled is None else first_nan(filled, first)
-        differs = self._anywhere(found is not None)
+        differs = any(self._flags(found is not None))
         agrees = self._agrees_when_deterministic(filled) if differs else None
         findings = []
         if found is not None and other is not None:
@@ -212,12 +200,12 @@ class _Examination:
             f"{step.repeats} runs on each rank from the same state: {len(first.calls)} calls of "
             f"{len({call.module for call in first.calls})} modules, {len(first.gradients)} gradients; and one with "
             "memory that was never written filled with NaN"
-            + ("" if filled is not None else " (which failed, so it tells nothing)")
+            + ("" if filled is not None else " (which failed, so it shows nothing)")
         )
         reduced = step.synchronization.reduced
-        return _Told(
+        return OwnReport(
             facts=facts(),
-            chance=chance,
+            positions=before,
             batch=_bits_of_batch(first),
             drew=list(dict.fromkeys(call.module or call.kind for call in first.calls if call.drew)),
             generators=sorted({name for call in first.calls for name in call.drew}),
@@ -232,36 +220,34 @@ class _Examination:
 
     def _filled_run(self) -> tuple[Recording | None, tuple[str, ...]]:
         """Run with uninitialized memory filled with NaN; also return the operations that are not deterministic."""
-        with _deterministic() as operations, contextlib.suppress(Exception):
+        with deterministic() as operations, contextlib.suppress(Exception):
             return self._run(self._step.inputs).recording, operations()
         return None, ()
 
     def _agrees_when_deterministic(self, filled: Recording | None) -> bool | None:
-        with _deterministic(), contextlib.suppress(Exception):
+        with deterministic(), contextlib.suppress(Exception):
             again = self._run(self._step.inputs).recording
             if filled is not None:
                 return first_difference([filled, again], is_reduced=self._is_reduced) is None
         return None
 
-    def _anywhere(self, is_here: bool) -> bool:
-        told = exchange(self._transport, self._step.title, [], payload=bytes([is_here]))
-        return any(one[0] for one in told)
-
-    def _gathered(self, mine: _Told) -> list[_Told]:
-        rows = self._transport.all_gather_bytes(json.dumps(asdict(mine)).encode())
-        return [_Told(**json.loads(row)) for row in rows]
+    def _flags(self, mine: bool) -> list[bool]:
+        """Return the flags of all ranks. A collective call."""
+        return [
+            bool(one[0]) for one in exchange(self._transport, self._step.title, [], payload=bytes([mine]))
+        ]
 
     # ------------------------------------------------------------------ comparison between ranks
 
-    def _between(self, told: list[_Told], *, is_deterministic: bool) -> list[Finding]:
+    def _between(self, reports: list[OwnReport], *, is_deterministic: bool) -> list[Finding]:
         """Return the differences between the ranks; the same on every rank."""
         step = self._step
-        self._note_data_and_chance(told)
+        self._note_data_and_generators(reports)
         if step.synchronization.why_apart:
             self._notes.append(f"{step.synchronization.why_apart}: ranks were not compared with one another")
             self._doubts.append("ranks were not compared with one another")
             return []
-        findings = self._differing_gradients(told)
+        findings = self._differing_gradients(reports)
         aligned = align_inputs(step.inputs, self._transport) if step.aligns_inputs else None
         if aligned is not None and aligned.why_not:
             self._notes.append(f"ranks were not given rank 0's inputs: {aligned.why_not}")
@@ -281,44 +267,41 @@ class _Examination:
                 f"ranks with one another, with {of}: parameters, calls, outputs and gradients"
             )
             return findings
-        is_of_data = (
-            found.stage in ("input", "calls") and not has_same and self._comes_from_outside(found, recording)
+        # The function itself passes other inputs, or calls other modules.
+        is_from_outside = found.call < 0 or (
+            found.stage == "input" and recording.calls[found.call].parent < 0
         )
-        if is_of_data:
-            self._checked.append("ranks with one another: parameters, as each has other data")
+        if found.stage in ("input", "calls") and not has_same and is_from_outside:
+            self._checked.append("ranks with one another: parameters only, because each rank has other data")
             self._notes.append(
-                "the ranks have different data, as they should in data-parallel training, so what they make of them "
-                "was not compared. To compare it, hand the batch over as inputs=(...)"
+                "the ranks have different data, as they should in data-parallel training, so their results were not "
+                "compared. To compare them, pass the batch as inputs=(...)"
             )
-            self._doubts.append("what ranks make of their own data was not compared")
+            self._doubts.append("the ranks' results for their own data were not compared")
         elif found.stage != "state" and not is_deterministic:
             self._notes.append(
-                "what ranks compute was not compared, as it is not the same on one rank, either"
+                "the ranks' results were not compared, because they already differ between runs on one rank"
             )
         else:
             difference = self._how_ranks_differ(found, recordings, kept)
-            chance = None if step.align_rng else [one.chance for one in told]
+            own_positions = None if step.align_rng else [one.positions for one in reports]
+            facts_of_ranks = [one.facts for one in reports]
             findings.append(
-                between_ranks(found, recordings, difference, facts=[one.facts for one in told], chance=chance)
+                between_ranks(found, recordings, difference, facts=facts_of_ranks, positions=own_positions)
             )
         return findings
 
     def _align(self) -> None:
-        align_tensors([buffer for _, buffer in self._buffers], self._transport)
+        TensorBroadcaster([buffer for _, buffer in self._buffers], self._transport).start(0).wait()
         if self._step.align_rng:
-            align_chance(self._transport)
+            align_generators(self._transport)
 
     def _first_between(self, mine: Recording) -> tuple[Found | None, list[Recording]]:
-        digest = digest_of([fingerprint_of_number(mine.compared())])
-        told = exchange(self._transport, self._step.title, [], payload=digest)
-        if len(set(told)) == 1:
+        digest = digest_of([fingerprint_of(mine.compared())])
+        if len(set(exchange(self._transport, self._step.title, [], payload=digest))) == 1:
             return None, []
         recordings = [Recording.loaded(row) for row in self._transport.all_gather_bytes(mine.dumped())]
         return first_difference(recordings), recordings
-
-    def _comes_from_outside(self, found: Found, recording: Recording) -> bool:
-        """Return whether the function itself passes other inputs or calls other modules."""
-        return found.call < 0 or (found.stage == "input" and recording.calls[found.call].parent < 0)
 
     def _how_ranks_differ(self, found: Found, recordings: list[Recording], kept: Kept) -> str:
         """Describe how far the first rank of the second-largest group is from one of the largest."""
@@ -327,87 +310,78 @@ class _Examination:
         places = [recording.events[found.event].values for recording in recordings]
         if len({len(values) for values in places}) > 1 or found.place >= len(places[0]):
             return ""
-        if len({values[found.place].about for values in places}) > 1:
-            abouts = [values[found.place].about for values in places]
+        abouts = [values[found.place].about for values in places]
+        if len(set(abouts)) > 1:
             return " | ".join(f"{abouts[group[0]]} on {describe_ranks(group)}" for group in found.groups)
         mine = kept.get(found.event, found.place)
-        if not self._everywhere(mine is not None):
+        if not all(self._flags(mine is not None)) or mine is None:
             return ""
-        assert mine is not None
         expected = mine.clone()  # overwritten below by the value of a rank of the largest group
         TensorBroadcaster([expected], self._transport).start(found.groups[0][0]).wait()
-        told = self._transport.all_gather_bytes(how_they_differ(expected, mine).encode())
-        return told[found.groups[1][0]].decode()
-
-    def _everywhere(self, is_here: bool) -> bool:
-        told = exchange(self._transport, self._step.title, [], payload=bytes([is_here]))
-        return all(one[0] for one in told)
+        texts = self._transport.all_gather_bytes(how_they_differ(expected, mine).encode())
+        return texts[found.groups[1][0]].decode()
 
     # ------------------------------------------------------------------ evaluation of the ranks' reports
 
-    def _differing_gradients(self, told: list[_Told]) -> list[Finding]:
+    def _differing_gradients(self, reports: list[OwnReport]) -> list[Finding]:
         """Return findings for gradients that should be the same mean on all ranks, but differ."""
         reduced = self._step.synchronization.reduced
         names = [name for name, _ in self._parameters if name in reduced]
-        rows = [one.gradients for one in told]
+        rows = [one.gradients for one in reports]
         if not names or any(len(row) != len(names) for row in rows):
             return []
         self._checked.append(f"ranks with one another: {len(names)} gradients after they were reduced")
-        columns = list(zip(*rows, strict=True))
-        differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
-        if not differing:
-            return []
-        groups = groups_of(columns[differing[0]])
-        return [of_gradients([names[index] for index in differing], groups, len(names))]
+        found = differences(names, rows)
+        return [of_gradients([one.name for one in found], found[0].groups, len(names))] if found else []
 
-    def _note_data_and_chance(self, told: list[_Told]) -> None:
+    def _note_data_and_generators(self, reports: list[OwnReport]) -> None:
         step = self._step
-        batches = groups_of([tuple(one.batch) for one in told])
-        if len(batches) == 1 and told[0].batch and not step.same_inputs:
+        batches = groups_of([tuple(one.batch) for one in reports])
+        if len(batches) == 1 and reports[0].batch and not step.same_inputs:
             self._notes.append(
                 "all ranks were given the same batch. In data-parallel training each rank has samples of its own: is "
                 "the sampler distributed (sl.DistributedSampler), and does it know its rank?"
             )
             self._doubts.append("all ranks were given the same batch")
-        drew = told[0].drew
+        drew = reports[0].drew
         if drew:
             names = ", ".join(drew[:_MAX_NAMED]) + (
                 f" and {len(drew) - _MAX_NAMED} more" if drew[_MAX_NAMED:] else ""
             )
-            generators = {name for one in told for name in one.generators}
-            same = all(len({one.chance.get(name) for one in told}) == 1 for name in generators)
+            generators = {name for one in reports for name in one.generators}
+            same = all(len({one.positions.get(name) for one in reports}) == 1 for name in generators)
             self._notes.append(
                 f"random numbers are drawn by {names}. "
                 + (
-                    "All ranks draw the same ones (the same dropout masks), as their generators are at the same place; "
+                    "All ranks draw the same ones (the same dropout masks), because their generators are at the "
+                    "same position; "
                     "if each is to draw its own, seed each with its rank: torch.manual_seed(seed + rank)"
                     if same
-                    else "Each rank draws its own, as generators are at different places"
+                    else "Each rank draws its own, because their generators are at different positions"
                 )
             )
-        self._note_buffers(told)
+        self._note_buffers(reports)
 
-    def _note_buffers(self, told: list[_Told]) -> None:
-        exempt = self._step.synchronization.exempt
-        names = [name for name, _ in (*self._parameters, *self._buffers) if name not in exempt]
+    def _note_buffers(self, reports: list[OwnReport]) -> None:
         of_buffers = {name for name, _ in self._buffers}
-        columns = zip(names, zip(*(one.state for one in told), strict=True), strict=True)
-        apart = [name for name, column in columns if name in of_buffers and len(set(column)) > 1]
+        found = differences([name for name, _ in self._compared], [one.state for one in reports])
+        apart = [one.name for one in found if one.name in of_buffers]
         if apart:
             shown = ", ".join(apart[:_MAX_NAMED]) + (", ..." if apart[_MAX_NAMED:] else "")
             self._notes.append(
-                f"{len(apart)} buffers differ between ranks ({shown}), as each rank's batches make them; for the "
+                f"{len(apart)} buffers differ between ranks ({shown}), because each rank has its own batches; for the "
                 "comparison all ranks had rank 0's"
             )
-        if exempt:
+        if self._step.synchronization.exempt:
             self._notes.append("parameters and buffers that the wrapper ignores were not compared")
 
 
-def _distinct(named: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return each tensor once, under its first name."""
+def _distinct(named: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> list[tuple[str, Tensor]]:
+    """Return each tensor once, under its first name, which begins with the prefix of its root."""
     seen: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in named:
-        seen.setdefault(id(tensor), (name, tensor))
+    for prefix, tensors in named:
+        for name, tensor in tensors:
+            seen.setdefault(id(tensor), (f"{prefix}.{name}" if prefix else name, tensor))
     return list(seen.values())
 
 
@@ -425,49 +399,3 @@ def _bits_of_batch(recording: Recording) -> list[int]:
     for event in recording.events[:1]:
         return [value.bits for value in event.values if value.about.startswith("(")]
     return []
-
-
-def _tupled(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-
-
-# ---------------------------------------------------------------------- settings of a run
-
-
-@contextlib.contextmanager
-def _as_written() -> Iterator[None]:
-    """Run compiled modules without compilation, because compiled code does not call the hooks of inner modules."""
-    if not is_compiler_loaded():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-_WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implementation")
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
-
-    Yields a function that returns the operations without a deterministic implementation.
-    """
-    was_on = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        set_deterministic(True, warn_only=warned_only or not was_on)
-        settings.fill_uninitialized_memory = True
-        try:
-            yield lambda: _operations(str(one.message) for one in caught)
-        finally:
-            settings.fill_uninitialized_memory = filled
-            set_deterministic(was_on, warn_only=warned_only)
-
-
-def _operations(texts: Iterator[str]) -> tuple[str, ...]:
-    found = (match[1] for text in texts for match in _WITHOUT_DETERMINISM.finditer(text))
-    return tuple(dict.fromkeys(found))

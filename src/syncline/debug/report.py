@@ -8,13 +8,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from typing import Any
 
 import torch
 
 from syncline.differences import describe_ranks, ranks_with
 from syncline.errors import SynclineError
 
-__all__ = ["Disagreement", "Finding", "Report", "by_value", "facts"]
+__all__ = ["Disagreement", "Finding", "OwnReport", "Report", "by_value", "facts"]
 
 
 def facts() -> dict[str, str]:
@@ -138,6 +139,26 @@ class Report:
         common = [f"{name} {own[0]}" for name, own in values.items() if len(set(own)) == 1]
         apart = [f"{name}: {by_value(own)}" for name, own in values.items() if len(set(own)) > 1]
         return ["ranks", *(_wrapped(one, "  - ") for one in ["; ".join(common), *apart] if one)]
+
+
+@dataclass(kw_only=True)
+class OwnReport:
+    """The report of one rank's own runs, sent to the other ranks."""
+
+    facts: dict[str, str]
+    positions: dict[str, str]
+    """Positions of the random number generators before the runs, by name."""
+    batch: list[int]
+    """Fingerprints of the input tensors of the first module."""
+    drew: list[str]
+    """Names of the modules that drew random numbers."""
+    generators: list[str]
+    """Names of the generators from which they drew."""
+    state: list[int]
+    """Fingerprints of parameters and buffers before the runs."""
+    gradients: list[int]
+    """Fingerprints of the gradients that are reduced."""
+    findings: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Disagreement(SynclineError):

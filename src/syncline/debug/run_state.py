@@ -1,4 +1,4 @@
-"""The state before a run, which is restored afterwards, and the tensors that must be equal on all ranks.
+"""The conditions of a run: the state before it, rank 0's inputs and random numbers for all ranks, and torch's settings.
 
 `Subject` saves and restores the state, so that each run begins from the same one and leaves no trace.
 """
@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +20,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from syncline.checkpoint.random_state import rng_state, set_rng_state
+from syncline._torch.compilation import is_compiler_loaded
+from syncline._torch.tensors import set_deterministic
+from syncline.checkpoint.random_state import packed, rng_state, set_rng_state, unpacked
 from syncline.ddp.wrapper import DistributedDataParallel as SynclineDDP
 from syncline.debug.values import Value, values_of_named
 from syncline.gradients.wrapper_protocol import replica_of
+from syncline.tensors.broadcasting import TensorBroadcaster
+from syncline.transport.base import Transport
+from syncline.trees import leaves, map_leaves
 
-__all__ = ["Subject", "Synchronization", "synchronization_of", "unwrapped"]
+__all__ = [
+    "Aligned",
+    "Subject",
+    "Synchronization",
+    "align_generators",
+    "align_inputs",
+    "deterministic",
+    "synchronization_of",
+    "uncompiled_code",
+    "unwrapped",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +173,9 @@ class Subject:
         for parameter, requires_grad in self._trained:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-        for wrapper, remembered in self._synchronization:
-            if remembered:
-                wrapper.load_sync_state_dict(copy.deepcopy(remembered))
+        for wrapper, sync_state in self._synchronization:
+            if sync_state:
+                wrapper.load_sync_state_dict(copy.deepcopy(sync_state))
         for other, state in self._others:
             other.load_state_dict(copy.deepcopy(state))
         set_rng_state(self._rng)
@@ -173,8 +191,8 @@ class Subject:
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if optimizer not in self._optimizers:
                 raise ValueError(
-                    f"the function steps a {type(optimizer).__name__} that is not known here, so its state could not "
-                    "be put back: hand it over as sl.TrainState(model=..., optimizer=...), or leave the step out"
+                    f"the function steps a {type(optimizer).__name__} that was not passed here, so its state could "
+                    "not be restored: pass sl.TrainState(model=..., optimizer=...), or remove the step"
                 )
 
         handle = register_optimizer_step_pre_hook(refuse)
@@ -237,3 +255,125 @@ def _saved(entries: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in entries.items()
         if key != "params"
     }
+
+
+# ---------------------------------------------------------------------- rank 0's inputs and random numbers
+
+
+class Aligned(NamedTuple):
+    """The result of `align_inputs`."""
+
+    inputs: Any
+    why_not: str
+    """The reason why the inputs could not be aligned; "" if they were. The same on all ranks."""
+
+
+def align_generators(transport: Transport) -> None:
+    """Set this rank's random number generators to the state of rank 0's. A collective call."""
+    state = transport.all_gather_bytes(packed() if transport.rank == 0 else b"")[0]
+    if transport.rank:
+        set_rng_state(unpacked(state))
+
+
+def align_inputs(inputs: Any, transport: Transport) -> Aligned:
+    """Return rank 0's inputs; shapes of tensors may differ between the ranks. A collective call.
+
+    Args:
+        inputs: nested dicts, lists and tuples of tensors and plain values. The plain values must be equal already.
+        transport: the transport between the ranks.
+
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> def program(transport):
+        ...     x = torch.full((2 + transport.rank,), 1.0 + transport.rank)
+        ...     return align_inputs((x, "mean"), transport)
+        >>> run_ranks(2, program)[1]
+        Aligned(inputs=(tensor([1., 1.]), 'mean'), why_not='')
+    """
+    mine = [_described(name, leaf) for name, leaf in leaves(inputs)]
+    rows = [json.loads(one) for one in transport.all_gather_bytes(json.dumps(mine).encode())]
+    why_not = _why_not(rows)
+    if why_not:
+        return Aligned(inputs, why_not)
+    shapes = {name: shape for name, _, shape in rows[0]}
+    aligned = {
+        name: _like(leaf, shapes[name], is_source=transport.rank == 0)
+        for name, leaf in leaves(inputs)
+        if isinstance(leaf, Tensor)
+    }
+    TensorBroadcaster(list(aligned.values()), transport).start(0).wait()
+    for name, leaf in leaves(inputs):
+        if isinstance(leaf, Tensor):
+            aligned[name].requires_grad_(leaf.requires_grad)
+    return Aligned(map_leaves(inputs, lambda name, leaf: aligned.get(name, leaf)), "")
+
+
+def _like(tensor: Tensor, shape: Sequence[int], *, is_source: bool) -> Tensor:
+    """Return a tensor to receive rank 0's values; on rank 0 it is the tensor itself, without its graph."""
+    return tensor.detach() if is_source else torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _described(name: str, leaf: Any) -> tuple[str, str, list[int]]:
+    """Return name, kind (or after "!" the reason why it cannot be sent) and shape."""
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided or leaf.is_meta or leaf.is_nested:
+            return name, f"!a tensor that is not an ordinary one ({leaf.layout} on {leaf.device.type})", []
+        return name, str(leaf.dtype), list(leaf.shape)
+    if isinstance(leaf, bool | int | float | str | bytes | None):
+        return name, repr(leaf), []
+    return name, f"!a {type(leaf).__name__}", []
+
+
+def _why_not(of_ranks: Sequence[Sequence[tuple[str, str, list[int]]]]) -> str:
+    first = of_ranks[0]
+    for name, kind, _ in first:
+        if kind.startswith("!"):
+            return f"{name or 'the input'} is {kind[1:]}, which is not sent to other ranks"
+    for rank, rows in enumerate(of_ranks):
+        if len(rows) != len(first):
+            return f"rank 0 has {len(first)} inputs, rank {rank} has {len(rows)}"
+        for (name, kind, _), (other, other_kind, _) in zip(first, rows, strict=True):
+            if (name, kind) != (other, other_kind):
+                return f"on rank 0 {name or 'the input'} is {kind}, on rank {rank} {other or 'it'} is {other_kind}"
+    return ""
+
+
+# ---------------------------------------------------------------------- torch's settings
+
+
+@contextmanager
+def uncompiled_code() -> Iterator[None]:
+    """Run compiled modules without compilation, because compiled code does not call the hooks of inner modules."""
+    if not is_compiler_loaded():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+_WITHOUT_DETERMINISM = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+@contextmanager
+def deterministic() -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Use deterministic algorithms where they exist, and fill uninitialized memory with NaN.
+
+    Yields a function that returns the operations without a deterministic implementation.
+    """
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_deterministic(True, warn_only=warned_only or not was_on)
+        settings.fill_uninitialized_memory = True
+        try:
+            yield lambda: tuple(
+                dict.fromkeys(
+                    match[1] for one in caught for match in _WITHOUT_DETERMINISM.finditer(str(one.message))
+                )
+            )
+        finally:
+            settings.fill_uninitialized_memory = filled
+            set_deterministic(was_on, warn_only=warned_only)

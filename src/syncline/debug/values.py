@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.equality.fingerprint import fingerprint_of_number, fingerprints
+from syncline.equality.fingerprint import fingerprints
 from syncline.gradients.outputs import tensors_in
 from syncline.trees import leaves
 
@@ -45,14 +45,11 @@ def values_of(tree: Any) -> tuple[Value, ...]:
 
 def values_of_named(named: Sequence[tuple[str, Any]]) -> tuple[Value, ...]:
     """Return the values of named tensors and plain values, in their order."""
-    tensors = [leaf for _, leaf in named if isinstance(leaf, Tensor)]
     with torch.no_grad():
-        bits = iter(_bits_of(tensors))
+        bits = _bits_of([leaf for _, leaf in named])
         return tuple(
-            Value(name, _about(leaf), next(bits), _has_nan(leaf))
-            if isinstance(leaf, Tensor)
-            else Value(name, type(leaf).__name__, fingerprint_of_number(leaf))
-            for name, leaf in named
+            Value(name, _about(leaf), one, _has_nan(leaf))
+            for (name, leaf), one in zip(named, bits, strict=True)
         )
 
 
@@ -67,10 +64,10 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _bits_of(tensors: list[Tensor]) -> list[int]:
-    if all(_is_ordinary(tensor) for tensor in tensors):
-        return fingerprints(tensors)
-    return [_bits_of_special(tensor) for tensor in tensors]
+def _bits_of(values: Sequence[Any]) -> list[int]:
+    if all(_is_ordinary(value) for value in values if isinstance(value, Tensor)):
+        return fingerprints(values)
+    return [_bits_of_special(value) for value in values]
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -79,22 +76,23 @@ def _is_ordinary(tensor: Tensor) -> bool:
     )
 
 
-def _bits_of_special(tensor: Tensor) -> int:
-    """Return the fingerprint of a sparse tensor or a subclass; 0 if its values cannot be read."""
+def _bits_of_special(value: Any) -> int:
+    """Return the fingerprint of a value that may be a sparse tensor or a subclass; 0 if it cannot be read."""
     with contextlib.suppress(Exception):  # subclasses may raise any exception
-        dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-        return fingerprints([dense])[0]
+        if isinstance(value, Tensor):
+            value = value.detach() if value.layout == torch.strided else value.detach().to_dense()
+        return fingerprints([value])[0]
     return 0
 
 
-def _about(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+def _about(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    if not _is_ordinary(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+def _has_nan(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not _is_ordinary(value):
         return False
-    return bool(torch.isnan(tensor.detach()).any())
+    return (value.is_floating_point() or value.is_complex()) and bool(torch.isnan(value.detach()).any())
 
 
 # ---------------------------------------------------------------------- size of a difference

@@ -1,7 +1,8 @@
-"""Bit-for-bit comparison of tensors between ranks, and the location of differences.
+"""Bit-for-bit comparison of tensors between ranks: leaves, their fingerprints, and the location of differences.
 
-Imports: errors, words, differences, transport, tensors.
+Imports: errors, words, differences, transport, optimizers, tensors.
 
-fingerprint.py  64 bits per tensor, compared between ranks
-locate.py       find the tensors, the elements and the ranks that differ
+fingerprint.py  64 bits per tensor or other value, and hashes of slices
+leaves.py       the tensors and integers of modules and optimizers, by name
+locate.py       the values, the elements and the ranks that differ, and the error that names them
 """

@@ -1,4 +1,4 @@
-"""Compare tensors between ranks, bit for bit, by a fingerprint of 64 bits per tensor.
+"""Fingerprints of 64 bits, by which values are compared between ranks bit for bit.
 
 A tensor is read as words of 64 bits, in the order of its elements. An offset that depends on its position is added to
 each word, the mixing function of SplitMix64 (Steele, Lea and Flood 2014) is applied, and the results are added up
@@ -11,27 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from syncline.differences import describe_ranks, groups_of
 from syncline.tensors.targets import as_bytes, as_flat, is_dense, is_plain, parts_of
 
-__all__ = [
-    "Difference",
-    "SliceHash",
-    "differences",
-    "digest_of",
-    "fingerprint_of_number",
-    "fingerprints",
-    "first_of",
-    "minority_of",
-    "mixed",
-]
+__all__ = ["SliceHash", "digest_of", "fingerprint_of", "fingerprints", "mixed"]
 
 
 _CPU_CHUNK_BYTES = 1 << 18
@@ -48,11 +37,12 @@ _SECOND = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 _WORD = 1 << 64
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a fingerprint of 64 bits per tensor: of its bytes in the order of its elements, not of shape or dtype.
+def fingerprints(values: Sequence[Any]) -> list[int]:
+    """Return a fingerprint of 64 bits for each tensor or other value (see `fingerprint_of`).
 
-    Strides and pending conjugations do not matter. 0.0 and -0.0 are different values, and so are NaNs with different
-    payloads. Memory for copies is bounded: below 1 MiB on the CPU, 130 MiB elsewhere.
+    That of a tensor covers its bytes in the order of its elements, but not its shape or dtype. Strides and pending
+    conjugations do not matter. 0.0 and -0.0 are different values, and so are NaNs with different payloads. Memory for
+    copies is bounded: below 1 MiB on the CPU, 130 MiB elsewhere.
 
     Example:
         >>> x = torch.arange(6.0).view(2, 3)
@@ -61,6 +51,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
         >>> one == two, one == three
         (True, False)
     """
+    tensors = [value for value in values if isinstance(value, Tensor)]
     sums: dict[torch.device, list[Tensor]] = {}
     scratches: dict[torch.device, _Scratch] = {}
     for tensor in tensors:
@@ -71,7 +62,10 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
         sums.setdefault(device, []).append(scratches[device].sum_of(tensor))
     # One transfer per device, because each waits for all work there.
     found = {device: iter(torch.stack(here).tolist()) for device, here in sums.items()}
-    return [next(found[tensor.device]) % _WORD for tensor in tensors]
+    return [
+        next(found[value.device]) % _WORD if isinstance(value, Tensor) else fingerprint_of(value)
+        for value in values
+    ]
 
 
 class _Scratch:
@@ -131,9 +125,9 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % _WORD - (1 << 63)
 
 
-def fingerprint_of_number(number: object) -> int:
-    """Return a fingerprint of a Python number; 1 and 1.0 differ, and so do 0.0 and -0.0."""
-    return int.from_bytes(hashlib.blake2b(repr(number).encode(), digest_size=8).digest(), "little")
+def fingerprint_of(value: object) -> int:
+    """Return a fingerprint of a plain value, by its `repr`; 1 and 1.0 differ, and so do 0.0 and -0.0."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
 def digest_of(numbers: Sequence[int]) -> bytes:
@@ -175,7 +169,7 @@ class SliceHash:
                 ranks, pass False to count along the flattened tensor.
         """
         if not isinstance(value, Tensor):
-            self._parts.append((leaf, 0 if value is None else fingerprint_of_number(value)))
+            self._parts.append((leaf, 0 if value is None else fingerprint_of(value)))
         elif (stop := min(stop, value.numel())) <= start:
             self._parts.append((leaf, 1))
         elif _is_in_host_memory(value):
@@ -228,60 +222,3 @@ def _flat(tensor: Tensor, *, in_memory_order: bool) -> Tensor:
     if in_memory_order and is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg():
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-# ---------------------------------------------------------------------- which ranks differ (pure)
-
-
-class Difference(NamedTuple):
-    """A tensor that is not equal on all ranks."""
-
-    name: str
-    groups: tuple[tuple[int, ...], ...]
-    """Groups of ranks with equal values, the largest first (of equally large groups, that with the lowest rank)."""
-
-    @property
-    def majority(self) -> tuple[int, ...]:
-        """The ranks of a group of more than half of all ranks; empty if there is none."""
-        return self.groups[0] if 2 * len(self.groups[0]) > sum(map(len, self.groups)) else ()
-
-    @property
-    def minority(self) -> tuple[int, ...]:
-        """The ranks outside of the majority; empty if there is no majority."""
-        if not self.majority:
-            return ()
-        return tuple(sorted(rank for group in self.groups[1:] for rank in group))
-
-    def __str__(self) -> str:
-        return f"{self.name}  {' | '.join(map(describe_ranks, self.groups))}"
-
-
-def minority_of(found: Iterable[Difference]) -> tuple[int, ...]:
-    """Return the ranks that are in the minority in any of the differences."""
-    return tuple(sorted({rank for difference in found for rank in difference.minority}))
-
-
-def first_of(found: Sequence[object], num_shown: int = 5) -> list[str]:
-    """Return one line for each of the first differences, and a line with the number of the others."""
-    more = len(found) - num_shown
-    return [f"  {one}" for one in found[:num_shown]] + ([f"  and {more} more"] if more > 0 else [])
-
-
-def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Difference]:
-    """Return the tensors that differ, in order.
-
-    Args:
-        names: names of the tensors.
-        rows: the tensors' fingerprints on each rank, in rank order.
-
-    Example:
-        >>> found = differences(["a", "b"], [[1, 5], [1, 6], [1, 5]])
-        >>> str(found[0]), found[0].minority
-        ('b  ranks 0, 2 | rank 1', (1,))
-    """
-    found = []
-    for index, name in enumerate(names):
-        groups = groups_of([row[index] for row in rows])
-        if len(groups) > 1:
-            found.append(Difference(name, groups))
-    return found

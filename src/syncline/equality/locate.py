@@ -1,4 +1,4 @@
-"""Locate differences between replicas: the tensors, the elements, and the ranks that differ."""
+"""Locate differences between replicas: the values, the elements, and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.differences import describe_ranks
-from syncline.equality.fingerprint import (
-    Difference,
-    differences,
-    fingerprint_of_number,
-    fingerprints,
-    first_of,
-    minority_of,
-)
+from syncline.differences import describe_groups, describe_ranks, groups_of
+from syncline.equality.fingerprint import fingerprints
 from syncline.errors import ReplicaDivergence
 from syncline.transport.agreement import gather_rows
 from syncline.transport.base import Transport
 from syncline.words import format_count
 
-__all__ = ["LocatedDifference", "differing", "divergence_error", "locate", "values_fingerprints"]
+__all__ = ["Difference", "differences", "differing", "divergence_error", "locate"]
 
 
 _MAX_LOCATED = 5
@@ -33,31 +26,38 @@ _NUM_BLOCKS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocatedDifference:
-    """A tensor or number that is not equal on all ranks.
+class Difference:
+    """A tensor or other value that is not equal on all ranks.
 
     Attributes:
-        difference: its name, and the groups of ranks with equal values.
+        name: its name.
         index: its position among the compared values.
-        elements: the first and the last element that differ, counted along the flattened tensor; None for a number, or
-            if they were not located.
-        shape: shape of the tensor; None for a number.
+        groups: groups of ranks with equal values, the largest first (of equally large groups, that with the lowest
+            rank).
+        elements: the first and the last element that differ, counted along the flattened tensor; None for another
+            value, or if they were not located.
+        shape: shape of the tensor; None for another value.
     """
 
-    difference: Difference
+    name: str
     index: int
-    elements: tuple[int, int] | None
-    shape: tuple[int, ...] | None
+    groups: tuple[tuple[int, ...], ...]
+    elements: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
 
     @property
-    def name(self) -> str:
-        """The name of the tensor or number."""
-        return self.difference.name
+    def has_majority(self) -> bool:
+        """Whether more than half of all ranks have the same value."""
+        return 2 * len(self.groups[0]) > sum(map(len, self.groups))
 
-    def among(self, ranks: Sequence[int]) -> LocatedDifference:
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The ranks outside of the majority; empty if there is no majority."""
+        return tuple(sorted(sum(self.groups[1:], ()))) if self.has_majority else ()
+
+    def among(self, ranks: Sequence[int]) -> Difference:
         """Return the same difference with each rank r replaced by `ranks[r]`."""
-        groups = tuple(tuple(ranks[at] for at in group) for group in self.difference.groups)
-        return replace(self, difference=self.difference._replace(groups=groups))
+        return replace(self, groups=tuple(tuple(ranks[at] for at in group) for group in self.groups))
 
     def __str__(self) -> str:
         where = ""
@@ -67,8 +67,7 @@ class LocatedDifference:
             if last != first:
                 where = f", elements {_at(first, self.shape)} to {_at(last, self.shape)}"
             where += f" of {torch.Size(self.shape).numel():,}"
-        groups = " | ".join(map(describe_ranks, self.difference.groups))
-        return f"{self.name}{where}  {groups}"
+        return f"{self.name}{where}  {describe_groups(self.groups)}"
 
 
 def _at(element: int, shape: tuple[int, ...]) -> str:
@@ -81,57 +80,55 @@ def _at(element: int, shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, reversed(place)))}]"
 
 
-def values_fingerprints(values: Sequence[Any]) -> list[int]:
-    """Return a fingerprint of each tensor or number; see `fingerprint.py`."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    found = iter(fingerprints(tensors))
-    return [next(found) if isinstance(value, Tensor) else fingerprint_of_number(value) for value in values]
-
-
-def locate(
-    names: Sequence[str],
-    values: Sequence[Any],
-    transport: Transport,
-    *,
-    mine: Sequence[int] | None = None,
-) -> list[LocatedDifference]:
-    """Return the values that differ between ranks, in order, and the elements that differ. A blocking collective call.
+def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Difference]:
+    """Return the values that differ, in order.
 
     Args:
-        names: names of tensors and numbers, the same on all ranks.
-        values: the tensors and numbers; tensors have the same shapes on all ranks.
-        transport: connects the ranks.
-        mine: their fingerprints on this rank, if known.
+        names: names of the values; a name may occur more than once.
+        rows: the values' fingerprints on each rank, in rank order.
+
+    Example:
+        >>> found = differences(["a", "b"], [[1, 5], [1, 6], [1, 5]])
+        >>> str(found[0]), found[0].minority
+        ('b  ranks 0, 2 | rank 1', (1,))
     """
-    mine = values_fingerprints(values) if mine is None else mine
-    located = []
-    for number, (index, difference) in enumerate(differing(names, mine, transport)):
-        value = values[index]
-        is_tensor = isinstance(value, Tensor)
-        located.append(
-            LocatedDifference(
-                difference=difference,
-                index=index,
-                elements=_elements(value, transport) if is_tensor and number < _MAX_LOCATED else None,
-                shape=tuple(value.shape) if is_tensor else None,
-            )
-        )
-    return located
+    columns = [groups_of([row[index] for row in rows]) for index in range(len(names))]
+    return [
+        Difference(name=names[index], index=index, groups=groups)
+        for index, groups in enumerate(columns)
+        if len(groups) > 1
+    ]
 
 
-def differing(
-    names: Sequence[str], mine: Sequence[int], transport: Transport
-) -> list[tuple[int, Difference]]:
-    """Return the fingerprints that differ between ranks, with their positions. A collective call.
+def differing(names: Sequence[str], mine: Sequence[int], transport: Transport) -> list[Difference]:
+    """Return the values whose fingerprints differ between ranks. A collective call.
 
     Args:
         names: names of the values, the same on all ranks.
         mine: the fingerprints of this rank.
         transport: connects the ranks.
     """
-    # Compare by index, because names may occur twice (keys of an optimizer's state with the same text).
-    found = differences([str(index) for index in range(len(names))], _gathered(mine, transport))
-    return [(int(one.name), one._replace(name=names[int(one.name)])) for one in found]
+    return differences(names, _gathered(mine, transport))
+
+
+def locate(
+    names: Sequence[str], values: Sequence[Any], transport: Transport, *, mine: Sequence[int] | None = None
+) -> list[Difference]:
+    """Return the values that differ between ranks, in order, and the elements that differ. A blocking collective call.
+
+    Args:
+        names: names of tensors and other values, the same on all ranks.
+        values: the tensors and other values; tensors have the same shapes on all ranks.
+        transport: connects the ranks.
+        mine: their fingerprints on this rank, if known.
+    """
+    found = differing(names, fingerprints(values) if mine is None else mine, transport)
+    for number, one in enumerate(found):
+        value = values[one.index]
+        if isinstance(value, Tensor):
+            elements = _elements(value, transport) if number < _MAX_LOCATED else None
+            found[number] = replace(one, elements=elements, shape=tuple(value.shape))
+    return found
 
 
 def _gathered(mine: Sequence[int], transport: Transport) -> list[list[int]]:
@@ -163,7 +160,7 @@ def _blocks(start: int, stop: int) -> list[tuple[int, int]]:
 
 def divergence_error(
     title: str,
-    found: Sequence[LocatedDifference],
+    found: Sequence[Difference],
     *,
     num_compared: int,
     num_ranks: int,
@@ -177,32 +174,34 @@ def divergence_error(
     Args:
         title: the check that found them.
         found: the differences, at least one.
-        num_compared: number of compared tensors and numbers.
+        num_compared: number of compared tensors and other values.
         num_ranks: number of compared ranks.
         remedy: advice for the user.
         agreed_at: the step at which all ranks last agreed on the first difference, if known.
         step: the step at which it differed.
         where: the compared ranks in words, if not all ranks were compared.
     """
-    minority = minority_of(one.difference for one in found)
+    minority = tuple(sorted({rank for one in found for rank in one.minority}))
     if minority:
-        who = f"In the minority: {describe_ranks(minority)}."
+        verdict = f"In the minority: {describe_ranks(minority)}."
     elif num_ranks == 2:
-        who = "With two ranks nobody can tell which one is right."
+        verdict = "With two ranks there is no majority, so either of them may be wrong."
     else:
-        who = "No more than half of the ranks agree, so nobody can tell which are right."
-    problem = (
-        f"{title}: expected the same bits on {where or f'all {num_ranks} ranks'}, but {len(found)} of {num_compared} "
-        f"tensors and numbers differ, the first of them {found[0].name}. Who is equal with whom:"
-    )
+        verdict = "No more than half of the ranks agree, so any of them may be wrong."
     window = ""
     if agreed_at is not None:
         when = "when the module was wrapped" if not agreed_at else f"at step {agreed_at}"
         if agreed_at and step is not None:
             when += f", {format_count(step - agreed_at, 'step')} before"
-        window = f"All ranks agreed on {found[0].name} last {when}. "
+        window = f"All ranks last agreed on {found[0].name} {when}. "
+    problem = (
+        f"{title}: expected the same bits on {where or f'all {num_ranks} ranks'}, but {len(found)} of {num_compared} "
+        f"tensors and other values differ, the first of them {found[0].name}. Groups of ranks that are equal:"
+    )
+    more = len(found) - _MAX_LOCATED
+    shown = [*map(str, found[:_MAX_LOCATED])] + ([f"and {more} more"] if more > 0 else [])
     return ReplicaDivergence(
-        "\n".join([problem, *first_of(found, _MAX_LOCATED), f"{window}{who} {remedy}"]),
+        "\n  ".join([problem, *shown]) + f"\n{window}{verdict} {remedy}",
         tensor=found[0].name,
         num_differing=len(found),
         minority_ranks=minority,

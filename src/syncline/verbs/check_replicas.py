@@ -13,14 +13,8 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
-from syncline.equality.fingerprint import digest_of
-from syncline.equality.locate import (
-    LocatedDifference,
-    differing,
-    divergence_error,
-    locate,
-    values_fingerprints,
-)
+from syncline.equality.fingerprint import digest_of, fingerprints
+from syncline.equality.locate import Difference, differing, divergence_error, locate
 from syncline.errors import ReplicaDivergence
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
@@ -129,24 +123,23 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
                 read.add_state(target)
             else:
                 read.add(target)
-            mine = values_fingerprints(read.values)
+            mine = fingerprints(read.values)
             payload = digest_of(_without(read.may_differ, mine)) + digest_of(mine)
             return Prepared((read, mine), read.lines, payload)
 
         (read, mine), rows = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
         apart = read.may_differ
         if len({row[:_DIGEST_BYTES] for row in rows}) > 1:
-            names, values, fingerprints = (_without(apart, each) for each in (read.names, read.values, mine))
-            found = locate(names, values, transport, mine=fingerprints)
-            raise _divergence(found, len(fingerprints), transport.size)
-        allowed = {} if len(set(rows)) == 1 else dict(differing(read.names, mine, transport))
-        record_equal(
-            [v for v in _without(allowed.keys(), read.values) if isinstance(v, Tensor)], by_writing=False
-        )
+            names, values, compared = (_without(apart, each) for each in (read.names, read.values, mine))
+            found = locate(names, values, transport, mine=compared)
+            raise _divergence(found, len(compared), transport.size)
+        noted = [] if len(set(rows)) == 1 else differing(read.names, mine, transport)
+        equal = _without({one.index for one in noted}, read.values)
+        record_equal([value for value in equal if isinstance(value, Tensor)], by_writing=False)
         return ReplicaReport(
             num_ranks=transport.size,
             num_compared=len(mine),
-            may_differ=tuple(difference.name for difference in allowed.values()),
+            may_differ=tuple(one.name for one in noted),
         )
 
 
@@ -189,7 +182,7 @@ class _Compared:
             optimizer: the optimizer.
             prefix: a prefix for names.
             own: ids of the parameters that each rank updates independently. If given, floats of the state count as
-                per rank as well, such as the last loss that LBFGS remembers.
+                per rank as well, such as the last loss that LBFGS keeps.
         """
         left_out = () if own is None else _state_prefixes(optimizer, own)
         found = [
@@ -290,8 +283,8 @@ def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)
 
 
-def _divergence(found: Sequence[LocatedDifference], num_compared: int, num_ranks: int) -> ReplicaDivergence:
-    source = "src=<a rank of the majority>" if any(one.difference.minority for one in found) else "src=..."
+def _divergence(found: Sequence[Difference], num_compared: int, num_ranks: int) -> ReplicaDivergence:
+    source = "src=<a rank of the majority>" if any(one.minority for one in found) else "src=..."
     return divergence_error(
         _TITLE,
         found,

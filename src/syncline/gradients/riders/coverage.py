@@ -1,22 +1,21 @@
-"""The parts of a replica, and the schedule by which they are compared.
+"""The schedule by which the leaves of a replica are compared.
 
-A replica is a list of leaves: tensors and integers. They are divided into slices, and each step compares one slice, so
-that the whole replica has been compared after a fixed number of steps.
+They are divided into slices, and each step compares one slice, so that the whole replica has been compared after a
+fixed number of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from syncline.optimizers.contents import parameters_of
+from syncline.equality.fingerprint import SliceHash
+from syncline.equality.leaves import Leaf, optimizer_leaves_of
 
-__all__ = ["Coverage", "Leaf", "Piece", "optimizer_leaves_of", "parameter_leaves", "rotation", "spread"]
+__all__ = ["Coverage", "Listing", "Piece", "Turns", "rotation", "spread"]
 
 
 _OVERHEAD_BYTES = 1 << 14
@@ -24,6 +23,9 @@ _OVERHEAD_BYTES = 1 << 14
 
 _LEAST_BYTES = 1 << 18
 """Least cost of a slice. If there is less to compare per slice, there are fewer slices."""
+
+_LISTED_ANEW = 8
+"""The tensors are listed again at least once in this many rotations of `every` steps."""
 
 _ALIGNMENT_NUMEL = 64
 """Tensors are cut at multiples of this number of elements, so that each piece but the last consists of whole words."""
@@ -88,113 +90,6 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
     return turns
 
 
-class Leaf(NamedTuple):
-    """One tensor or integer of the replica, and the path at which it is looked up when its turn comes."""
-
-    name: str
-    root: Any
-    """A parameter, or a container of the leaf. A leaf that may be replaced is looked up in its container each time."""
-    keys: tuple[Any, ...] = ()
-    """The path from the root: keys of dicts, indices of lists, attributes of tensors that consist of other tensors."""
-    has_agreed_strides: bool = False
-    """Whether the ranks have agreed on the strides, so that the tensor can be read in memory order."""
-
-    def value(self) -> Any:
-        """Return the present value; None if it no longer exists."""
-        found = self.root
-        for key in self.keys:
-            # It is nearly always a dict, and isinstance(found, Mapping) takes as long as everything else here.
-            found = found.get(key) if isinstance(found, dict) else _child(found, key)
-        return found if isinstance(found, Tensor | int) else None
-
-    def write(self, value: int) -> None:
-        """Replace an integer; tuples that contain it are rebuilt."""
-        holders = [self.root]
-        for key in self.keys[:-1]:
-            holders.append(_child(holders[-1], key))
-        new: Any = value
-        for holder, key in zip(reversed(holders), reversed(self.keys), strict=True):
-            if not isinstance(holder, tuple):
-                holder[key] = new
-                return
-            items = [*holder[:key], new, *holder[key + 1 :]]
-            new = type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
-
-
-def _child(holder: Any, key: Any) -> Any:
-    if isinstance(holder, Mapping):
-        # An optimizer's state is a defaultdict, in which holder[key] would create an entry.
-        return holder.get(key)
-    if isinstance(holder, Tensor):
-        return getattr(holder, key, None)
-    if isinstance(holder, list | tuple) and key < len(holder):
-        return holder[key]
-    return None
-
-
-def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the name and the path of each tensor and integer in a tree."""
-    if isinstance(tree, Tensor):
-        if hasattr(tree, "__tensor_flatten__"):
-            # A DTensor holds a different shard on each rank.
-            if not hasattr(tree, "device_mesh"):
-                for inner in tree.__tensor_flatten__()[0]:
-                    yield from _walk(getattr(tree, inner), (*keys, inner), f"{name}.{inner}")
-        elif _has_own_memory(tree):
-            yield name, keys
-    elif isinstance(tree, int):
-        yield name, keys
-    elif isinstance(tree, Mapping):
-        for key in sorted(tree, key=str):
-            yield from _walk(tree[key], (*keys, key), f"{name}.{key}")
-    elif isinstance(tree, list | tuple):
-        for index, item in enumerate(tree):
-            yield from _walk(item, (*keys, index), f"{name}[{index}]")
-
-
-def _has_own_memory(tensor: Tensor) -> bool:
-    """Return whether the values can be read from the tensor's own memory.
-
-    A subclass with its own `__torch_dispatch__` may have no memory, because it handles every operation itself.
-    """
-    is_ordinary = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(tensor)
-    return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-
-
-def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
-    """Return the leaves of parameters or buffers that the ranks have agreed on."""
-    return [
-        Leaf(path, parameter, keys, has_agreed_strides=True)
-        for name, parameter in named
-        for path, keys in _walk(parameter, (), name)
-    ]
-
-
-def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[Leaf]:
-    """Return the leaves of optimizers' state: tensors and integers, kept for a parameter or for the optimizer itself.
-
-    Floats are left out, because the floats that known optimizers keep (the last loss of LBFGS) differ between ranks.
-
-    Args:
-        optimizers: the optimizers.
-        own: ids of the parameters that are kept equal; state of other parameters is left out.
-    """
-    leaves = []
-    for number, optimizer in enumerate(optimizers):
-        prefix = f"optimizer {number} ({type(optimizer).__name__}), state"
-        parameters = parameters_of(optimizer)
-        places = {id(parameter): index for index, parameter in enumerate(parameters)}
-        for key in [*parameters, *(key for key in optimizer.state if not isinstance(key, Tensor))]:
-            is_parameter = isinstance(key, Tensor)
-            if (is_parameter and id(key) not in own) or key not in optimizer.state:
-                continue
-            name = f"{prefix}[{places[id(key)] if is_parameter else repr(key)}]"
-            leaves += [
-                Leaf(path, optimizer.state, keys) for path, keys in _walk(optimizer.state[key], (key,), name)
-            ]
-    return leaves
-
-
 class Coverage:
     """Leaves divided into slices, where the step number alone determines which slice has its turn.
 
@@ -233,9 +128,14 @@ class Coverage:
                 found[piece.leaf].append(agreed)
         return [_earliest(agreed) for agreed in found]
 
-    def pieces(self, steps: range) -> list[Piece]:
-        """Return the pieces whose turn it is in these steps."""
-        return [piece for index in self._indices(steps) for piece in self._slices[index]]
+    def hashed(self, steps: range) -> SliceHash | None:
+        """Return the hash of the pieces whose turn it is in these steps; None if there are none."""
+        pieces = [piece for index in self._indices(steps) for piece in self._slices[index]]
+        found = SliceHash()
+        for index, start, stop in pieces:
+            leaf = self.leaves[index]
+            found.add(index, leaf.value(), start, stop, in_memory_order=leaf.has_agreed_strides)
+        return found if pieces else None
 
     def all_agreed(self, at: int | None) -> None:
         """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
@@ -273,3 +173,94 @@ def _forms(leaves: Sequence[Leaf]) -> list[tuple[str, int, int]]:
         is_tensor = isinstance(value, Tensor)
         forms.append((leaf.name, value.numel() if is_tensor else 0, value.element_size() if is_tensor else 1))
     return forms
+
+
+class Turns:
+    """The slices of some leaves that were hashed since the last comparison, and when all ranks last agreed on them.
+
+    Args:
+        every: the number of steps until every leaf has had its turn.
+        agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
+    """
+
+    def __init__(self, every: int, agreed_at: int | None) -> None:
+        self.coverage: Coverage | None = None
+        """The slices; None before the leaves are listed."""
+        self.hashes: list[SliceHash] = []
+        self._every = every
+        self._agreed_at = agreed_at
+        self._steps = range(0)
+
+    def list_again(self, leaves: Sequence[Leaf]) -> None:
+        """Take the leaves as they are now."""
+        if self.coverage is None:
+            self.coverage = Coverage(leaves, self._every, self._agreed_at)
+        else:
+            self.coverage = self.coverage.found_again(leaves)
+
+    def hash(self, steps: range) -> None:
+        """Hash the slices whose turn it is in these steps."""
+        assert self.coverage is not None
+        self._steps = steps
+        found = self.coverage.hashed(steps)
+        if found is not None:
+            self.hashes.append(found)
+
+    def agreed(self, at: int) -> None:
+        """Record that the hashes were equal on all ranks at a step."""
+        if self.hashes and self.coverage is not None:
+            self.coverage.agreed(self._steps, at)
+
+    def all_agreed(self, at: int | None) -> None:
+        """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
+        self._agreed_at = at
+        if self.coverage is not None:
+            self.coverage.all_agreed(at)
+
+    @property
+    def all_agreed_at(self) -> int | None:
+        """The last step at which all ranks agreed on every leaf; None if unknown."""
+        return self._agreed_at if self.coverage is None else self.coverage.all_agreed_at
+
+
+class Listing:
+    """The leaves of parameters and of the optimizers' state, listed again when the state may have changed.
+
+    State of an optimizer appears with its first step, and loading replaces it. Listing takes microseconds per tensor,
+    so it is done again only if something was added, and once in a number of rotations.
+
+    Args:
+        parameters: the leaves of the parameters.
+        optimizers: returns the optimizers whose state has to be equal at present.
+        own: ids of the parameters.
+        every: the number of steps of a rotation.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Leaf],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        own: set[int],
+        every: int,
+    ) -> None:
+        self._parameters = parameters
+        self._optimizers = optimizers
+        self._own = own
+        self._every = every
+        self._states: list[tuple[int, int]] | None = None
+        """Identities and sizes of the optimizers' state, by which changes of it are detected."""
+        self._num_entries = 0
+
+    def changed(self, steps: range) -> list[Leaf] | None:
+        """Return all leaves if they may have changed since the last call, else None."""
+        optimizers, every = self._optimizers(), self._every
+        states = [(id(optimizer.state), len(optimizer.state)) for optimizer in optimizers]
+        if any(step % every == 0 for step in steps[:every]):
+            kept = (one for optimizer in optimizers for one in optimizer.state.values())
+            self._num_entries = sum(len(one) for one in kept if isinstance(one, dict))
+        is_due = any(step % (_LISTED_ANEW * every) == 0 for step in steps[: _LISTED_ANEW * every])
+        states.append((self._num_entries, int(is_due)))
+        if states == self._states:
+            return None
+        self._states = states
+        return [*self._parameters, *optimizer_leaves_of(optimizers, self._own)]

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from syncline.checks import checked_choice, checked_count, store
 from syncline.differences import describe_ranks
-from syncline.equality.fingerprint import SliceHash, mixed
-from syncline.equality.locate import LocatedDifference, divergence_error, locate
+from syncline.equality.fingerprint import mixed
+from syncline.equality.leaves import Leaf, parameter_leaves
+from syncline.equality.locate import Difference, divergence_error, locate
 from syncline.errors import ReplicaDivergence
-from syncline.gradients.riders.coverage import Coverage, Leaf, Piece, optimizer_leaves_of, parameter_leaves
+from syncline.gradients.riders.coverage import Listing, Turns
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import distinct_tensors
 from syncline.transport.base import Transport
@@ -42,9 +43,6 @@ NUM_FINGERPRINT_BITS = 48
 """Number of bits of a slice's fingerprint."""
 
 _MAX_FINGERPRINT: int = 2**NUM_FINGERPRINT_BITS - 1
-
-_LISTED_ANEW = 8
-"""The tensors are listed again at least once in this many rotations of `every` steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +114,16 @@ class ReplicaWatch:
         self._title = title
         self._transport = transport
         self._ranks = ranks
-        self._agreed_at = self._buffers_agreed_at = agreed_at
         named = distinct_tensors(parameters, for_writing=False)
-        self._parameters = parameter_leaves(named)
-        self._own = {id(tensor) for _, tensor in parameters}
+        own = {id(tensor) for _, tensor in parameters}
+        self._listing = Listing(parameter_leaves(named), optimizers, own, check.every)
         self._buffer_leaves = [
             Leaf(name, owner, (key,), has_agreed_strides=True) for name, owner, key in buffers
         ]
-        self._optimizers = optimizers
-        self._states: list[tuple[int, int]] = []
-        """Identities and sizes of the optimizers' state, by which changes of it are detected."""
-        self._num_entries = 0
-        self._coverage: Coverage | None = None
-        self._buffer_coverage: Coverage | None = None
-        self._steps = range(0)
-        self._hash: SliceHash | None = None
-        self._buffer_steps = range(0)
-        self._buffer_hashes: list[SliceHash] = []
-        """One hash per forward since the last backward."""
+        self._turns = Turns(check.every, agreed_at)
+        """The turns of parameters and of the optimizers' state."""
+        self._buffer_turns = Turns(check.every, agreed_at)
+        """The turns of buffers, with one hash per forward since the last backward."""
         self._warned: set[str] = set()
         self._was_finite = True
 
@@ -146,34 +136,22 @@ class ReplicaWatch:
             former._was_finite,
         )
         self.steps_before = former.steps_before
-        if former._coverage is not None:
-            self._agreed_at = former._coverage.all_agreed_at
-        else:
-            self._agreed_at, self._buffers_agreed_at = former._agreed_at, former._buffers_agreed_at
+        self._turns.all_agreed(former._turns.all_agreed_at)
+        if former._turns.coverage is None:
+            self._buffer_turns.all_agreed(former._buffer_turns.all_agreed_at)
 
     def agreed_at(self, step: int | None) -> None:
         """Record that parameters and optimizer state were equal after a step; None if they were replaced."""
-        self._agreed_at, self._buffers_agreed_at = step, None
-        if self._coverage is not None:
-            self._coverage.all_agreed(step)
-        if self._buffer_coverage is not None:
-            self._buffer_coverage.all_agreed(None)
+        self._turns.all_agreed(step)
+        self._buffer_turns.all_agreed(None)
 
     # ------------------------------------------------------------------ each step
 
     def buffers_are_equal(self, step: int) -> None:
         """Hash the slice of buffers whose turn it is. Called after they are synchronized, before forward."""
-        coverage = self._buffer_coverage
-        if coverage is None:
-            coverage = self._buffer_coverage = Coverage(
-                self._buffer_leaves, self.check.every, self._buffers_agreed_at
-            )
-        elif step % self.check.every == 0:
-            coverage = self._buffer_coverage = coverage.found_again(self._buffer_leaves)
-        self._buffer_steps = range(step, step + 1)
-        pieces = coverage.pieces(self._buffer_steps)
-        if pieces:
-            self._buffer_hashes.append(_hashed(coverage.leaves, pieces))
+        if self._buffer_turns.coverage is None or step % self.check.every == 0:
+            self._buffer_turns.list_again(self._buffer_leaves)
+        self._buffer_turns.hash(range(step, step + 1))
 
     def begin(self, steps: range) -> None:
         """Hash the slices whose turn it is. Called when a backward begins that will be reduced.
@@ -182,55 +160,40 @@ class ReplicaWatch:
             steps: the steps since the last comparison, up to the present one; the same on all ranks.
         """
         self.num_looks += 1
-        optimizers = self._optimizers()
-        every = self.check.every
-        # State of an optimizer appears with its first step, and loading replaces it. Listing it takes microseconds per
-        # tensor, so it is listed again only if something was added, and once in a number of rotations.
-        states = [(id(optimizer.state), len(optimizer.state)) for optimizer in optimizers]
-        if any(step % every == 0 for step in steps[:every]):
-            kept = (one for optimizer in optimizers for one in optimizer.state.values())
-            self._num_entries = sum(len(one) for one in kept if isinstance(one, dict))
-        is_due = any(step % (_LISTED_ANEW * every) == 0 for step in steps[: _LISTED_ANEW * every])
-        states.append((self._num_entries, int(is_due)))
-        if self._coverage is None or states != self._states:
-            leaves = [*self._parameters, *optimizer_leaves_of(optimizers, self._own)]
-            if self._coverage is None:
-                self._coverage = Coverage(leaves, self.check.every, self._agreed_at)
-            else:
-                self._coverage = self._coverage.found_again(leaves)
-            self._states = states
-        self._steps = steps
-        pieces = self._coverage.pieces(steps)
-        self._hash = _hashed(self._coverage.leaves, pieces) if pieces else None
+        leaves = self._listing.changed(steps)
+        if leaves is not None:
+            self._turns.list_again(leaves)
+        self._turns.hashes.clear()
+        self._turns.hash(steps)
 
     def fingerprint(self) -> int:
         """Return the fingerprint of what was hashed; 0 if no part of the replica has its turn."""
-        if self._hash is None and not self._buffer_hashes:
+        hashes = (*self._turns.hashes, *self._buffer_turns.hashes)
+        if not hashes:
             return 0
-        total = 0
-        for one in (self._hash, *self._buffer_hashes):
-            total = mixed(total, 0 if one is None else one.value())
+        total = len(self._turns.hashes)
+        for one in hashes:
+            total = mixed(total, one.value())
         return 1 + total % _MAX_FINGERPRINT
 
-    def compare(self, told: Sequence[int], step: int) -> None:
+    def compare(self, reported: Sequence[int], step: int) -> None:
         """Compare the fingerprints of all ranks; a collective call if they differ.
 
         Args:
-            told: the fingerprint of each rank.
+            reported: the fingerprint of each rank.
             step: the present step.
 
         Raises:
             ReplicaDivergence: values differ, and the policy is "raise", or "repair" without a majority; or the state of
                 optimizers has different names or shapes. Raised on every rank.
         """
-        if not any(told):
+        if not any(reported):
             return
-        assert self._coverage is not None
-        self.last_compared = (self.steps_before + step, len(set(told)) == 1)
-        if len(set(told)) == 1:
-            self._coverage.agreed(self._steps, step)
-            if self._buffer_hashes and self._buffer_coverage is not None:
-                self._buffer_coverage.agreed(self._buffer_steps, step)
+        are_equal = len(set(reported)) == 1
+        self.last_compared = (self.steps_before + step, are_equal)
+        if are_equal:
+            self._turns.agreed(step)
+            self._buffer_turns.agreed(step)
         else:
             self._differ(step)
 
@@ -254,22 +217,23 @@ class ReplicaWatch:
 
     def forget(self) -> None:
         """Drop the hashes at the end of a backward."""
-        self._hash = None
-        self._buffer_hashes.clear()
+        self._turns.hashes.clear()
+        self._buffer_turns.hashes.clear()
 
     # ------------------------------------------------------------------ where replicas differ
 
     def _differ(self, step: int, *, must: bool = True) -> None:
         """Search the whole replica for differences; `must` says that fingerprints have shown one."""
-        assert self._coverage is not None
+        coverage = self._turns.coverage
+        assert coverage is not None
         in_run = self.steps_before + step
         title = f"{self._title}, step {in_run}, replica check"
-        leaves = self._coverage.leaves
+        leaves = coverage.leaves
         self._check_structure(title, leaves, in_run)
         found = locate([leaf.name for leaf in leaves], [leaf.value() for leaf in leaves], self._transport)
-        agreed_at = self._coverage.agreed_at(found[0].index) if found else None
+        agreed_at = coverage.agreed_at(found[0].index) if found else None
         num_compared = len(leaves)
-        are_buffers = not found and bool(self._buffer_hashes)
+        are_buffers = not found and bool(self._buffer_turns.hashes)
         if are_buffers:
             found, num_compared, agreed_at = self._differing_buffers()
         if agreed_at is not None:
@@ -292,7 +256,7 @@ class ReplicaWatch:
             )
             return
         self.last_compared = (in_run, False)
-        can_repair = self.check.on_divergence == "repair" and all(one.difference.majority for one in found)
+        can_repair = self.check.on_divergence == "repair" and all(one.has_majority for one in found)
         error = divergence_error(
             title,
             [one.among(self._ranks) for one in found],
@@ -313,13 +277,13 @@ class ReplicaWatch:
 
     def _remedy(
         self,
-        found: Sequence[LocatedDifference],
+        found: Sequence[Difference],
         agreed_at: int | None,
         *,
         are_buffers: bool,
         can_repair: bool,
     ) -> str:
-        back = "To go on," if agreed_at is None else "Go back to a checkpoint that is older than that, or"
+        back = "To continue," if agreed_at is None else "Go back to a checkpoint that is older than that, or"
         names = [one.name for one in found]
         targets = [
             target
@@ -334,7 +298,7 @@ class ReplicaWatch:
             "on some ranks only."
             if are_buffers
             else "A bit that flipped, a write on some ranks only, or an operation whose result differs between ranks "
-            "(`syncline doctor` looks for such)."
+            "(`syncline doctor` searches for such operations)."
         )
         if are_buffers or can_repair or self.check.on_divergence == "warn":
             return cause
@@ -347,10 +311,10 @@ class ReplicaWatch:
             value = leaf.value()
             form = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else "a number"
             lines.append(f"{leaf.name}  {form}")
-        told = self._transport.all_gather_bytes("\n".join(lines).encode())
-        if len(set(told)) == 1:
+        forms = self._transport.all_gather_bytes("\n".join(lines).encode())
+        if len(set(forms)) == 1:
             return
-        rows: list[set[str]] = [set(row.decode().split("\n")) for row in told]
+        rows: list[set[str]] = [set(row.decode().split("\n")) for row in forms]
         apart = set().union(*rows) - rows[0].intersection(*rows)
         shown = "; ".join(
             f"rank {self._ranks[at]} has {', '.join(sorted(row & apart)[:3])}"
@@ -358,8 +322,8 @@ class ReplicaWatch:
             if row & apart
         )
         raise ReplicaDivergence(
-            f"{title}: expected optimizers with state of the same names and shapes on all ranks, but some have what "
-            f"others have not: {shown}. Step attached optimizers equally often, with the same parameters, on every "
+            f"{title}: expected optimizers with state of the same names and shapes on all ranks, but they differ: "
+            f"{shown}. Step attached optimizers equally often, with the same parameters, on every "
             "rank",
             tensor=min(apart).split("  ")[0],
             num_differing=len(apart),
@@ -367,17 +331,18 @@ class ReplicaWatch:
             found_at_step=step,
         )
 
-    def _differing_buffers(self) -> tuple[list[LocatedDifference], int, int | None]:
+    def _differing_buffers(self) -> tuple[list[Difference], int, int | None]:
         """Return the slice's buffers that differed before forward changed them; a collective call."""
-        assert self._buffer_coverage is not None
+        coverage = self._buffer_turns.coverage
+        assert coverage is not None
         hashes: dict[int, int] = {}
-        for one in self._buffer_hashes:
+        for one in self._buffer_turns.hashes:
             for leaf, number in one.by_leaf().items():
                 hashes[leaf] = mixed(hashes.get(leaf, 0), number)
-        leaves = self._buffer_coverage.leaves
+        leaves = coverage.leaves
         names = [leaves[index].name for index in hashes]
         found = locate(names, [None] * len(names), self._transport, mine=list(hashes.values()))
-        return found, len(leaves), self._buffer_coverage.all_agreed_at
+        return found, len(leaves), coverage.all_agreed_at
 
     # ------------------------------------------------------------------ error, repair or warning
 
@@ -388,7 +353,7 @@ class ReplicaWatch:
             raise error
         text = str(error)
         if policy == "repair" and repair is not None:
-            text += f"\nRepaired: {repair()} Training goes on."
+            text += f"\nRepaired: {repair()} Training continues."
         elif names <= self._warned:
             return  # there was a warning before
         if policy == "warn":
@@ -396,12 +361,11 @@ class ReplicaWatch:
         if self._transport.rank == 0:
             warn_user(text)
 
-    def _repaired(self, found: Sequence[LocatedDifference], leaves: Sequence[Leaf], step: int) -> str:
+    def _repaired(self, found: Sequence[Difference], leaves: Sequence[Leaf], step: int) -> str:
         """Broadcast the values of the majority; return a sentence on what was done. A collective call."""
-        assert self._coverage is not None
         sources = set()
         for one in found:
-            src = one.difference.groups[0][0]
+            src = one.groups[0][0]
             sources.add(self._ranks[src])
             leaf = leaves[one.index]
             value = leaf.value()
@@ -409,18 +373,10 @@ class ReplicaWatch:
                 TensorBroadcaster([value.detach()], self._transport).start(src).wait()
             else:
                 # It is sent as text, because it may be a bool or have more than 64 bits.
-                told = self._transport.all_gather_bytes(json.dumps(value).encode())
+                numbers = self._transport.all_gather_bytes(json.dumps(value).encode())
                 if value is not None:
-                    leaf.write(json.loads(told[src]))
+                    leaf.write(json.loads(numbers[src]))
         self.num_repairs += 1
         self.last_compared = (self.steps_before + step, True)
-        self._coverage.agreed(range(self.check.every), step)
+        self._turns.all_agreed(step)
         return f"the values of {describe_ranks(sorted(sources))} were broadcast."
-
-
-def _hashed(leaves: Sequence[Leaf], pieces: Sequence[Piece]) -> SliceHash:
-    found = SliceHash()
-    for piece in pieces:
-        leaf = leaves[piece.leaf]
-        found.add(piece.leaf, leaf.value(), piece.start, piece.stop, in_memory_order=leaf.has_agreed_strides)
-    return found

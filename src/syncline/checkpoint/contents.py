@@ -1,32 +1,121 @@
-"""Read and verify the part of a save that one rank needs.
+"""The content of a save: this rank's state, split into tensors and JSON values, and the part that one rank reads back.
 
 It also has the warnings after a load: names that were not saved, state of other ranks, and state of other classes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from syncline.checkpoint.encoding import decode, tensors_in
-from syncline.checkpoint.files import Files
+from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, Manifest, own_file
+from syncline.checkpoint.encoding import decode, encode, tensors_in
+from syncline.checkpoint.files import Files, check, malformed_is_corrupt
 from syncline.checkpoint.objects import copies, is_wrapped
 from syncline.checkpoint.random_state import check_rng_state
-from syncline.checkpoint.snapshot import MANIFEST, SHARED_FILE, Manifest, own_file
-from syncline.checkpoint.tensor_file import read_tensors
+from syncline.checkpoint.tensor_file import checksum, memory_of, read_tensors
 from syncline.checkpoint.train_state import TrainState
-from syncline.checkpoint.validation import check, malformed_is_corrupt
 from syncline.compression.averager import with_mean_residuals
 from syncline.data.sampler import DistributedSampler, place_to_resume
 from syncline.differences import describe_ranks
 from syncline.sharded.part import has_sharded_state, join_parts
+from syncline.transport.agreement import describe_tensors
 from syncline.words import format_count
 
-__all__ = ["Found", "remarks"]
+__all__ = ["Found", "Parts", "entry_of", "remarks"]
+
+
+# ---------------------------------------------------------------------- to write
+
+
+def entry_of(name: str) -> str:
+    """Return the name of a JSON value in digests, which cannot be mistaken for a tensor's name."""
+    return f"entry {name}"
+
+
+class Parts:
+    """The state of this rank, split into JSON values and tensors.
+
+    Args:
+        state: the state to capture.
+        copies: buffers that tensors are copied into, by name; missing ones are added. None: tensors are not copied,
+            so the caller must not change them while they are read.
+
+    Raises:
+        TypeError, ValueError: a value cannot be stored, or two tensors would have the same name; the message names
+            the value.
+    """
+
+    def __init__(self, state: TrainState, copies: dict[str, Tensor] | None) -> None:
+        self.trees: dict[str, Any] = {}
+        """The JSON values, by name of the object."""
+        self.classes = {
+            name: type(one).__name__ for name, one in state.named.items() if not isinstance(one, nn.Module)
+        }
+        """The class names of all objects except modules, because a module may be wrapped differently when loaded."""
+        self.forms_of_modules: list[str] = []
+        """The type and shape of each module tensor, one line per tensor; they must be equal on all ranks."""
+        self.sharded = [name for name, one in state.named.items() if has_sharded_state(one)]
+        """The names of sharded objects."""
+        self.tensors: dict[str, Tensor] = {}
+        """The tensors of all objects, on the CPU, by name."""
+        for name, one in state._shard_state_dict().items():
+            self.trees[name], tensors = encode(one, name)
+            taken = self.tensors.keys() & tensors.keys()
+            if taken:
+                raise ValueError(
+                    f"{min(taken)} of {name} is also the name of another tensor: use a name without a dot"
+                )
+            for key, tensor in tensors.items():
+                self.tensors[key] = (
+                    tensor.cpu().contiguous() if copies is None else _copied(tensor, key, copies)
+                )
+            if isinstance(state.named.get(name), nn.Module):
+                tree = self.trees[name]
+                kept = dict.fromkeys(tensors_in(tree["module"] if is_wrapped(tree) else tree))
+                self.forms_of_modules += describe_tensors(
+                    ((key, self.tensors[key]) for key in kept), kind="saved", layout=False
+                )
+        if copies is not None:
+            for gone in copies.keys() - self.tensors.keys():
+                del copies[gone]
+
+    @cached_property
+    def checksums(self) -> dict[str, str]:
+        """The checksum of each tensor, by name."""
+        return {name: checksum(memory_of(tensor)) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """A digest of each tensor and of each JSON value, by name; equal digests mean equal content."""
+        found = {
+            name: f"{tensor.dtype} {tuple(tensor.shape)} {self.checksums[name]}"
+            for name, tensor in self.tensors.items()
+        }
+        return found | {
+            entry_of(name): checksum(json.dumps(tree).encode()) for name, tree in self.trees.items()
+        }
+
+    def chosen(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the named tensors, in their original order."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in names}
+
+
+def _copied(tensor: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
+    copy = copies.get(name)
+    if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+        copy = copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copy.copy_(tensor)
+
+
+# ---------------------------------------------------------------------- to read
 
 
 class Found:
@@ -230,17 +319,17 @@ def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Itera
     stays = [one for one in state.named if one not in found.names]
     if stays:
         has = ", ".join(one for one in found.names if one not in ("step", "rng"))
-        yield f"{', '.join(stays)} {'was' if len(stays) == 1 else 'were'} not in {name}, which has {has}: as before"
+        yield f"{', '.join(stays)} {'is' if len(stays) == 1 else 'are'} not in {name}, which has {has}: unchanged"
 
     before = found.manifest.num_ranks
     own = found.own_names(state.named) if before != num_ranks else []
     if own:
         if num_ranks > before:
-            what = f"{describe_ranks(range(before, num_ranks))} got what rank 0 had"
+            what = f"{describe_ranks(range(before, num_ranks))} loaded that of rank 0"
         else:
-            what = f"what {describe_ranks(range(num_ranks, before))} had is left"
+            what = f"that of {describe_ranks(range(num_ranks, before))} was not loaded"
         yield (
-            f"{name} is of {format_count(before, 'rank')}, each with {', '.join(own)} of its own, and there are "
+            f"{name} was saved by {format_count(before, 'rank')}, each with its own {', '.join(own)}, and there are "
             f"{num_ranks} now: {what}"
         )
 
@@ -249,6 +338,7 @@ def remarks(name: str, found: Found, state: TrainState, num_ranks: int) -> Itera
         now, then = type(one).__name__, found.manifest.classes.get(key)
         if then not in (now, None) and not isinstance(one, nn.Module):
             yield (
-                f"{key} of {name} is the state of {then}, and {now} has taken it over: what it does not know is left "
-                "unused, and settings are those that were saved"
+                f"{key} of {name} is the state of {then}, and was loaded into {now}: entries that {now} does "
+                "not know are "
+                "unused, and its settings are the saved ones"
             )

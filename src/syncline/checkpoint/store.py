@@ -1,0 +1,355 @@
+"""The saves that all ranks make together in one directory: write one, and read the newest that is intact.
+
+A file operation has the same outcome on all ranks: its results, or the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from syncline.checkpoint.contents import Found, Parts, entry_of
+from syncline.checkpoint.directory import (
+    SHARED_FILE,
+    Manifest,
+    Save,
+    Shelf,
+    own_file,
+    read_manifest,
+    write_manifest,
+)
+from syncline.checkpoint.files import Files
+from syncline.checkpoint.rollback import Before
+from syncline.checkpoint.tensor_file import StoredFile, write_tensors
+from syncline.checkpoint.train_state import TrainState
+from syncline.differences import describe_ranks, ranks_with
+from syncline.errors import CheckpointCorrupt, SynclineError
+from syncline.transport.base import Transport
+from syncline.user_code import warn_user
+
+__all__ = ["IntactSave", "Refused", "SaveStore", "checked_path", "everywhere"]
+
+
+T = TypeVar("T")
+
+_TITLE = "sl.Checkpointer"
+
+
+def checked_path(directory: object) -> str:
+    """Return the absolute path of a directory.
+
+    Raises:
+        TypeError, ValueError: it is not a path.
+    """
+    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(path, str):
+        raise TypeError(f"expected directory to be a path, a str or an os.PathLike of one, got {directory!r}")
+    if not path:
+        raise ValueError("expected directory to be a path, got '' (for the current directory, give '.')")
+    return os.path.abspath(path)
+
+
+# ---------------------------------------------------------------------- the same outcome on all ranks
+
+
+class Refused(Exception):
+    """A failed file operation, such as a full disk or a damaged file; raised on every rank."""
+
+
+def everywhere(lane: Transport, fn: Callable[[], T]) -> list[T]:
+    """Call `fn` on each rank and return all results, as JSON represents them; a collective call.
+
+    Args:
+        lane: the transport between the ranks.
+        fn: the file operation of this rank.
+
+    Raises:
+        Refused: a file operation failed on any rank; on every rank.
+        SynclineError: `fn` failed otherwise on another rank. On the rank where it failed, the error of `fn` is raised.
+
+    Example:
+        >>> from syncline.transport.threads import run_ranks
+        >>> run_ranks(2, lambda transport: everywhere(transport, lambda: transport.rank * 10))
+        [[0, 10], [0, 10]]
+    """
+    outcome: dict[str, Any] = {}
+    fault = None
+    try:
+        outcome["found"] = fn()
+    except (OSError, CheckpointCorrupt) as error:
+        outcome["refused"] = str(error)
+    except Exception as error:
+        fault = error
+        outcome["failed"] = f"{type(error).__name__}: {error}"
+    outcomes = [json.loads(one) for one in lane.all_gather_bytes(json.dumps(outcome).encode())]
+    if fault is not None:
+        raise fault
+    for kind, error_class in (("failed", SynclineError), ("refused", Refused)):
+        texts = {rank: one[kind] for rank, one in enumerate(outcomes) if kind in one}
+        if len(texts) == lane.size and len(set(texts.values())) == 1:
+            raise error_class(texts[0])
+        if texts:
+            raise error_class(_by_ranks(texts, "{ranks}: {text}"))
+    return [one["found"] for one in outcomes]
+
+
+def _by_ranks(texts: Mapping[int, str], form: str) -> str:
+    """Return each text with the ranks that have it."""
+    return "; ".join(
+        form.format(ranks=describe_ranks(ranks), text=text) for text, ranks in ranks_with(texts).items()
+    )
+
+
+# ---------------------------------------------------------------------- the saves
+
+
+class IntactSave(NamedTuple):
+    """A save that was read and verified on all ranks, and a backup of the state from before it is loaded."""
+
+    name: str
+    path: str
+    """Its directory."""
+    found: Found
+    states: dict[str, Any]
+    before: Before
+
+
+class SaveStore:
+    """The saves of all ranks in one directory; construction is a collective call, and so is every method.
+
+    Args:
+        lane: the transport between the ranks.
+        files: the file system.
+        path: the directory.
+        keep: how many saves to keep.
+        read_only: only read; the directory need not be writable.
+
+    Raises:
+        SynclineError: the directory cannot be written (with `read_only`: cannot be read, or has no saves), or the
+            ranks see different directories; on every rank.
+    """
+
+    def __init__(self, lane: Transport, files: Files, path: str, keep: int, *, read_only: bool) -> None:
+        self.path = path
+        self.is_read_only = read_only
+        self._lane = lane
+        self._files = files
+        self._shelf = Shelf(files, path, keep)
+        self._damaged: set[Save] = set()
+        self._last_number = 0
+        """On rank 0: the number of the newest save that this object has found, made or loaded."""
+        if read_only:
+            self._check_readable()
+        else:
+            self._check_writable()
+            if lane.rank == 0:
+                with contextlib.suppress(OSError):
+                    self._known_saves()
+
+    def _on_rank_0(self, fn: Callable[[], T]) -> T:
+        """Call `fn` on rank 0 only and return its result on all ranks; see `everywhere`."""
+        return cast(T, everywhere(self._lane, lambda: fn() if self._lane.rank == 0 else None)[0])
+
+    def _check_writable(self) -> None:
+        """Create the directory; raise unless all ranks see it and rank 0 can write to it."""
+
+        def write() -> str:
+            self._files.make_directory(self.path)
+            probe = self._shelf.probe_path(uuid.uuid4().hex)
+            self._files.write(probe, [b"seen by all ranks?"])
+            return probe
+
+        try:
+            probe = self._on_rank_0(write)
+        except Refused as refused:
+            raise SynclineError(f"{_TITLE}: {self.path} cannot be written: {refused}") from None
+        name = probe.rpartition("/")[2]
+        seen = everywhere(
+            self._lane, lambda: (socket.gethostname(), self.path, name in self._files.names(self.path))
+        )
+        if self._lane.rank == 0:
+            with contextlib.suppress(OSError):
+                self._files.remove(probe)
+        blind = {rank: f"{path} on {host}" for rank, (host, path, is_seen) in enumerate(seen) if not is_seen}
+        if blind:
+            host, path, _ = seen[0]
+            raise SynclineError(
+                f"{_TITLE}: expected all ranks to see the file that rank 0 wrote into {path} on {host}, but it is not "
+                f"in {_by_ranks(blind, '{text} ({ranks})')}. Give the same directory on all ranks, on a file system "
+                "that all hosts have mounted at the same path"
+            )
+
+    def _check_readable(self) -> None:
+        """Raise unless all ranks see saves there, because a reader does not wait for a first save."""
+        try:
+            seen = everywhere(self._lane, lambda: (socket.gethostname(), bool(self._shelf.saves())))
+        except Refused as refused:
+            raise SynclineError(f"{_TITLE}: {self.path} cannot be read: {refused}") from None
+        blind = {rank: host for rank, (host, has_saves) in enumerate(seen) if not has_saves}
+        if blind:
+            raise SynclineError(
+                f"{_TITLE}: expected saves to load in {self.path}, found none on "
+                f"{_by_ranks(blind, '{text} ({ranks})')}. Is it another directory, or not mounted there?"
+            )
+
+    def _known_saves(self) -> list[tuple[Save, Save]]:
+        saves = self._shelf.identified()
+        self._last_number = max((save.number for both in saves for save in both), default=0)
+        return saves
+
+    # ------------------------------------------------------------------ writing
+
+    def write(self, step: int, parts: Parts, warn: Callable[[str], None]) -> str:
+        """Write one save and return its directory.
+
+        Args:
+            step: the step of the state.
+            parts: the state of this rank.
+            warn: called on rank 0 with the text of a warning.
+
+        Raises:
+            Refused: it could not be written.
+        """
+        number, path = self._on_rank_0(lambda: self._begin(step, warn))
+        save = Save(number, step)
+        try:
+            digests = everywhere(self._lane, lambda: parts.digests)
+            shared = {
+                name
+                for name, digest in parts.digests.items()
+                if all(one.get(name) == digest for one in digests)
+            }
+            written = everywhere(self._lane, lambda: self._write_files(path, parts, shared))
+            self._on_rank_0(lambda: self._commit(save, path, parts, shared, written))
+        except Refused:
+            if self._lane.rank == 0:
+                with contextlib.suppress(OSError):
+                    self._shelf.abandon(save)
+            raise
+        return self._shelf.path_of(save)
+
+    def _begin(self, step: int, warn: Callable[[str], None]) -> tuple[int, str]:
+        save, path = self._shelf.begin(step, self._last_number)
+        before = self._last_number
+        if save.number > before + 1:
+            warn(
+                f"another process saves into {self.path}: the newest save there is number {save.number - 1}, but the "
+                f"newest that this run knows of is number {before}. Two runs in one directory remove each other's "
+                "saves, and would resume from each other's state: give each run a directory of its own"
+            )
+        return save.number, path
+
+    def _write_files(self, path: str, parts: Parts, shared: set[str]) -> dict[str, Any]:
+        """Write this rank's files; return their descriptions and the JSON values that only this rank has."""
+        rank = self._lane.rank
+        wanted = {own_file(rank): parts.tensors.keys() - shared}
+        if rank == 0:
+            wanted[SHARED_FILE] = parts.tensors.keys() & shared
+        written = {
+            name: asdict(write_tensors(self._files, f"{path}/{name}", parts.chosen(keys), parts.checksums))
+            for name, keys in wanted.items()
+            if keys
+        }
+        own = {name: tree for name, tree in parts.trees.items() if entry_of(name) not in shared}
+        return {"files": written, "trees": own}
+
+    def _commit(
+        self, save: Save, path: str, parts: Parts, shared: set[str], written: Sequence[Mapping[str, Any]]
+    ) -> None:
+        manifest = Manifest(
+            step=save.step,
+            number=save.number,
+            num_ranks=self._lane.size,
+            shared={name: tree for name, tree in parts.trees.items() if entry_of(name) in shared},
+            ranks=[one["trees"] for one in written],
+            files={name: StoredFile(**file) for one in written for name, file in one["files"].items()},
+            classes=parts.classes,
+            sharded=parts.sharded,
+            about={
+                "torch": torch.__version__,
+                "host": socket.gethostname(),
+                "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        )
+        write_manifest(self._files, path, manifest)
+        self._shelf.commit(save)
+        self._last_number = save.number
+        with contextlib.suppress(
+            OSError
+        ):  # the save is complete; the next save removes the remaining old ones
+            self._shelf.prune(self._damaged)
+
+    # ------------------------------------------------------------------ reading
+
+    def read_newest(self, state: TrainState, *, strict: bool) -> IntactSave | None:
+        """Read the newest save that is intact on all ranks, and warn of damaged ones; None if there are no saves.
+
+        Args:
+            state: the state that the save will be loaded into.
+            strict: see `TrainState.load_state_dict`.
+
+        Raises:
+            CheckpointCorrupt: there are saves, but none of them is intact.
+            SynclineError: the directory cannot be read.
+        """
+        try:
+            known = [(Save(*one), Save(*other)) for one, other in self._on_rank_0(self._known_saves)]
+        except Refused as refused:
+            raise SynclineError(f"{_TITLE}.load: {self.path} cannot be read: {refused}") from None
+        for save, identity in known:
+            if save != identity:
+                self._warn(
+                    f"{save.name} in {self.path} was renamed: according to its manifest it was {identity.name}, and "
+                    "the manifest counts"
+                )
+        damaged: list[str] = []
+        for save, _ in known:
+            try:
+                found = self._read(save, state, strict=strict)
+            except Refused as refused:
+                self._damaged.add(save)
+                damaged.append(f"{save.name}: {refused}")
+                continue
+            if damaged:
+                self._warn(
+                    "\n  ".join(["damaged saves were skipped:", *damaged]) + f"\nLoaded instead: {save.name}"
+                )
+            return found
+        if damaged:
+            raise CheckpointCorrupt(
+                "\n  ".join([f"expected an intact save in {self.path}, but all are damaged:", *damaged])
+                + "\nNothing was loaded. Restore a save from a copy, or start again with another directory"
+            )
+        return None
+
+    def _warn(self, text: str) -> None:
+        if self._lane.rank == 0:
+            warn_user(text)
+
+    def _read(self, save: Save, state: TrainState, *, strict: bool) -> IntactSave:
+        """Read and verify, on all ranks, what this rank needs of a save, and back up the current state.
+
+        Raises:
+            Refused: the save is damaged, on any rank.
+        """
+        path = self._shelf.path_of(save)
+        intact: list[IntactSave] = []
+
+        def read() -> None:
+            manifest = read_manifest(self._files, path)
+            found = Found(self._files, path, manifest, rank=self._lane.rank, num_ranks=self._lane.size)
+            states = found.decoded_for(state.named, strict=strict)
+            # Back up now: no rank has begun to load yet, and ranks may share one copy of a module.
+            intact.append(IntactSave(save.name, path, found, states, Before(state)))
+
+        everywhere(self._lane, read)
+        return intact[0]

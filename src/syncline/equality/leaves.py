@@ -1,0 +1,122 @@
+"""The leaves of a replica: its tensors and integers, by name, each looked up again when it is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from syncline.optimizers.contents import parameters_of
+
+__all__ = ["Leaf", "optimizer_leaves_of", "parameter_leaves"]
+
+
+class Leaf(NamedTuple):
+    """One tensor or integer of the replica, and the path at which it is looked up when its turn comes."""
+
+    name: str
+    root: Any
+    """A parameter, or a container of the leaf. A leaf that may be replaced is looked up in its container each time."""
+    keys: tuple[Any, ...] = ()
+    """The path from the root: keys of dicts, indices of lists, attributes of tensors that consist of other tensors."""
+    has_agreed_strides: bool = False
+    """Whether the ranks have agreed on the strides, so that the tensor can be read in memory order."""
+
+    def value(self) -> Any:
+        """Return the present value; None if it no longer exists."""
+        found = self.root
+        for key in self.keys:
+            # It is nearly always a dict, and isinstance(found, Mapping) takes as long as everything else here.
+            found = found.get(key) if isinstance(found, dict) else _child(found, key)
+        return found if isinstance(found, Tensor | int) else None
+
+    def write(self, value: int) -> None:
+        """Replace an integer; tuples that contain it are rebuilt."""
+        holders = [self.root]
+        for key in self.keys[:-1]:
+            holders.append(_child(holders[-1], key))
+        new: Any = value
+        for holder, key in zip(reversed(holders), reversed(self.keys), strict=True):
+            if not isinstance(holder, tuple):
+                holder[key] = new
+                return
+            items = [*holder[:key], new, *holder[key + 1 :]]
+            new = type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
+
+
+def _child(holder: Any, key: Any) -> Any:
+    if isinstance(holder, Mapping):
+        # An optimizer's state is a defaultdict, in which holder[key] would create an entry.
+        return holder.get(key)
+    if isinstance(holder, Tensor):
+        return getattr(holder, key, None)
+    if isinstance(holder, list | tuple) and key < len(holder):
+        return holder[key]
+    return None
+
+
+def _walk(tree: Any, keys: tuple[Any, ...], name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the name and the path of each tensor and integer in a tree."""
+    if isinstance(tree, Tensor):
+        if hasattr(tree, "__tensor_flatten__"):
+            # A DTensor holds a different shard on each rank.
+            if not hasattr(tree, "device_mesh"):
+                for inner in tree.__tensor_flatten__()[0]:
+                    yield from _walk(getattr(tree, inner), (*keys, inner), f"{name}.{inner}")
+        elif _has_own_memory(tree):
+            yield name, keys
+    elif isinstance(tree, int):
+        yield name, keys
+    elif isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield from _walk(tree[key], (*keys, key), f"{name}.{key}")
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from _walk(item, (*keys, index), f"{name}[{index}]")
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Return whether the values can be read from the tensor's own memory.
+
+    A subclass with its own `__torch_dispatch__` may have no memory, because it handles every operation itself.
+    """
+    is_ordinary = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(tensor)
+    return is_ordinary and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
+    """Return the leaves of parameters or buffers that the ranks have agreed on."""
+    return [
+        Leaf(path, parameter, keys, has_agreed_strides=True)
+        for name, parameter in named
+        for path, keys in _walk(parameter, (), name)
+    ]
+
+
+def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[Leaf]:
+    """Return the leaves of optimizers' state: tensors and integers, kept for a parameter or for the optimizer itself.
+
+    Floats are left out, because the floats that known optimizers keep (the last loss of LBFGS) differ between ranks.
+
+    Args:
+        optimizers: the optimizers.
+        own: ids of the parameters that are kept equal; state of other parameters is left out.
+    """
+    leaves = []
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {number} ({type(optimizer).__name__}), state"
+        parameters = parameters_of(optimizer)
+        places = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for key in [*parameters, *(key for key in optimizer.state if not isinstance(key, Tensor))]:
+            is_parameter = isinstance(key, Tensor)
+            if (is_parameter and id(key) not in own) or key not in optimizer.state:
+                continue
+            name = f"{prefix}[{places[id(key)] if is_parameter else repr(key)}]"
+            leaves += [
+                Leaf(path, optimizer.state, keys) for path, keys in _walk(optimizer.state[key], (key,), name)
+            ]
+    return leaves
