@@ -29,7 +29,7 @@ from syncline.transport.c10d_work import CallOfTorch
 __all__ = ["JoinMethods"]
 
 
-_NOT_WITH_SHARDS = "a rank without inputs would have to step its share, so join() is not possible"
+_NOT_WITH_SHARDS = "a rank without inputs would have to step its shard, so join() is not possible"
 """The reason why sharded replicas cannot join."""
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"

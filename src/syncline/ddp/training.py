@@ -212,7 +212,7 @@ class TrainingMethods(TorchNames, Joinable):
         hook = gradients.comm_hook
         if hook is not None and not hook.averages:
             raise ValueError(
-                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook divides by itself. "
+                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook itself divides. "
                 "Use one or the other"
             )
         with gradients.normalizer.block(checked_num_items(num_items)):
