@@ -308,7 +308,7 @@ def test_replicas_that_drift_on_purpose_are_not_compared() -> None:
     step_of(ddp)(batch(dist.get_rank()))
     optimizer.step()
     report = told_alike(sl.debug.assert_replicas_agree(step_of(ddp), ddp, inputs=(batch(dist.get_rank()),)))
-    assert noted(report, "between two meetings replicas may differ (strategy=LocalSGD")
+    assert noted(report, "between two parameter syncs replicas may differ (strategy=LocalSGD")
     assert "but ranks were not compared with one another" in report.verdict
 
 

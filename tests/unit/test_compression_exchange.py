@@ -404,7 +404,7 @@ def test_the_contract_and_the_timeline_say_how_gradients_travel() -> None:
         assert "sent by PowerSGD(rank=2) with error feedback when" in text
     (alone,) = run_ranks(1, lambda transport: DDP(net_of(), process_group=transport, compression=TopK()))
     assert alone.contract["gradients"].when == "never: there is one rank"
-    assert alone._replica.compression is None
+    assert alone._replica.state.compression is None
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_a_module_that_changes_goes_on_with_what_was_kept() -> None:
         net = net_of()
         ddp = DDP(net, process_group=transport, compression=TopK(0.01))
         backward(ddp, transport.rank, 0)
-        state = ddp._replica.compression
+        state = ddp._replica.state.compression
         assert state is not None
         before = state.state_dict()["0.weight.residual"]
         assert before.any()
@@ -552,12 +552,12 @@ def test_a_resumed_training_goes_on_with_the_same_bits(compression: Compression)
         straight = DDP(net_of(), process_group=transport, compression=compression, bucket_cap_mb=0.001)
         for step in range(3):
             backward(straight, transport.rank, step)
-        assert straight._replica.compression is not None
-        saved = straight._replica.compression.state_dict()
+        assert straight._replica.state.compression is not None
+        saved = straight._replica.state.compression.state_dict()
         resumed = DDP(net_of(), process_group=transport, compression=compression, bucket_cap_mb=0.001)
-        assert resumed._replica.compression is not None
-        resumed._replica.compression.load_state_dict(saved)
-        assert resumed._replica.compression.state_dict().keys() == saved.keys()
+        assert resumed._replica.state.compression is not None
+        resumed._replica.state.compression.load_state_dict(saved)
+        assert resumed._replica.state.compression.state_dict().keys() == saved.keys()
         for step in range(3, 6):
             expected = backward(straight, transport.rank, step)
             torch.testing.assert_close(
@@ -570,8 +570,8 @@ def test_a_resumed_training_goes_on_with_the_same_bits(compression: Compression)
 def test_state_of_another_compression_is_refused_when_it_is_needed() -> None:
     def program(transport: Transport) -> None:
         ddp = DDP(net_of(), process_group=transport, compression=PowerSGD(2))
-        assert ddp._replica.compression is not None
-        ddp._replica.compression.load_state_dict({"0.weight.residual": torch.zeros(16 * 24)})
+        assert ddp._replica.state.compression is not None
+        ddp._replica.state.compression.load_state_dict({"0.weight.residual": torch.zeros(16 * 24)})
         backward(ddp, transport.rank, 0)
 
     with pytest.raises(ValueError, match="saved with another compression or of another tensor"):

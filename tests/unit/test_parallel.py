@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -130,6 +131,37 @@ def test_different_arguments_are_refused() -> None:
     texts = mismatch_texts(lambda rank: nn.Linear(2, 2), bucket_cap_mb=1)
     assert len(set(texts)) == 1
     assert "up to 1048576 bytes" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("different", "lines"),
+    [
+        ({"find_unused_parameters": True}, ("find_unused_parameters", "expected True", "got      False")),
+        ({"init_sync": False}, ("init_sync", "expected False", "got      True")),
+        ({"strategy": sl.LocalSGD(4)}, ("strategy", "expected LocalSGD(every=4)", "got      EveryStep()")),
+    ],
+)
+def test_a_mismatch_names_the_argument_and_its_values(different: Any, lines: Sequence[str]) -> None:
+    text = mismatch_texts(lambda rank: nn.Linear(2, 2), **different)[0]
+    for line in lines:
+        assert line in text
+
+
+def test_arguments_without_effect_on_other_ranks_may_differ() -> None:
+    def rank(t: Transport) -> float:
+        ddp = DDP(nn.Linear(1, 1), process_group=t, gradient_as_bucket_view=t.rank == 1)
+        ddp(torch.full((1, 1), float(t.rank))).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, rank) == [0.5, 0.5]
+
+
+def test_equal_arguments_give_equal_configurations() -> None:
+    first, same, other = (
+        DDP(nn.Linear(1, 1), bucket_cap_mb=1, static_graph=static)._replica.config
+        for static in (False, False, True)
+    )
+    assert first == same != other
 
 
 # ---------------------------------------------------------------------- parameters and buffers
@@ -278,6 +310,20 @@ def test_the_contract_answers_before_and_after_the_first_step() -> None:
     assert "sent by all_reduce when 0.weight was ready" in record
     assert ".grad now holds the mean over 2 ranks" in record
     assert "loss      local to each rank, never averaged by itself" in record
+
+
+def test_the_timeline_names_the_communication_hook() -> None:
+    def as_they_are(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        raise AssertionError("never called")
+
+    def rank(t: Transport) -> str:
+        ddp = DDP(nn.Linear(2, 1), process_group=t)
+        ddp.register_comm_hook(None, as_they_are)
+        return ddp.explain()
+
+    text = run_ranks(2, rank)[0]
+    assert "as_they_are when the last of its gradients is ready" in text
+    assert "all_reduce" not in text
 
 
 def test_explain_speaks_from_the_record_not_from_the_plan() -> None:

@@ -265,8 +265,8 @@ def _checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCh
         )
     if sharded and replica_check.on_divergence == "repair":
         raise ValueError(
-            "sl.ReplicaCheck(on_divergence='repair') does not go with sharded=True, where parameters lie in memory "
-            "that ranks share: give on_divergence='raise' or 'warn'"
+            "sl.ReplicaCheck(on_divergence='repair') does not go with sharded=True, where parameters are in memory "
+            "that all ranks use: give on_divergence='raise' or 'warn'"
         )
     return replica_check
 
@@ -281,7 +281,7 @@ def _checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNon
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
     if policy != "ignore" and strategy.drifts:
         raise ValueError(
-            f"on_nonfinite={policy!r} does not go with strategy={strategy}, under which ranks step by themselves and "
+            f"on_nonfinite={policy!r} does not go with strategy={strategy}, under which ranks step independently and "
             "agree on nothing in a backward: leave it out, and look at the gradients of each rank before its step "
             "(ddp.clip_grad_norm_(max_norm, error_if_nonfinite=True)); or use EveryStep()"
         )

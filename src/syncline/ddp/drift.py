@@ -1,4 +1,4 @@
-"""Drift of replicas: when replicas may differ, under a strategy or by `sl.diverge`, and when they are equal again."""
+"""Drift of replicas: when they may differ, by a strategy or by `sl.diverge`, and their comparison when they may not."""
 
 from __future__ import annotations
 
@@ -11,15 +11,52 @@ from syncline.buffers.policies import BufferSync
 from syncline.contract import Rules
 from syncline.ddp.config import Config
 from syncline.ddp.registrations import Registrations
-from syncline.ddp.replica_checks import ReplicaChecks
 from syncline.gradients.reducer import GradientSync
+from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.optimizers.weak_methods import weakly
 from syncline.strategies import Spec
 from syncline.strategies.execution import Rounds
 from syncline.transport.base import Transport
 from syncline.verbs.diverge import Divergence
 
-__all__ = ["Drift"]
+__all__ = ["Drift", "ReplicaChecks"]
+
+
+class ReplicaChecks:
+    """The comparisons of one replica with those of the other ranks."""
+
+    def __init__(self) -> None:
+        self.in_backwards: ReplicaWatch | None = None
+        """Compares the replicas of the ranks that average gradients."""
+        self.after_syncs: ReplicaWatch | None = None
+        """Compares the replicas of all ranks, under a strategy whose parameter syncs make parameters equal."""
+        self._compared_at = 0
+
+    def compare_after_sync(self, transport: Transport, step: int) -> None:
+        """Verify that parameters are equal after a sync that made them equal. A collective call.
+
+        Raises:
+            ReplicaDivergence: they differ, and the check is configured to raise. Every rank raises it.
+        """
+        watch = self.after_syncs
+        if watch is None:
+            return
+        watch.begin(range(min(self._compared_at, step - 1) + 1, step + 1))
+        self._compared_at = step
+        fingerprints = transport.all_gather_bytes(watch.fingerprint().to_bytes(8, "little"))
+        watch.compare([int.from_bytes(row, "little") for row in fingerprints], step)
+
+    @property
+    def last_compared(self) -> tuple[int, bool] | None:
+        """The step of the last comparison, and whether all replicas were equal; None before the first."""
+        watches = (self.in_backwards, self.after_syncs)
+        compared = [watch.last_compared for watch in watches if watch is not None]
+        return max((one for one in compared if one is not None), default=None)
+
+    @property
+    def num_repairs(self) -> int:
+        """The number of times that differing replicas were repaired."""
+        return sum(watch.num_repairs for watch in (self.in_backwards, self.after_syncs) if watch is not None)
 
 
 class Drift:
@@ -111,7 +148,7 @@ class Drift:
         if self.divergence.has_diverged:
             return "replicas drift apart on purpose (sl.diverge)"
         if self.rounds is not None:
-            return f"between two meetings replicas may differ (strategy={self._strategy})"
+            return f"between two parameter syncs replicas may differ (strategy={self._strategy})"
         return ""
 
     @property
@@ -132,7 +169,7 @@ class Drift:
         """Raise if replicas may differ between two parameter syncs. `what` states what is not possible."""
         if self.rounds is not None:
             raise ValueError(
-                f"under strategy={self._strategy} {what}: wrap the module anew, or with EveryStep()"
+                f"under strategy={self._strategy} {what}: wrap the module again, or with EveryStep()"
             )
 
     # ------------------------------------------------------------------ called by the strategy and by sl.diverge
@@ -144,18 +181,24 @@ class Drift:
     def _present_buffers(self) -> list[Tensor]:
         return self._buffers.present() if self._syncs_buffers else []
 
-    def mark_equal(self) -> None:
+    def _mark_equal(self) -> None:
         """Record that all parameters are equal after the backwards so far."""
         self._equal_after_backward = self._gradients.num_backwards
 
+    def was_loaded(self) -> None:
+        """Record that the state of a strategy was loaded, and that parameters may have been."""
+        self._mark_equal()
+        if self._checks.after_syncs is not None:
+            self._checks.after_syncs.agreed_at(None)
+
     def _are_equal_after(self, step: int) -> None:
         """Record that a parameter sync has made all parameters equal, and compare them if that is due."""
-        self.mark_equal()
-        self._checks.compare_after_meeting(self._transport, step)
+        self._mark_equal()
+        self._checks.compare_after_sync(self._transport, step)
 
     def _was_written(self) -> None:
         """Record that a verb has made all parameters equal."""
-        self.mark_equal()
+        self._mark_equal()
         if self.rounds is not None:
             self.rounds.restart()
 

@@ -37,7 +37,7 @@ class MixedPrecision:
         self.reduce_dtype: torch.dtype | None = config.reduce_dtype or config.param_dtype
         self._buffer_dtype: torch.dtype | None = config.buffer_dtype
         self._module = module
-        self._ignored = ignored
+        self._ignored = frozenset(ignored)
 
     def cast_buffers(self) -> None:
         """Cast the module's floating-point buffers to `buffer_dtype`, in place."""

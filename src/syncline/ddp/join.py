@@ -20,16 +20,16 @@ from syncline._torch.modules import leave_join, set_join_configs
 from syncline.buffers.policies import BufferSync
 from syncline.checks import checked_truth
 from syncline.ddp.config import checked_truths
+from syncline.ddp.replica import Replica
 from syncline.ddp.torch_names import TorchNames
 from syncline.ddp.wrapping import broadcast_values
-from syncline.gradients.reducer import GradientSync
 from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 
 __all__ = ["JoinMethods"]
 
 
-_NOT_WITH_SHARDS = "a rank without inputs would have to step its share, so join() is not possible"
+_NOT_WITH_SHARDS = "a rank without inputs would have to step its shard, so join() is not possible"
 """The reason why sharded replicas cannot join."""
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
@@ -108,39 +108,28 @@ class _ShadowHook(JoinHook):
     """The hook that runs on a rank while it has no inputs left.
 
     Args:
-        transport: the transport of the wrapped module.
-        gradients: its gradient synchronization.
-        buffers: its buffers.
+        replica: the replica of the wrapped module.
         sync_module: copies parameters and buffers from the given rank to all.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        gradients: GradientSync,
-        buffers: BufferSync,
-        sync_module: Callable[[int], None],
-    ) -> None:
+    def __init__(self, replica: Replica, sync_module: Callable[[int], None]) -> None:
         super().__init__()
-        self._transport = transport
-        self._gradients = gradients
-        self._buffers = buffers
+        self._replica = replica
         self._sync_module = sync_module
 
     def main_hook(self) -> None:
         """Match the collectives of the other ranks in one iteration."""
-        iteration = _agree_on_iteration(self._transport, has_inputs=False, synchronizes=False)
-        _sync_buffers(self._buffers, iteration)
+        iteration = _agree_on_iteration(self._replica.transport, has_inputs=False, synchronizes=False)
+        _sync_buffers(self._replica.buffers, iteration)
         if iteration.synchronizes:
             with torch.no_grad():
-                self._gradients.shadow()
+                self._replica.gradients.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give every rank the model of the rank that finished last."""
-        last = torch.tensor(
-            [self._transport.rank if is_last_joiner else -1], device=self._transport.control_device
-        )
-        self._transport.all_reduce(last, "max").wait()
+        transport = self._replica.transport
+        last = torch.tensor([transport.rank if is_last_joiner else -1], device=transport.control_device)
+        transport.all_reduce(last, "max").wait()
         self._sync_module(int(last.item()))
 
 
@@ -190,7 +179,7 @@ class JoinMethods(TorchNames, Joinable):
         self._has_joined = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         replica.agree_before_join()
-        return _ShadowHook(replica.transport, replica.gradients, replica.buffers, self._make_all_equal_to)
+        return _ShadowHook(replica, self._make_all_equal_to)
 
     @property
     def join_device(self) -> torch.device:

@@ -284,6 +284,6 @@ class Registrations:
             self._transport,
             f"the settings of an attached {type(attached.optimizer).__name__}, at its step",
             attached.describe(0),
-            remedy="Change settings on all ranks alike, best between a step and the next backward.",
+            remedy="Change settings in the same way on all ranks, best between a step and the next backward.",
         )
         attached.told_settings = attached.settings()

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from syncline.buffers.policies import BufferSync
-from syncline.checks import checked_kind
 from syncline.compression import HookState
 from syncline.compression import hook as compression_hook
 from syncline.contract import Rules
 from syncline.ddp.config import Config
-from syncline.ddp.drift import Drift
+from syncline.ddp.drift import Drift, ReplicaChecks
 from syncline.ddp.plan import Evidence, Plan, sizes_of
 from syncline.ddp.registrations import Registrations
-from syncline.ddp.replica_checks import ReplicaChecks
 from syncline.ddp.selection import Inventory, Selection, select
+from syncline.ddp.sync_state import SyncState
 from syncline.ddp.wrapping import (
     Hosts,
     agree_on_module,
@@ -91,14 +90,10 @@ class Replica:
         self.module = module
         self.transport = transport
         self.config = config
-        self.checks = ReplicaChecks(config.replica_check)
+        self.checks = ReplicaChecks()
         """The comparisons of this replica with those of the other ranks."""
         self.was_changed = False
         """Whether the last forward with gradients enabled found the module changed."""
-        self.compression: HookState | None = None
-        """The encoding of gradients and its state between steps; None if gradients are sent unchanged."""
-        self._unused_state: Mapping[str, Any] = {}
-        """A loaded compression state that is not used while there is one rank. It is saved again for a larger world."""
         self.sharding: Sharding | None = None
         spec = spec_of(chosen, transport, hosts)
         strategy = config.strategy
@@ -118,9 +113,12 @@ class Replica:
         self.drift = Drift(module, trained, config, transport, spec if strategy.drifts else None, self.checks)
         self.registered = Registrations(module, config, self.drift.rounds, weakly(self._before_reduction))
         self._wire(chosen)
+        compression = None
         if config.compression is not None and transport.size > 1:
-            self.compression = HookState(config.compression, self._lanes.gradients)
-            self._compress(self.compression)
+            compression = HookState(config.compression, self._lanes.gradients)
+        self.state = SyncState(config, self.drift, compression, {})
+        """The state of the strategy and of the compression between steps."""
+        self._compress()
         if config.gradients.sharded:
             self._shard()
 
@@ -158,7 +156,7 @@ class Replica:
         self.selection = chosen
         lane = self._lanes.gradients
         # Computed here, because a group of one rank may have been replaced by a larger one.
-        compares = self.checks.are_needed(self.transport)
+        compares = self.config.replica_check is not None and self.transport.size > 1
         self.gradients = GradientSync(
             [*chosen.trained, *chosen.delayed],
             lane,
@@ -176,14 +174,14 @@ class Replica:
         self._watch_gradients()
         rules = self._situation.rules
         if rules is not None and rules.meets_equal:
-            self.checks.after_meetings = self._watch(self.transport, range(self.transport.size))
+            self.checks.after_syncs = self._watch(self.transport, range(self.transport.size))
         self.registered.use(self.gradients, self.transport, self.sharding)
         self.drift.use(self.gradients, self.buffers, self.registered, rules)
         self._inventory = Inventory(self.module)
         # The finalizer must hold no reference that keeps the wrapper alive.
         self._hooks_finalizer = weakref.finalize(self, self.gradients.remove_hooks)
-        if former is not None and self.compression is not None:
-            self.compression.use(lane, self.module)
+        if former is not None and self.state.compression is not None:
+            self.state.compression.use(lane, self.module)
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Replace the present hooks, using the present lanes and configuration."""
@@ -197,11 +195,14 @@ class Replica:
         delayed = [(n, p) for n, p in self.module.named_parameters() if n in self.config.gradients.delayed]
         return select(self.module, ignore=self.config.ignore, delayed=delayed, must_match=False)
 
-    def _compress(self, state: HookState) -> None:
-        """Encode the buckets with a compression."""
-        state.use(self._lanes.gradients, self.module)
-        label = state.compression.in_words()
-        self.gradients.use_comm_hook(CommHook(state=state, hook=compression_hook, label=label, averages=True))
+    def _compress(self) -> None:
+        """Encode the buckets, if there is a compression."""
+        state = self.state.compression
+        if state is not None:
+            state.use(self._lanes.gradients, self.module)
+            label = state.compression.in_words()
+            hook = CommHook(state=state, hook=compression_hook, label=label, averages=True)
+            self.gradients.use_comm_hook(hook)
 
     def _shard(self) -> None:
         """Move the parameters to memory in which each rank steps its shard of them. A collective call."""
@@ -219,16 +220,20 @@ class Replica:
 
     def _watch(self, transport: Transport, ranks: Sequence[int]) -> ReplicaWatch | None:
         """Return the watch that compares replicas between the ranks of `transport`, or None."""
-        drifts = self.drift.rounds is not None
-        steps_alike = not drifts and not self.config.gradients.sharded
-        return self.checks.watch(
+        check = self.config.replica_check
+        if check is None or transport.size == 1:
+            return None
+        has_one_copy = self.sharding is not None and self.sharding.num_copies == 1
+        steps_alike = self.drift.rounds is None and not self.config.gradients.sharded
+        return ReplicaWatch(
+            check,
             self._title,
-            [] if self.sharding is not None and self.sharding.num_copies == 1 else self.selection.parameters,
+            [] if has_one_copy else self.selection.parameters,
             transport,
             ranks=ranks,
             buffers=[] if self.config.buffers == "none" else self.buffers.places(),
             optimizers=weakly(self.registered.optimizers) if steps_alike else list,
-            are_equal=self.config.init_sync,
+            agreed_at=0 if self.config.init_sync else None,
         )
 
     def _watch_gradients(self) -> None:
@@ -291,7 +296,7 @@ class Replica:
                 f"rank {self.transport.rank}, step {self.gradients.step + 1}, backward: {self._title} has changed "
                 "since it was wrapped, and this backward did not begin at an output of the wrapper, so the ranks "
                 "could not compare the change. Call the wrapper, not the module, and return tensors (also in lists, "
-                "tuples, dictionaries or dataclasses); or wrap the changed module anew"
+                "tuples, dictionaries or dataclasses); or wrap the changed module again"
             )
         if not self.registered.are_agreed:
             self.registered.agree()
@@ -396,7 +401,7 @@ class Replica:
         return replace(
             self._plan_of(self.selection),
             num_copies=0 if self.sharding is None else self.sharding.num_copies,
-            comm_hook=None if hook is None or self.compression is not None else hook.name,
+            comm_hook=None if hook is None or self.state.compression is not None else hook.name,
             has_buffer_hook=self.registered.buffer_hook is not None,
             optimizers=self.registered.in_words(),
             metrics=self.registered.metric_names(),
@@ -420,58 +425,17 @@ class Replica:
             num_repairs=self.checks.num_repairs,
         )
 
-    def _stateful_parts(self) -> dict[str, Any]:
-        """Return the parts that have a state of their own, by name."""
-        parts = {"rounds": self.drift.rounds, "compression": self.compression}
-        return {name: part for name, part in parts.items() if part is not None}
-
     @property
     def has_sync_state(self) -> bool:
         """See `ReplicaProtocol.has_sync_state`."""
-        return self._is_compression_idle() or bool(self._stateful_parts())
-
-    def sync_state_dict(self) -> dict[str, Any]:
-        """See `DistributedDataParallel.sync_state_dict`."""
-        rounds = self.drift.rounds
-        if rounds is not None:
-            rounds.are_equal = self.drift.is_round_equal(rounds)
-        states = {name: part.state_dict() for name, part in self._stateful_parts().items()}
-        return states | {"compression": dict(self._unused_state)} if self._is_compression_idle() else states
-
-    def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `sync_state_dict` returned, as `DistributedDataParallel.load_sync_state_dict` does."""
-        parts = self._stateful_parts()
-        checked_kind("state", state, Mapping, "a dict, as sync_state_dict() gives it")
-        if parts.keys() != state.keys() - ({"compression"} if self._is_compression_idle() else set()):
-            compression = self.config.compression
-            raise ValueError(
-                f"expected what sync_state_dict() gave under strategy={self.config.strategy} and compression="
-                f"{None if compression is None else compression.in_words()}: the state of "
-                f"{', '.join(parts) or 'nothing'}; got that of {', '.join(state) or 'nothing'}"
-            )
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        self.drift.mark_equal()
-        if self.checks.after_meetings is not None:
-            self.checks.after_meetings.agreed_at(None)
-        if self._is_compression_idle():
-            self._unused_state = state.get("compression", {})
-
-    def _is_compression_idle(self) -> bool:
-        """Return whether there is a compression that encodes nothing, because there is one rank."""
-        return self.config.compression is not None and self.compression is None
+        return bool(self.state)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Return the state without the parts that hold hooks and connections."""
-        hook = self.registered.buffer_hook
+        state = self.state
         return (
-            self.module,
-            self.config,
-            self.checks,
-            self._situation,
-            self.compression,
-            self._unused_state,
-            hook,
+            *(self.module, self.config, self._situation),
+            *(state.compression, state.idle, self.registered.buffer_hook),
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -480,14 +444,14 @@ class Replica:
         Opening a lane is a collective call, but a rank may unpickle a replica alone. Hooks and optimizers must be
         registered again.
         """
-        self.module, self.config, self.checks, self._situation, self.compression, self._unused_state, hook = (
-            state
-        )
+        self.module, self.config, self._situation, compression, idle, buffer_hook = state
         self.was_changed, self.sharding = False, None
+        self.checks = ReplicaChecks()
         self.transport = transport_of(None)
         self._lanes = _Lanes(self.transport, self.transport)
         self.drift = Drift(self.module, (), self.config, self.transport, None, self.checks)
-        self.registered = Registrations(self.module, self.config, None, weakly(self._before_reduction), hook)
+        compare = weakly(self._before_reduction)
+        self.registered = Registrations(self.module, self.config, None, compare, buffer_hook)
         self._wire(self._chosen_again())
-        if self.compression is not None:
-            self._compress(self.compression)
+        self.state = SyncState(self.config, self.drift, compression, idle)
+        self._compress()

@@ -309,7 +309,7 @@ class TorchNames:
     def _check_reducer_finalized(self) -> None:
         if self._replica.gradients.is_in_backward:
             raise RuntimeError(
-                "expected the previous backward to have ended: an exception ended it early, or it is still going on"
+                "expected the previous backward to have ended: an exception ended it early, or it is still running"
             )
 
     @property

@@ -336,7 +336,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=sl.DiLoCo(8))
             >>> ddp.load_sync_state_dict(ddp.sync_state_dict())
         """
-        return self._replica.sync_state_dict()
+        return self._replica.state.state_dict()
 
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `sync_state_dict` returned, on the same rank of a world of the same size. A local call.
@@ -344,7 +344,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         Raises:
             ValueError: the state was saved under another strategy or compression, or from another module.
         """
-        self._replica.load_sync_state_dict(state)
+        self._replica.state.load_state_dict(state)
 
     # ------------------------------------------------------------------ contract and records
 

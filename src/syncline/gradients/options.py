@@ -29,7 +29,7 @@ class GradientOptions:
     skip_unused: bool = False
     """Whether buckets of parameters that no rank uses are not sent; ranks exchange their use when a backward begins."""
     static_graph: bool = False
-    """Whether every backward gives each parameter as many gradients as the first one, which is learnt from."""
+    """Whether every backward gives each parameter as many gradients as the first one did."""
     reduce_dtype: torch.dtype | None = None
     """The dtype in which floating-point gradients are summed; None for each parameter's own dtype."""
     sparse: frozenset[str] = frozenset()
@@ -39,6 +39,6 @@ class GradientOptions:
     sharded: bool = False
     """Whether each rank reduces only its shard of every bucket, and steps the optimizer for that shard."""
     compares_replicas: bool = False
-    """Whether fingerprints of replicas travel with the gradients."""
+    """Whether fingerprints of replicas are sent with the gradients."""
     on_nonfinite: OnNonFinite = "ignore"
     """The policy of all ranks if a gradient of one of them is not finite."""
