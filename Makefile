@@ -12,9 +12,9 @@ EPOCHS ?= 15
 PROGRAMS ?= 20000
 SEED ?= 0
 
-# Two test processes, each of which takes whole files: the processes of ranks stay warm in it.
+# Two test processes, each of which takes whole files, in the order of tests/conftest.py: ranks stay warm in it.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup train test test-all test-torch soak fuzz check format bench clean
 

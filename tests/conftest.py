@@ -10,6 +10,32 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from forks import Forks
+    from syncline.testing.pool import RankPool
+
+LONGEST_FIRST = (
+    "test_fuzz.py",
+    "test_torch_suite.py",
+    "test_sanitizers.py",
+    "test_hosts.py",
+    "test_stop.py",
+    "test_shared_memory.py",
+    "test_contract.py",
+    "test_testing_plugin.py",
+    "test_doctor_command.py",
+    "test_compression_processes.py",
+    "test_resume.py",
+    "test_run.py",
+    "test_sharded.py",
+    "test_protocol_model.py",
+    "test_imports.py",
+    "test_bench_command.py",
+    "test_strategy_benchmarks.py",
+    "test_shared_memory_faults.py",
+    "test_flipped_bits.py",
+    "test_build.py",
+)
+"""Files that take long, the longest first: `make test` gives whole files to two processes, of which none is to begin
+a long one when the other has ended."""
 
 # A property is judged by what it finds, not by how long a busy machine takes for an example.
 settings.register_profile("syncline", deadline=None)
@@ -24,3 +50,16 @@ def forks() -> Iterator[Forks]:
     started = Forks()
     yield started
     started.close()
+
+
+@pytest.fixture
+def rank_pool(pytestconfig: pytest.Config) -> RankPool:
+    """The ranks of `@pytest.mark.ranks`, for a test that starts several jobs."""
+    from syncline.testing.plugin import _pool_of
+
+    return _pool_of(pytestconfig)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))

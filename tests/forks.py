@@ -42,8 +42,7 @@ from syncline.testing.ports import variables_of_rank
 __all__ = ["Forks", "Process"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-MAX_SECONDS_OF_PROGRAM = 100.0
-"""A program that runs longer prints its stacks, and ends."""
+MAX_SECONDS_OF_RANKS = 200.0
 
 
 # ---------------------------------------------------------------------- for tests
@@ -61,15 +60,13 @@ class Process:
         return (self.folder / "code").exists()
 
     def wait(self, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Wait for its end, and return its exit code (below 0 for a signal) and output."""
-        deadline = time.monotonic() + timeout_seconds
-        while not self.has_ended:
-            if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-                raise TimeoutError(
-                    f"no end after {timeout_seconds} s; output: {self.output()} {self.error()}"
-                )
-            time.sleep(0.005)
+        """Wait for its end, and return its exit code (below 0 for a signal) and output.
+
+        A process that has not ended in time is killed. The error has its output, and the stacks of a program.
+        """
+        if not self._ends_within(timeout_seconds):
+            self.kill()
+            raise TimeoutError(f"no end after {timeout_seconds} s; output: {self.output()} {self.error()}")
         code = int((self.folder / "code").read_text())
         return subprocess.CompletedProcess([], code, self.output(), self.error())
 
@@ -81,6 +78,20 @@ class Process:
                 raise TimeoutError(f"expected {num_lines} lines, got {lines}; {self.error()}")
             time.sleep(0.005)
         return lines
+
+    def kill(self) -> None:
+        """End it, if it has not ended; a program prints its stacks."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            if not self._ends_within(0.0):
+                with contextlib.suppress(ProcessLookupError):  # it ends just now
+                    os.kill(self.pid, number)
+                self._ends_within(5.0)
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self.has_ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.has_ended
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
@@ -152,7 +163,11 @@ class Forks:
         ]
         with tempfile.TemporaryDirectory() as folder:
             started = [self.start(Path(folder), program, *arguments, variables=rank) for rank in ranks]
-            ended = [process.wait(MAX_SECONDS_OF_PROGRAM + 20) for process in started]
+            try:
+                ended = [process.wait(MAX_SECONDS_OF_RANKS) for process in started]
+            finally:
+                for process in started:
+                    process.kill()
         return [one.returncode for one in ended], "".join(one.stdout + one.stderr for one in ended)
 
     def close(self) -> None:
@@ -279,7 +294,7 @@ def be(request: Request, server_pid: int) -> int:
     os.environ.clear()
     os.environ.update(request.variables)
     if request.is_program:
-        faulthandler.dump_traceback_later(MAX_SECONDS_OF_PROGRAM, exit=True)
+        faulthandler.enable()
         return exit_code_of_script(request.arguments)
     if request.warm_ranks:
         warm_the_ranks()
@@ -340,6 +355,10 @@ class ForkedRank:
                 if ended:
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float = math.inf) -> int:
         deadline = time.monotonic() + timeout

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -116,30 +117,27 @@ def _die(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_ranks(num_kills: int, seed: int) -> tuple[int, int]:
+def kill_ranks(num_kills: int, seed: int, pool: RankPool) -> tuple[int, int]:
     """How many survivors named the lost rank, and how many there were."""
-    lots, pool = random.Random(seed), RankPool()
+    lots = random.Random(seed)
     # As a launcher has it.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     all_seconds: list[float] = []
     num_named = 0
-    try:
-        for number in range(num_kills):
-            kill = Kill.drawn(lots, store.port)
-            with tempfile.TemporaryDirectory(prefix="syncline-kills-") as folder:
-                found = _found(pool, kill, folder)
-            named, seconds = sum(one["is_named"] for one in found), [one["seconds"] for one in found]
-            print(
-                f"{number + 1}: {kill}: named by {named} of {len(found)}, after at most {max(seconds):.2f} s",
-                flush=True,
-            )
-            for one in found:
-                if not one["is_named"]:
-                    print(one["text"], flush=True)
-            num_named += named
-            all_seconds += seconds
-    finally:
-        pool.close()
+    for number in range(num_kills):
+        kill = Kill.drawn(lots, store.port)
+        with tempfile.TemporaryDirectory(prefix="syncline-kills-") as folder:
+            found = _found(pool, kill, folder)
+        named, seconds = sum(one["is_named"] for one in found), [one["seconds"] for one in found]
+        print(
+            f"{number + 1}: {kill}: named by {named} of {len(found)}, after at most {max(seconds):.2f} s",
+            flush=True,
+        )
+        for one in found:
+            if not one["is_named"]:
+                print(one["text"], flush=True)
+        num_named += named
+        all_seconds += seconds
     middle = sorted(all_seconds)[len(all_seconds) // 2]
     print(
         f"{num_kills} kills: the lost rank was named in {num_named} of {len(all_seconds)} survivors' errors, after "
@@ -181,7 +179,8 @@ def main() -> None:
     # The ranks look for the module by this name; pickled plans must name it, too.
     from kills import kill_ranks as run
 
-    num_named, num_survivors = run(options.kills, options.seed)
+    with closing(RankPool()) as pool:
+        num_named, num_survivors = run(options.kills, options.seed, pool)
     sys.exit(num_named < num_survivors)
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,13 +211,14 @@ def after(seconds: float, action: Callable[[], object], *, daemon: bool = True) 
 # ---------------------------------------------------------------------- all rounds
 
 
-def soak(seconds: float, seed: int, tell: Callable[[str], object]) -> int:
+def soak(seconds: float, seed: int, tell: Callable[[str], object], pool: RankPool) -> int:
     """Rounds until the time is up.
 
     Args:
         seconds: no round begins later.
         seed: of the first round; the next has the next number.
-        tell: called with one line a round.
+        tell: called with one line per round.
+        pool: the ranks.
 
     Returns:
         The number of rounds.
@@ -227,33 +229,29 @@ def soak(seconds: float, seed: int, tell: Callable[[str], object]) -> int:
     folder = str(Path(__file__).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    pool = RankPool()
     until = time.monotonic() + seconds
     num_rounds = 0
-    try:
-        while time.monotonic() < until:
-            plan = Round.drawn(seed + num_rounds)
-            began = time.monotonic()
-            tasks = pool.tasks(
-                plan.size,
-                module="soak",
-                qualname="one_round",
-                arguments={"plan": plan},
-                timeout_seconds=2 * _DEADLINE_SECONDS,
-                warning_filters=("error", "ignore:.*whose process is stopped:RuntimeWarning"),
-            )
-            outcomes = pool.run(tasks, [] if plan.victim is None else [plan.victim])
-            bad = [
-                f"rank {rank} {outcome.kind}:\n{outcome.text}"
-                for rank, outcome in enumerate(outcomes)
-                if outcome.kind != ("killed" if rank == plan.victim else "passed")
-            ]
-            if bad:
-                raise SynclineError("\n".join([f"{plan}:", *bad]))
-            tell(f"{plan}: right, {time.monotonic() - began:.2f} s")
-            num_rounds += 1
-    finally:
-        pool.close()
+    while time.monotonic() < until:
+        plan = Round.drawn(seed + num_rounds)
+        began = time.monotonic()
+        tasks = pool.tasks(
+            plan.size,
+            module="soak",
+            qualname="one_round",
+            arguments={"plan": plan},
+            timeout_seconds=2 * _DEADLINE_SECONDS,
+            warning_filters=("error", "ignore:.*whose process is stopped:RuntimeWarning"),
+        )
+        outcomes = pool.run(tasks, [] if plan.victim is None else [plan.victim])
+        bad = [
+            f"rank {rank} {outcome.kind}:\n{outcome.text}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome.kind != ("killed" if rank == plan.victim else "passed")
+        ]
+        if bad:
+            raise SynclineError("\n".join([f"{plan}:", *bad]))
+        tell(f"{plan}: right, {time.monotonic() - began:.2f} s")
+        num_rounds += 1
     return num_rounds
 
 
@@ -267,7 +265,8 @@ def main() -> None:
     from soak import soak as run
 
     try:
-        num_rounds = run(options.seconds, options.seed, lambda line: print(line, flush=True))
+        with closing(RankPool()) as pool:
+            num_rounds = run(options.seconds, options.seed, lambda line: print(line, flush=True), pool)
     except SynclineError as error:
         sys.exit(str(error))
     print(f"{num_rounds} rounds, all right")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ import pytest
 import torch
 
 import syncline as sl
+from forks import Forks
 from syncline.transport.threads import run_ranks
 
 
-def test_whenever_a_process_is_killed_its_last_save_is_there(tmp_path: Path) -> None:
+def test_whenever_a_process_is_killed_its_last_save_is_there(tmp_path: Path, forks: Forks) -> None:
     program = Path(__file__).with_name("killed_while_saving.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), "50", "0"], capture_output=True, text=True, timeout=180
-    )
+    (tmp_path / "saves").mkdir()
+    done = forks.start(tmp_path, program, tmp_path / "saves", 50, 0).wait(180)
     assert done.returncode == 0, done.stderr
     num_saves, num_met = (int(word) for word in done.stdout.split() if word.isdigit())
     assert num_saves >= 3

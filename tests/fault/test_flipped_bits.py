@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forks import Forks
+
 NUM_FLIPS = 10
 
 
-def test_flipped_bits_are_found(tmp_path: Path) -> None:
+def test_flipped_bits_are_found(tmp_path: Path, forks: Forks) -> None:
     if not os.path.exists("/proc/self/mem"):
         pytest.skip("there is no /proc/PID/mem")
     program = Path(__file__).with_name("flipped_bits.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), str(NUM_FLIPS), "0"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = forks.start(tmp_path, program, tmp_path, NUM_FLIPS, 0).wait(240)
     if "PermissionError" in done.stderr:
         pytest.skip("may not write into the memory of a child")
     # The job ends with sl.check_replicas(state), so what was not found has left no trace; the program judges the rest.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,9 +58,8 @@ def test_a_run_of_the_launcher_that_is_killed_goes_on(tmp_path: Path, forks: For
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-    command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "2", PROGRAM]
-    command += arguments(killed, "every-step", "SIGKILL@10@0")
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    line = ["-n", "2", PROGRAM, *arguments(killed, "every-step", "SIGKILL@10@0")]
+    done = forks.launch(tmp_path, *line, warm_ranks=True).wait(120)
     assert done.returncode, done.stderr
     for folder in (whole, killed):
         assert forks.run(2, PROGRAM, *arguments(folder, "every-step")) == ([0, 0], "")

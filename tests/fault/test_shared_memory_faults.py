@@ -27,6 +27,7 @@ from torch import Tensor
 import syncline as sl
 from syncline.errors import PeerLost, SynclineError
 from syncline.session.world import transport_of
+from syncline.testing.pool import RankPool
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.shared_memory import core as library_module
@@ -485,7 +486,7 @@ def test_shm_without_the_library_raises() -> None:
 # ---------------------------------------------------------------------- by lot
 
 
-def test_a_short_soak() -> None:
+def test_a_short_soak(rank_pool: RankPool) -> None:
     lines: list[str] = []
-    assert soak.soak(5.0, 1, lines.append) == len(lines) >= 1
+    assert soak.soak(5.0, 1, lines.append, rank_pool) == len(lines) >= 1
     assert all(": right, " in line for line in lines)

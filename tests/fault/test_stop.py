@@ -25,22 +25,6 @@ def arguments(folder: Path, strategy: str, *events: str) -> list[object]:
     return [folder / "saves", folder / "report", strategy, NUM_STEPS, *events]
 
 
-def run_of_launcher(
-    folder: Path, *events: str, options: Sequence[str] = (), to_launcher: signal.Signals
-) -> tuple[int, list[str]]:
-    """Exit code and stderr of `syncline run` with three ranks; `to_launcher` is sent when a rank pauses."""
-    command = [sys.executable, "-m", "syncline.tools.cli", "run", "-n", "3", *options, PROGRAM]
-    command += arguments(folder, "every-step", *events)
-    with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "[rank 0] pauses\n"
-        os.kill(process.pid, to_launcher)
-        _, errors = process.communicate(timeout=120)
-    return process.returncode, errors.splitlines()
-
-
 def saves_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "saves").iterdir())
 
@@ -81,11 +65,23 @@ class Runs:
         assert_saved_once(self.folder, line, told, step)
 
     def stops_under_the_launcher(
-        self, *events: str, told: str, step: int, to_launcher: signal.Signals, options: Sequence[str] = ()
+        self,
+        *events: str,
+        told: str,
+        step: int,
+        to_launcher: signal.Signals,
+        options: Sequence[str] = (),
+        warm_ranks: bool = True,
     ) -> None:
-        code, lines = run_of_launcher(self.folder, *events, to_launcher=to_launcher, options=options)
-        assert code == sl.EXIT_STOPPED, lines
-        first, last = lines
+        """A signal to the launcher, when a rank pauses."""
+        given = arguments(self.folder, self.strategy, *events)
+        line = ["-n", "3", *options, PROGRAM, *given]
+        launcher = self._forks.launch(self.folder, *line, warm_ranks=warm_ranks)
+        assert launcher.wait_for_lines(1) == ["[rank 0] pauses"]
+        os.kill(launcher.pid, to_launcher)
+        done = launcher.wait(120)
+        assert done.returncode == sl.EXIT_STOPPED, done.stderr
+        first, last = done.stderr.splitlines()
         assert first.startswith("[rank 0] ")
         assert_saved_once(self.folder, first.removeprefix("[rank 0] "), told, step)
         assert last == "syncline run: all ranks on this host have stopped, exit code 75: start again to go on"
@@ -102,6 +98,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
         step=2,
         to_launcher=signal.SIGTERM,
         options=["--max-restarts", "2"],  # which are for failures
+        warm_ranks=False,
     )
     stopped.stops(  # at a step that is saved anyway, in a process that has workers
         "SIGUSR1@3@0",
@@ -139,10 +136,11 @@ def test_what_could_not_be_saved_is_another_end(tmp_path: Path, forks: Forks) ->
 
 
 @pytest.mark.parametrize(("strategy", "num_stops"), [("every-step", 3), ("local-sgd", 2)])
-def test_whenever_any_ranks_are_asked_all_stop(strategy: str, num_stops: int, tmp_path: Path) -> None:
+def test_whenever_any_ranks_are_asked_all_stop(
+    strategy: str, num_stops: int, tmp_path: Path, forks: Forks
+) -> None:
     program = PROGRAM.with_name("asked_to_stop.py")
-    command = [sys.executable, str(program), str(tmp_path), strategy, str(num_stops), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forks.start(tmp_path, program, tmp_path, strategy, num_stops, 0).wait(240)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("exit code 75") == num_stops
     assert len(done.stderr.splitlines()) == num_stops

@@ -7,6 +7,7 @@ So there are more pairs than the machine has cores for.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import tempfile
 from collections import Counter, deque
@@ -79,6 +80,12 @@ class Runner:
         self._pool = RankPool(grace_seconds=_GRACE_SECONDS)
         self._threads = ThreadPoolExecutor(_NUM_PAIRS)
         self._wraps = wraps
+
+    def wrapping(self, wraps: dict[str, Any]) -> Runner:
+        """A runner with other classes on the same ranks, which end with this one."""
+        other = copy.copy(self)
+        other._wraps = wraps
+        return other
 
     def close(self) -> None:
         """End the ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -25,33 +26,38 @@ from .program import (
 )
 from .runner import Runner, Tally, report_of
 
-FIRST_SEED = 1_000_000
+SEEDS = range(1_000_000, 1_000_200)
 
 
-@pytest.mark.parametrize("num_programs", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with closing(Runner()) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("seeds", [SEEDS[:20], pytest.param(SEEDS[20:], marks=pytest.mark.slow)], ids=len)
 def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error(
-    num_programs: int, capsys: pytest.CaptureFixture[str]
+    seeds: range, runner: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tally, failures = Tally(), []
     began = time.monotonic()
-    with closing(Runner()) as runner:
-        for program, verdict in runner.verdicts(map(draw, range(FIRST_SEED, FIRST_SEED + num_programs))):
-            tally.add(program, verdict)
-            if not verdict.faults:
-                continue
-            if runner.fails_alike(program, verdict):
-                failures.append(report_of(*runner.shrunk(program, verdict)))
-            else:  # for want of time, most often
-                with capsys.disabled():
-                    print(f"\nseen once only: {report_of(program, verdict)}")
+    for program, verdict in runner.verdicts(map(draw, seeds)):
+        tally.add(program, verdict)
+        if not verdict.faults:
+            continue
+        if runner.fails_alike(program, verdict):
+            failures.append(report_of(*runner.shrunk(program, verdict)))
+        else:  # for want of time, most often
+            with capsys.disabled():
+                print(f"\nseen once only: {report_of(program, verdict)}")
     with capsys.disabled():
         print(f"\nfuzzer: {time.monotonic() - began:.0f} s: {tally}")
     assert not failures, "\n\n".join([str(tally), *failures])
-    assert tally.torch["right"] > num_programs / 2
-    assert tally.num_alone > num_programs / 3
+    assert tally.torch["right"] > len(seeds) / 2
+    assert tally.num_alone > len(seeds) / 3
 
 
-def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk() -> None:
+def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk(runner: Runner) -> None:
     step = (Forward(0, 1, loss="l0"), Backward(("l0",)), Step(0), ZeroGrad(0))
     program = Program(
         models=(Model((Layer("linear"),)),),
@@ -59,11 +65,11 @@ def test_a_class_that_leaves_out_a_reduction_is_found_and_the_program_is_shrunk(
         optimizers=(Optimizer("sgd", (0,)),),
         body=(OnRank(0, (Forward(0, 2, no_grad=True),)), Loop((3, 3), step)),
     )
-    with closing(Runner({"gloo": Forgetful})) as runner:
-        verdict = next(runner.verdicts([program], ("torch", "gloo")))[1]
-        assert verdict.torch == "right"
-        assert [fault.kind for fault in verdict.faults] == ["differs from torch"]
-        least, _ = runner.shrunk(program, verdict)
+    forgetful = runner.wrapping({"gloo": Forgetful})
+    verdict = next(forgetful.verdicts([program], ("torch", "gloo")))[1]
+    assert verdict.torch == "right"
+    assert [fault.kind for fault in verdict.faults] == ["differs from torch"]
+    least, _ = forgetful.shrunk(program, verdict)
     kinds = [type(statement) for statement in statements_of(least.body)]
     assert OnRank not in kinds
     assert kinds.count(Forward) == (1 if Loop in kinds else 2)

@@ -264,6 +264,7 @@ def test_no_process_is_left_behind_at_the_end(folder: Path) -> None:
     _wait_until_gone(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_behind_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:

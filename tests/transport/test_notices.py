@@ -86,7 +86,7 @@ def test_a_rank_that_moves_is_told_and_with_its_line_once_it_stays(publisher: Pu
     moved, stays = [place for place in rank.posted if place.step == 5][:2]
     assert moved.code is None
     assert stays.code is not None
-    assert stays.code.startswith("test_publisher.py:")
+    assert stays.code.startswith("test_notices.py:")
 
 
 def test_who_stays_gives_a_sign_of_life_now_and_then(publisher: Publisher) -> None:
@@ -202,8 +202,8 @@ def test_users_code_is_the_innermost_frame_that_is_neither_torchs_nor_ours_nor_p
     inner, outer = seen
     assert inner is not None
     assert outer is not None
-    assert re.fullmatch(r"test_publisher\.py:\d+ in default", inner)
-    assert re.fullmatch(r"test_publisher\.py:\d+ in test_users_code_is_.*", outer)
+    assert re.fullmatch(r"test_notices\.py:\d+ in default", inner)
+    assert re.fullmatch(r"test_notices\.py:\d+ in test_users_code_is_.*", outer)
     assert user_code(None) is None
 
 
@@ -214,7 +214,7 @@ def test_where_the_main_thread_is_can_be_asked_from_any_thread() -> None:
     asking.join()
     (place,) = seen
     assert place is not None
-    assert re.fullmatch(r"test_publisher\.py:\d+ in test_where_the_main_thread_is_can_be_asked_.*", place)
+    assert re.fullmatch(r"test_notices\.py:\d+ in test_where_the_main_thread_is_can_be_asked_.*", place)
 
 
 def test_the_main_thread_can_be_asked_while_threads_of_c_come_to_python_and_go() -> None:
