@@ -150,15 +150,16 @@ def test_the_console_script_needs_no_torch_to_answer(without_torch: dict[str, st
 
 
 def test_the_options_are_torchruns() -> None:
-    theirs = get_args_parser().parse_args(["program.py", "--epochs", "2"])
-    ours = options.parse(["program.py", "--epochs", "2"])
-    # torch 2.11 has another default of the port, and no --shutdown-timeout
-    expected = {**vars(theirs), "master_port": None, "shutdown_timeout": None, "host": None, "verbose": False}
-    assert vars(ours) == expected
+    theirs = vars(get_args_parser().parse_args(["program.py", "--epochs", "2"]))
+    ours = vars(options.parse(["program.py", "--epochs", "2"]))
+    theirs.pop("print_completion", None)  # torch 2.15: it completes the command `torchrun`
+    # torch 2.11 has another default of the port, and no --shutdown-timeout; torch 2.15 has prefixes of lines.
+    later = {"master_port": None, "shutdown_timeout": None, "log_line_prefix_template": ""}
+    assert ours == {**theirs, **later, "host": None, "verbose": False}
     for action in get_args_parser()._actions:
         value = {float: "0.5", int: "7"}.get(action.type, "spawn")
         for name in action.option_strings:
-            if name in ("-h", "--help") or (action.dest == "numa_binding"):
+            if name in ("-h", "--help") or (action.dest in ("numa_binding", "print_completion")):
                 continue
             arguments = [name, *([value] if action.nargs is None else []), "program.py"]
             found, expected = options.parse(arguments), get_args_parser().parse_args(arguments)
@@ -209,6 +210,12 @@ def test_arguments_variables_and_prefixes(run: Run) -> None:
     for rank, line in enumerate(lines):
         assert line.startswith(f"[rank {rank}] {rank} 2 ['--epochs', '2'] __main__ /")
     assert done.stderr == ""
+
+
+def test_the_prefix_of_lines_is_chosen(run: Run) -> None:
+    template = "${hostname}:${rank}: "
+    done = run("print('line')", options=("-n", "2", "--log-line-prefix-template", template))
+    assert sorted(done.stdout.splitlines()) == [f"{socket.gethostname()}:{rank}: line" for rank in range(2)]
 
 
 def test_two_jobs_at_once_do_not_collide(forks: Forks, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,10 @@ def test_functional_collectives() -> None:
 
 @pytest.mark.ranks(2)
 def test_compiled_collectives() -> None:
+    importlib.import_module("torch._dynamo")
+    # From now on the compiler leaves Syncline out.
+    sl.DistributedDataParallel(nn.Linear(1, 1))(torch.ones(1, 1))
+
     def program() -> list[Tensor]:
         group = dist.group.WORLD
         assert group is not None

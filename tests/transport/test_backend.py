@@ -700,6 +700,15 @@ def test_names() -> None:
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("feature", ["reconfigure", "window", "shrinking"])
+def test_features_that_torch_may_ask_for(feature: str) -> None:
+    """torch 2.15's own answers, for a class in Python, call themselves."""
+    with groups() as (group, _):
+        for one in (group, group._get_backend(torch.device("cpu"))):
+            assert not getattr(one, f"supports_{feature}")
+
+
+@pytest.mark.ranks(1)
 def test_a_group_of_one() -> None:
     with groups() as (group, _):
         tensor = torch.ones(3)

@@ -26,6 +26,7 @@ __all__ = [
     "num_entries",
     "plain_torch_functions",
     "set_deterministic",
+    "sparse_tensor",
     "split_like",
     "stored_indices",
     "stored_values",
@@ -83,6 +84,35 @@ stored_indices: Callable[[Tensor], Tensor] = lookup("torch:Tensor._indices", "re
 
 stored_values: Callable[[Tensor], Tensor] = lookup("torch:Tensor._values", "reduce sparse gradients")
 """Return the rows; writing to them changes the sparse tensor."""
+
+_make_sparse = lookup("torch:ops.aten._sparse_coo_tensor_with_dims_and_tensors", "reduce sparse gradients")
+
+
+def sparse_tensor(
+    indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool | None = None
+) -> Tensor:
+    """Return a sparse tensor of these indices and values, which are not checked.
+
+    The public function of torch 2.11 and 2.12 warns about that, even with `check_invariants=False`. It is the fallback.
+    """
+    if not is_there(_make_sparse):
+        return torch.sparse_coo_tensor(
+            indices, values, tuple(shape), is_coalesced=is_coalesced, check_invariants=False
+        )
+    num_sparse = len(indices)
+    made: Tensor = _make_sparse(
+        num_sparse,
+        len(shape) - num_sparse,
+        shape,
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=is_coalesced,
+    )
+    return made
+
 
 TorchFuture: Any = lookup("torch._C:Future", "check what a communication hook returns")
 """The base of torch.futures.Future; torch also returns instances of it."""

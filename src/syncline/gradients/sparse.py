@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline._torch.tensors import num_entries, stored_indices, stored_values
+from syncline._torch.tensors import num_entries, sparse_tensor, stored_indices, stored_values
 from syncline.errors import SynclineError
 from syncline.gradients.bucket import BucketState, Lifecycle
 from syncline.gradients.bucket_plan import BucketPlan
@@ -139,10 +139,7 @@ class SparseBucket(Lifecycle):
         kept = torch.cat(
             [torch.arange(rank * widest, rank * widest + n) for rank, n in enumerate(num_rows)]
         ).to(parameter.device)
-        summed = torch.sparse_coo_tensor(
-            all_indices[kept][None], all_values[kept], parameter.shape, check_invariants=False
-        )
-        return summed.coalesce()
+        return sparse_tensor(all_indices[kept][None], all_values[kept], parameter.shape).coalesce()
 
     def own(self) -> Tensor:
         """Return the rows that this rank contributes, as a dense bucket returns its gradients."""
@@ -173,12 +170,11 @@ class SparseBucket(Lifecycle):
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(
+    return sparse_tensor(
         torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
         parameter.new_zeros(0, *parameter.shape[1:]),
         parameter.shape,
         is_coalesced=True,
-        check_invariants=False,
     )
 
 

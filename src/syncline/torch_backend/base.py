@@ -65,13 +65,10 @@ class Group:
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
-    @property
-    def supports_splitting(self) -> bool:
-        return True
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return False
+    supports_splitting = True
+    supports_coalescing = False
+    # Inherited from torch 2.15, these raise RecursionError in a Python class.
+    supports_reconfigure = supports_window = supports_shrinking = _supports_time_estimate = False
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._transport.timeout_seconds = timeout.total_seconds()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline._torch.process_groups import AllgatherOptions, all_gather_flat, reduce_scatter_flat
+from syncline._torch.tensors import sparse_tensor
 from syncline.torch_backend.base import Group, asynchronous, copy_back, fillable, flat, with_option
 from syncline.torch_backend.work import ENDED
 from syncline.transport.base import ReduceOp
@@ -178,8 +179,7 @@ class Reductions(Group):
             works += [transport.broadcast(indices[-1], src), transport.broadcast(values[-1], src)]
 
         def finish() -> None:
-            rows = torch.cat(indices, 1), torch.cat(values)
-            total = torch.sparse_coo_tensor(*rows, mine.shape, check_invariants=False).coalesce()
+            total = sparse_tensor(torch.cat(indices, 1), torch.cat(values), mine.shape).coalesce()
             with torch.no_grad():  # `detach` of a sparse tensor returns another tensor
                 tensor.copy_(total if opts.reduceOp == _SUM else total / transport.size)
 

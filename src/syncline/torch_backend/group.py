@@ -63,6 +63,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
     ) -> None:
         dist.ProcessGroup.__init__(self, transport.rank, transport.size)  # type: ignore[call-arg]
         Collectives.__init__(self, transport, name, global_ranks)
+        self.setGroupName(name)
         self._store = store
         self._description = "undefined"
         self._config = config
@@ -75,6 +76,9 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
 
     # ------------------------------------------------------------------ names
 
+    # A slot, because the compiler of torch 2.11 reads one, but calls no property of this package (`NotTraced`).
+    __slots__ = ("group_name",)
+
     def getSize(self) -> int:  # noqa: N802
         return self._transport.size
 
@@ -85,7 +89,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
+        self._name = self.group_name = name  # type: ignore[misc, assignment]
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
@@ -101,10 +105,6 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
 
     def size(self) -> int:
         return self._transport.size
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
 
     @property
     def group_desc(self) -> str:

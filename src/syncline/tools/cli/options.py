@@ -57,6 +57,9 @@ hosts
 
 output
   --log-dir DIR            keep what each process prints in DIR
+  --log-line-prefix-template TEXT
+                           what precedes each line; ${{rank}}, ${{local_rank}},
+                           ${{role_name}} and ${{hostname}} are replaced
   --tee, --redirects, --local-ranks-filter
                            torchrun's own log files and filters
   --verbose                also show what torch's launcher logs
@@ -92,6 +95,7 @@ _VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
     ("--log-dir", str, None),
     ("--redirects", str, "0"),
     ("--tee", str, "0"),
+    ("--log-line-prefix-template", str, ""),  # torchrun's from torch 2.15 on, here with all
     ("--local-ranks-filter", str, ""),
     ("--duplicate-stdout-filters", _comma_separated_list, []),
     ("--duplicate-stderr-filters", _comma_separated_list, []),
@@ -104,7 +108,8 @@ _VALUES: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
     ("--signals-to-handle", str, "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
     ("--shutdown-timeout", int, None),
 )
-"""Torchrun's options with a value: name, type, default."""
+"""Torchrun's options with a value: name, type, default. Without `--print-completion` (torch 2.15), which completes the
+command `torchrun`, and returns before anything is started."""
 
 _FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 

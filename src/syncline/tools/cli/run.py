@@ -286,6 +286,8 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
         config, command, arguments = config_from_args(args)
     except (ValueError, RuntimeError, AssertionError, KeyError) as error:
         raise UsageError(f"{error}; see syncline run --help") from None
+    if args.log_line_prefix_template:  # torch before 2.15 reads it from the environment only
+        config.log_line_prefix_template = args.log_line_prefix_template
     if args.host is not None and config.rdzv_backend == "static":
         listen_at(config, args.host)
     if not args.run_path:
