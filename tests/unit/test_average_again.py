@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.session.registry import REGISTRY
 from syncline.tensors.reduction import ReductionPlan
 from syncline.tensors.targets import walk
 from syncline.transport.base import Transport
@@ -201,7 +202,7 @@ def test_nothing_of_a_module_is_kept_alive() -> None:
     replace(nets[0])
     gc.collect()
     assert [ref() for ref in was] == [None, None]
-    kept = weakref.ref(average._plans[nets[0]])
+    kept = weakref.ref(REGISTRY.by_module(average._ModulePlan)[nets[0]])
     gone = weakref.ref(nets[0])
     nets.clear()
     gc.collect()
