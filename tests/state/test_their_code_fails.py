@@ -235,3 +235,22 @@ def test_a_strategy_of_the_users_own() -> None:
 
     (text,) = set(run_ranks(2, program))
     assert ": failed\nranks 0, 1: init() or mechanism() of OfMine, at " in text
+
+
+class ExtraStateFails(nn.Linear):
+    def get_extra_state(self) -> Any:
+        raise KeyError("lost")
+
+
+def test_a_module_that_cannot_be_backed_up_before_load_torch_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(nn.Linear(2, 1).state_dict(), path)
+
+    def program(t: Transport) -> str:
+        model = (ExtraStateFails if t.rank else nn.Linear)(2, 1)
+        mine = TrainState(model=model)
+        return text_of(sl.SynclineError, lambda: mine.load_torch(path, strict=False, group=t))
+
+    first, second = run_ranks(2, program)
+    assert first == second
+    assert "rank 1: KeyError" in first

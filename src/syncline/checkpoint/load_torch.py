@@ -49,6 +49,7 @@ def adopt(
     """Load a torch checkpoint into `state`; see `TrainState.load_torch`."""
     fault: Exception | None = None
     matched, lines = Matched(), []
+    before: Before | None = None
     try:
         path, names, besides = _checked(path, names, besides)
         checked_flag("strict", strict)
@@ -59,11 +60,12 @@ def adopt(
         lines += [f"named  {name}" for name in state.named]
         lines += [f"under another name  {name}: {names[name]!r}" for name in sorted(names)]
         lines += [f"besides  {key}" for key in besides]
+        before = Before(state)  # before any rank begins to load, because ranks may share one copy of a module
     except Exception as error:
         fault = error
     remedy = "Give every rank the same file: a path that all hosts see, or equal copies."
-    before = Before(state)  # before any rank begins to load, because ranks may share one copy of a module
     exchange(transport, _TITLE, lines, fault=fault, remedy=remedy)
+    assert before is not None
     load_together(transport, _TITLE, before, lambda: _load(state, matched, os.fspath(path), strict=strict))
     if transport.rank == 0 and (matched.missing or matched.unused):
         warn_user(f"{_TITLE} of {path}: {'; '.join(matched.left())}")

@@ -18,7 +18,7 @@ from syncline.tensors.targets import is_plain, mark_written, named_tensors
 from syncline.transport.agreement import describe_tensors
 from syncline.transport.base import ReduceOp, Transport, reductions_of
 from syncline.transport.work import Disagreement, Work
-from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy
+from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy, refuse_sharded
 
 __all__ = ["all_reduce_"]
 
@@ -117,6 +117,7 @@ def _agreed_reducer(
     def prepare() -> Prepared[list[Tensor]]:
         checked_flag("async_op", async_op)
         refuse_one_copy(target)
+        refuse_sharded(target, "so there is nothing to reduce")
         named = named_tensors(target)
         check_reducible(named, op)
         lines = [f"operation  {op}", *describe_tensors(named, kind="tensor", layout=False)]
