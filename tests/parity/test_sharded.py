@@ -447,7 +447,7 @@ def test_an_infinite_norm_is_an_error_on_all_ranks_if_asked() -> None:
 
 
 def overflow(group: Any, how: dict[str, bool]) -> None:
-    """One element of one gradient overflows on one rank; it lies in one rank's share."""
+    """One element of one gradient overflows on one rank; it lies in one rank's shard."""
 
     def train(*, sharded: bool) -> tuple[list[Tensor], list[float]]:
         run = Run(group, lambda m: AdamW(m.parameters(), lr=0.01, **how), sharded=sharded)
@@ -729,12 +729,12 @@ def test_contract_and_timeline_say_who_steps_what() -> None:
         run = Run(transport, OPTIMIZERS["AdamW, single"], sharded=True)
         run.step(0)
         contract = run.ddp.contract
-        assert contract["gradients"].how == "mean, reduce_scatter: each rank gets its share of 2"
+        assert contract["gradients"].how == "mean, reduce_scatter: each rank gets its shard (1 of 2)"
         assert contract["parameters"].when == "at every step"
         assert "one copy for all ranks" in contract["parameters"].how
         assert contract["optimizer"].size == "AdamW by flat spans"
         assert "all_reduce" not in run.ddp.explain()
-        assert "steps its share of 2" in run.ddp.explain()
+        assert "steps its shard (1 of 2)" in run.ddp.explain()
 
     run_ranks(2, rank)
 
@@ -807,7 +807,7 @@ def test_a_host_has_one_copy_that_is_loaded_saved_clipped_and_written_as_one(hos
     step(0)
     assert_state_of_half(ours)
     assert "one copy on each of 2 hosts, values of rank 0" in str(ours.ddp.contract)
-    assert "steps its share of 2" in ours.ddp.explain()
+    assert "steps its shard (1 of 2)" in ours.ddp.explain()
     saved = ours.optimizer.state_dict()  # torch's form, the same as that of replicas
     for of_ours, of_theirs in zip(
         saved["state"].values(), theirs.optimizer.state_dict()["state"].values(), strict=True

@@ -242,7 +242,9 @@ class ExtraStateFails(nn.Linear):
         raise KeyError("lost")
 
 
-def test_a_module_that_cannot_be_backed_up_before_load_torch_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_backed_up_before_load_torch_is_an_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "weights.pt"
     torch.save(nn.Linear(2, 1).state_dict(), path)
 

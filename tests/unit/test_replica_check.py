@@ -430,7 +430,7 @@ def test_a_single_copy_has_nothing_to_be_compared_with() -> None:
     row = run_ranks(2, without_buffers)[0]
     assert row.size == "nothing"
     assert (
-        row.when == "never: there is one copy of the parameters, and each rank has its share of the optimizer"
+        row.when == "never: there is one copy of the parameters, and each rank has its shard of the optimizer"
     )
 
 

@@ -70,7 +70,7 @@ def _gradients(plan: Plan) -> Rule:
     how = {
         Reduction.NOTHING: None,
         Reduction.ALL_REDUCE: f"{rule.how}{dtype if rule is always else ''}",
-        Reduction.SHARDS: f"mean, reduce_scatter: each rank gets its share of {plan.num_ranks}{dtype}",
+        Reduction.SHARDS: f"mean, reduce_scatter: each rank gets its shard (1 of {plan.num_ranks}){dtype}",
         Reduction.ENCODED: f"mean, {_encoding(plan)}",
         Reduction.HOOK: f"by communication hook {plan.comm_hook}",
     }[plan.reduction]
@@ -101,7 +101,7 @@ def _parameters(plan: Plan) -> Rule:
             return Rule("at every step", how, "none")
         case Parameters.GATHERED:
             values = "values of rank 0" if init_sync else given
-            return Rule("at every step", f"{values} at construction, then all_gather of the shares", "none")
+            return Rule("at every step", f"{values} at construction, then all_gather of the shards", "none")
         case Parameters.BROADCAST:
             return Rule("once, at construction", given, "none")
         case Parameters.AS_GIVEN:
@@ -132,7 +132,7 @@ def _optimizer_row(plan: Plan) -> Row:
     if plan.rules is not None and plan.num_ranks > 1:
         return _row("optimizer", needed, plan.rules.optimizer)
     if plan.config.gradients.sharded:
-        how = f"each rank steps its share of {plan.num_ranks} and has state for it alone"
+        how = f"each rank steps its shard (1 of {plan.num_ranks}) and has state for it alone"
         return _row("optimizer", needed, Rule("at every step", how, "none"))
     how = "every rank applies the same update"
     if plan.optimizers and plan.num_ranks > 1:
@@ -161,7 +161,7 @@ def _replica_row(plan: Plan, every: int) -> Row:
             return _row("replica check", size, _ALONE)
         when = "never: replicas are not equal between or after meetings"
         if not parts:
-            when = "never: there is one copy of the parameters, and each rank has its share of the optimizer"
+            when = "never: there is one copy of the parameters, and each rank has its shard of the optimizer"
         return _row("replica check", size, Rule(when, None, "none"))
     within = f"all within {format_count(every, 'step')}"
     among = "" if plan.num_reducing is None else f" among the {plan.num_reducing} ranks of a worker"

@@ -105,7 +105,7 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
     holds = f".grad holds the mean over {plan.num_reducing or plan.num_ranks} ranks ({kind})"
     if plan.reduction is Reduction.SHARDS:
         kind = ".grad of a parameter cannot be read"
-        holds = f"each rank holds its share of the mean over {plan.num_ranks} ranks ({kind})"
+        holds = f"each rank holds its shard of the mean over {plan.num_ranks} ranks ({kind})"
     return [*lines, f"at its end all buckets are waited for and {holds}; a missing gradient {rule}"]
 
 
@@ -138,7 +138,7 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
         lines.append(f"  {_sent(plan)} {when}, {launched}; {waited}")
     mean = mean_of(backward)
     if plan.reduction is Reduction.SHARDS:
-        return [*lines, f"each rank now holds its share of the {mean}; .grad of a parameter cannot be read"]
+        return [*lines, f"each rank now holds its shard of the {mean}; .grad of a parameter cannot be read"]
     return [*lines, f".grad now holds the {mean}"]
 
 
@@ -157,7 +157,7 @@ def _sent(plan: Plan) -> str:
         return f"sent by {plan.config.compression.in_words()}"
     if plan.reduction is Reduction.HOOK:
         return f"sent by communication hook {plan.comm_hook}"
-    return "reduced, each rank its share," if plan.reduction is Reduction.SHARDS else "sent by all_reduce"
+    return "reduced, each rank its shard," if plan.reduction is Reduction.SHARDS else "sent by all_reduce"
 
 
 # ---------------------------------------------------------------------- after backward
@@ -169,12 +169,12 @@ def _steps(plan: Plan, evidence: Evidence) -> list[str]:
             return _rounds(plan, evidence)
         case Parameters.ONE_COPY:
             one = "there is one copy" if plan.num_copies == 1 else "each host has one copy"
-            share = f"steps its share of {plan.num_ranks // plan.num_copies}"
-            waits = f"Each rank waits until all backwards are over, {share}, and waits until all have written"
+            shard = f"steps its shard (1 of {plan.num_ranks // plan.num_copies})"
+            waits = f"Each rank waits until all backwards are over, {shard}, and waits until all have written"
             return [f"nothing sent: {one} of the parameters. {waits}"]
         case Parameters.GATHERED:
-            share = f"each rank steps its share of {plan.num_ranks}"
-            return [f"{share}; then all_gather: every rank gets the others' parameters"]
+            shard = f"each rank steps its shard (1 of {plan.num_ranks})"
+            return [f"{shard}; then all_gather: every rank gets the others' parameters"]
         case _:
             return ["nothing sent; every rank applies the same update to the same parameters"]
 
