@@ -273,7 +273,7 @@ def test_two_hosts_train_as_one_process_does(start: Start, ranks: str, transport
 
 @pytest.mark.parametrize(
     ("ranks", "copies"),
-    [("aabb", "one copy on each of 2 hosts, values of rank 0"), ("abb", "then all_gather of the shares")],
+    [("aabb", "one copy on each of 2 hosts, values of rank 0"), ("abb", "then all_gather of the shards")],
 )
 def test_two_hosts_have_a_copy_each_where_both_can(start: Start, ranks: str, copies: str) -> None:
     job = start("trained_as_by_one_process", ranks, SHARDED="1")
