@@ -340,7 +340,7 @@ def test_hosts_that_see_different_disks_are_refused_with_a_way_out(
     (text,) = texts
     runs, a, b = mounted / "runs", hosts.names["a"], hosts.names["b"]
     assert f"that rank 0 wrote into {runs} on {a}, but it is not in {runs} on {b} (ranks 2, 3)" in text
-    assert "on a file system that all hosts have mounted at the same place" in text
+    assert "on a file system that all hosts have mounted at the same path" in text
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -111,8 +111,9 @@ def test_a_wrapper_that_is_compiled(doctor: Doctor, wrapper: str) -> None:
 def test_a_module_that_is_not_deterministic_on_one_rank(doctor: Doctor) -> None:
     done = doctor(program(noise="+ rank * next(self.numbers)"))
     assert done.returncode == 1, done.stderr
-    assert "1. rank 1, two runs from the same state: 2 (Part) makes another output of equal inputs" in words(
-        done.stdout
+    assert (
+        "1. rank 1, two runs from the same state: 2 (Part) returns another output for equal inputs"
+        in words(done.stdout)
     )
     assert "global counter" in done.stdout
 
@@ -121,7 +122,7 @@ def test_what_all_ranks_have_found_is_said_once(doctor: Doctor) -> None:
     done = doctor(program(noise="+ next(self.numbers)"))
     assert done.returncode == 1, done.stderr
     text = words(done.stdout)
-    assert "2 ranks, 1 disagreement 1. ranks 0, 1, two runs from the same state: 2 (Part) makes" in text
+    assert "2 ranks, 1 disagreement 1. ranks 0, 1, two runs from the same state: 2 (Part) returns" in text
     assert text.count("global counter") == 1
 
 

@@ -275,7 +275,7 @@ def test_ranks_have_to_ask_each_other_equally_often() -> None:
 def test_a_rank_without_inputs_cannot_stop_so_it_is_told_again() -> None:
     alone = ThreadGroup(1).transport(0)
     rider, vote = Stop(), StopVote(StopRequest())
-    rider.vote = vote
+    rider.carry(vote)
     rider.hear_silence(1)
     rider.hear(Words((1, None), 2, alone))
     assert (vote.asked_ranks, vote.num_received) == ((), 2)

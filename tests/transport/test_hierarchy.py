@@ -65,7 +65,7 @@ def test_hosts_are_even_when_rank_order_is_host_order(keys: str, is_even: bool) 
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("what", ["allocate", "share"])
+@pytest.mark.parametrize("what", ["allocate", "allocate_shared"])
 def test_a_host_without_memory_is_an_error_on_all_hosts(what: str) -> None:
     t = over_hosts("aabb")
     make = getattr(t, what)

@@ -57,7 +57,7 @@ class Reduction:
             transport,
             options,
             static=self.usage.static,
-            gradients=self._tensors_in_grad,
+            gradients=partial(_tensors_in_grad, self.parameters, self.layout),  # no cycle of references
             former=None if former is None else former.riders,
         )
         self.layout.reserve_tail(self.riders.widths)
@@ -79,14 +79,6 @@ class Reduction:
     def sends(self) -> bool:
         """Whether there is anything to reduce with, other ranks or a communication hook."""
         return self.transport.size > 1 or self.layout.comm_hook is not None
-
-    def _tensors_in_grad(self) -> Iterator[Tensor | None]:
-        """Yield the `.grad` of each parameter; with shards, the stand-ins that represent them."""
-        shares = self.layout.shares()
-        for share in shares:
-            yield from share.stand_ins
-        if not shares:
-            yield from (parameter.grad for parameter in self.parameters)
 
     # ------------------------------------------------------------------ during backward
 
@@ -329,3 +321,12 @@ class Reduction:
         self._conclude((), backward.step)
         if not self.layout.order_is_learnt:
             self.layout.learn_order(())
+
+
+def _tensors_in_grad(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
+    """Yield the `.grad` of each parameter; with shards, the stand-ins that represent them."""
+    shares = layout.shares()
+    for share in shares:
+        yield from share.stand_ins
+    if not shares:
+        yield from (parameter.grad for parameter in parameters)
