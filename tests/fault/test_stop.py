@@ -34,7 +34,7 @@ def assert_saved_once(folder: Path, line: str, told: str, step: int) -> None:
     *_, newest = saves_in(folder)
     assert [name for name in saves_in(folder) if name.endswith(f"-step-{step}")] == [newest]
     ending = (
-        f"stopped after step {step}, saved in {folder}/saves/{newest} (exit code 75: start again to go on)"
+        f"stopped after step {step}, saved in {folder}/saves/{newest} (exit code 75: start again to resume)"
     )
     assert re.fullmatch(rf"syncline: {told}: {re.escape(ending)}", line)
 
@@ -84,7 +84,9 @@ class Runs:
         first, last = done.stderr.splitlines()
         assert first.startswith("[rank 0] ")
         assert_saved_once(self.folder, first.removeprefix("[rank 0] "), told, step)
-        assert last == "syncline run: all ranks on this host have stopped, exit code 75: start again to go on"
+        assert (
+            last == "syncline run: all ranks on this host have stopped, exit code 75: start again to resume"
+        )
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(

@@ -292,7 +292,7 @@ def test_ranks_that_stop_are_waited_for_and_are_no_failure(
     assert done.stdout.count("pid") == 2
     assert done.stdout.count(f"told {number.name}") == 2
     assert done.stderr == (
-        "syncline run: all ranks on this host have stopped, exit code 75: start again to go on\n"
+        "syncline run: all ranks on this host have stopped, exit code 75: start again to resume\n"
     )
 
 

@@ -87,7 +87,7 @@ def test_one_rank_is_asked_and_all_stop_after_the_step_under_way(
     assert files.names("/runs/one") == [f"save-000001-step-{at + 1}"]
     assert capsys.readouterr().err == (
         f"syncline: rank 1 met its deadline: stopped after step {at + 1}, saved in "
-        f"/runs/one/save-000001-step-{at + 1} (exit code 75: start again to go on)\n"
+        f"/runs/one/save-000001-step-{at + 1} (exit code 75: start again to resume)\n"
     )
 
 

@@ -184,7 +184,9 @@ def test_wrong_values_are_refused() -> None:
         for dtype in (torch.int64, torch.complex64):
             with pytest.raises(ValueError, match=rf"real floating numbers to compress, got {dtype}"):
                 exchange_over(transport, Cast(), dtype=dtype)
-        with pytest.raises(ValueError, match=r"expected no state, for nothing is compressed; got a.residual"):
+        with pytest.raises(
+            ValueError, match=r"expected no state, because nothing is compressed; got a.residual"
+        ):
             exchange_over(transport, None).load_state_dict({"a.residual": torch.zeros(1)})
 
     run_ranks(1, program)

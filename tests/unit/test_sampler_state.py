@@ -160,7 +160,7 @@ def test_more_than_is_left_is_refused() -> None:
     sampler = DistributedSampler(range(10), 2, 1)
     list(sampler)
     with pytest.raises(
-        ValueError, match="expected num_samples from 0 to 5, as many as are left of epoch 0 on rank 1"
+        ValueError, match="expected num_samples from 0 to 5, the number that is left of epoch 0 on rank 1"
     ):
         sampler.advance(6)
 

@@ -130,7 +130,7 @@ def test_an_outer_optimizer_over_foreign_parameters_is_refused_on_every_rank() -
 
     first, second = texts_of(program, ValueError)
     assert first == second
-    assert "rank 1: the outer optimizer, SGD, is over foreign parameters" in first
+    assert "rank 1: the outer optimizer, SGD, has other parameters" in first
     assert "expected the 4 that outer was given, got 0 of them and 4 others" in first
 
 
@@ -171,7 +171,7 @@ def test_different_learning_rates_are_told_when_the_ranks_meet() -> None:
 
     first, second = texts_of(program, sl.ContractMismatch)
     assert first == second
-    assert "the meeting of Sequential after step 2" in first
+    assert "the parameter sync of Sequential after step 2" in first
     assert "lr of optimizer 0 (AdamW), param_groups[0]" in first
 
 

@@ -136,7 +136,7 @@ class JointStop:
         if lane.rank == 0:
             print(
                 f"syncline: {reason}: stopped after step {step}, saved in {saved} (exit code {EXIT_STOPPED}: start "
-                "again to go on)",
+                "again to resume)",
                 file=sys.stderr,
                 flush=True,
             )

@@ -67,9 +67,7 @@ class Chain(Composed):
                 raise TypeError(f"expected stages to be compressions, got {stage!r}")
             flat += stage.stages if isinstance(stage, Chain) else [stage]
         if len(flat) < 2:
-            raise ValueError(
-                f"expected stages to be two or more compressions, got {len(flat)}: use it by itself"
-            )
+            raise ValueError(f"expected stages to be two or more compressions, got {len(flat)}: use it alone")
         for position in range(1, len(flat)):
             _check_that_it_follows(flat[position], flat[position - 1])
         self._stages = tuple(flat)

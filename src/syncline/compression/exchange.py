@@ -189,7 +189,7 @@ class MeanExchange:
         if self._averager is not None:
             self._averager.load_state_dict(state)
         elif state:
-            raise ValueError(f"expected no state, for nothing is compressed; got {', '.join(state)}")
+            raise ValueError(f"expected no state, because nothing is compressed; got {', '.join(state)}")
 
     def _check_at_rest(self) -> None:
         if self._averaging is not None:

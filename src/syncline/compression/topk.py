@@ -66,7 +66,7 @@ class _TopKEncoder(Encoder):
         super().__init__(layout)
         if layout.numel >= 2**31:
             raise ValueError(
-                f"TopK sends places as int32: expected fewer than 2**31 values at once, got {layout.numel}; use "
+                f"TopK sends positions as int32: expected fewer than 2**31 values at once, got {layout.numel}; use "
                 "smaller buckets"
             )
         self._num_sent = math.ceil(topk.ratio * layout.numel)

@@ -73,7 +73,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         if not checked_flag("pad", pad) and drop_last:
             raise ValueError(
                 "drop_last=True contradicts pad=False: the first leaves samples out so that all ranks have "
-                "equally many, the second deals out every sample exactly once; choose one"
+                "equally many, the second yields every sample exactly once; choose one"
             )
         # torch types the parameter as Dataset, but takes anything with a length.
         any_dataset: Any = dataset
@@ -150,7 +150,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         left = self._num_left(already) - self._used
         if num_samples > left:
             raise ValueError(
-                f"expected num_samples from 0 to {left}, as many as are left of epoch {epoch} on rank {self.rank}, "
+                f"expected num_samples from 0 to {left}, the number that is left of epoch {epoch} on rank {self.rank}, "
                 f"got {num_samples}"
             )
         self._used += num_samples

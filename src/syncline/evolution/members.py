@@ -188,7 +188,7 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if any(copy.is_common for copy in copies):
         raise ValueError(
             "the parameters of this module are one copy for all ranks (sl.share_): no rank could try a change of them "
-            "for itself. Give every rank parameters of its own"
+            "alone. Give every rank its own parameters"
         )
     trained = [
         (name, t) for name, t in named_tensors(module) if isinstance(t, nn.Parameter) and t.requires_grad

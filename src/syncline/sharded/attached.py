@@ -168,8 +168,8 @@ class AttachedShards(ShardedState):
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
             if closure is not None:
                 raise ValueError(
-                    "with sharded=True step() takes no closure, for all backwards must be over before anyone writes "
-                    "the parameters: run the backward, then step()"
+                    "with sharded=True step() takes no closure, because all backwards must be over before any rank "
+                    "writes the parameters: run the backward, then step()"
                 )
             return around_step(self, functools.partial(inner_step, self_, **kwargs))
 

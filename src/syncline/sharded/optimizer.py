@@ -74,7 +74,7 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
     for kind, reason in _REFUSED.items():
         if isinstance(optimizer, kind):
             raise ValueError(
-                f"sharded=True: {type(optimizer).__name__} cannot step a share, for {reason}: wrap the module without "
+                f"sharded=True: {type(optimizer).__name__} cannot step a shard: {reason}: wrap the module without "
                 "sharded=True"
             )
     return type(optimizer) in _ELEMENTWISE if given is None else given
@@ -219,11 +219,11 @@ class Sharding:
     # ------------------------------------------------------------------ the step
 
     def _around_step(self, attached: AttachedShards, step: Callable[[], Any]) -> Any:
-        self._lane.board.phase = "optimizer.step(), before this rank writes its share"
+        self._lane.board.phase = "optimizer.step(), before this rank writes its shard"
         self.copy.wait_to_write()
         attached.use_plain_gradients()
         result = step()
-        self._lane.board.phase = "optimizer.step(), after this rank has written its share"
+        self._lane.board.phase = "optimizer.step(), after this rank has written its shard"
         if self._private:
             self._gather(attached)
         self.copy.wait_to_read(attached.members)

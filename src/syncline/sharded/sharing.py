@@ -121,7 +121,7 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
             raise ValueError(
                 f"sl.share_: expected ranks that share memory, got {transport.name} and a parameter on "
                 f"{members[0].device}. Shared memory serves CPU tensors of ranks on one host, or on several with as "
-                'many ranks each (on one host, sl.init(transport="shm") says why it cannot be had)'
+                'many ranks each (on one host, sl.init(transport="shm") says why it is not available)'
             )
         for member, offset in zip(members, offsets, strict=True):
             views[id(member)] = view_like(flat, offset, member)

@@ -52,7 +52,7 @@ def slice_state(
         return {}
     for index in indices:
         if set(state_of.get(index, ())) != set(state_of[present[0]]):
-            raise _differ(names[present[0]], names[index], "one has state that the other has not")
+            raise _differ(names[present[0]], names[index], "one has state that the other does not have")
     sliced: ParameterState = {}
     for key, first in state_of[present[0]].items():
         values = [state_of[index][key] for index in indices]

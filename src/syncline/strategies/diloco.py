@@ -69,7 +69,7 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
     """
     if not 1 <= num_fragments <= len(sizes_numel):
         raise ValueError(
-            f"expected between 1 and {len(sizes_numel)} fragments, for there are {len(sizes_numel)} parameters; "
+            f"expected between 1 and {len(sizes_numel)} fragments, because there are {len(sizes_numel)} parameters; "
             f"got {num_fragments}"
         )
     low, high = max(sizes_numel), sum(sizes_numel)
@@ -198,7 +198,7 @@ class DiLoCo(Strategy[_State]):
             )
         if self.fragments > self.every:
             raise ValueError(
-                f"expected at most one fragment a step: every={self.every}, got fragments={self.fragments}"
+                f"expected at most one fragment per step: every={self.every}, got fragments={self.fragments}"
             )
         if self.delay >= self.every:
             raise ValueError(

@@ -65,7 +65,7 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
         return spec.hosts
     if spec.num_ranks % within:
         raise ValueError(
-            f"every_step_within={within} ranks, but there are {spec.num_ranks}, which is no multiple of it"
+            f"every_step_within={within} ranks, but there are {spec.num_ranks}, which is not a multiple of it"
         )
     return tuple(rank // within for rank in range(spec.num_ranks))
 

@@ -67,7 +67,7 @@ def two_hosts(*, megabits_per_second: float | None = None) -> Iterator[TwoHosts]
             hosts._connect(megabits_per_second)
         except subprocess.CalledProcessError as error:
             raise HostsUnavailable(
-                f"network namespaces cannot be had here: {error.stderr.strip()}"
+                f"network namespaces are not available here: {error.stderr.strip()}"
             ) from error
         yield hosts
     finally:

@@ -371,7 +371,7 @@ def _outcome(worker: _Worker, *, must_be_killed: bool) -> Outcome:
     if outcome.kind == "failed" and (printed := worker.new_output()):
         return Outcome(kind="failed", text=f"{outcome.text}\n--- printed by this rank ---\n{printed}")
     if outcome.kind == "passed" and must_be_killed:
-        return Outcome(kind="failed", text="ended by itself, but was to be killed")
+        return Outcome(kind="failed", text="ended on its own, but should have been killed")
     return outcome
 
 

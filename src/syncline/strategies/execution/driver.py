@@ -46,7 +46,7 @@ __all__ = ["Rounds"]
 
 _WEIGHT = struct.Struct("<d")
 
-_REMEDY = "Give all ranks the same settings, and step their optimizers as often."
+_REMEDY = "Give all ranks the same settings, and step their optimizers equally often."
 
 
 class Rounds:
@@ -177,8 +177,8 @@ class Rounds:
         title = f"the first step of {self._title}"
         if len(set(exchange(self.transport, title, [], payload=digest))) > 1:
             raise ReplicaDivergence(
-                f"{title}: expected equal parameters on all ranks, for {self.strategy} goes on from them, but they "
-                "differ: sl.broadcast_(ddp) makes them rank 0's, sl.check_replicas(ddp) says which ones differ",
+                f"{title}: expected equal parameters on all ranks, because {self.strategy} continues from them, but "
+                "they differ: sl.broadcast_(ddp) makes them rank 0's, sl.check_replicas(ddp) says which ones differ",
                 tensor="",
                 num_differing=0,
                 minority_ranks=(),
@@ -203,7 +203,7 @@ class Rounds:
         inbox = self._server.poll() if self._server is not None else ()
         state, actions = self.strategy.at_step(self._state, Progress(step=self.step), inbox)
         if self._is_blocking(actions):
-            title = f"the meeting of {self._title} after step {self.step}"
+            title = f"the parameter sync of {self._title} after step {self.step}"
             exchange(self.transport, title, self._lines(actions), remedy=_REMEDY)
         self._carry_out(state, actions)
 

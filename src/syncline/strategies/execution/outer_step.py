@@ -125,7 +125,7 @@ class OuterLoop:
                 name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)
             )
             raise ValueError(
-                f"this was saved of another module: {', '.join(differing[:5])} differ (expected "
+                f"this state was saved from another module: {', '.join(differing[:5])} differ (expected "
                 f"{shapes.get(differing[0])}, got {found.get(differing[0])} for {differing[0]})"
             )
         with torch.no_grad():
@@ -240,7 +240,7 @@ def _checked(optimizer: object, own: Sequence[Tensor]) -> torch.optim.Optimizer:
     expected = {id(parameter) for parameter in own}
     if has != expected:
         raise ValueError(
-            f"the outer optimizer, {type(optimizer).__name__}, is over foreign parameters: expected the "
+            f"the outer optimizer, {type(optimizer).__name__}, has other parameters: expected the "
             f"{len(expected)} that outer was given, got {len(has & expected)} of them and {len(has - expected)} "
             "others. The outer optimizer steps copies of the module's parameters: write "
             "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7), not an optimizer of module.parameters()"

@@ -141,9 +141,7 @@ class MPIPeer:
             self._lines.append(connection.makefile("rw", encoding="utf-8"))
         sizes = {hello["size"] for hello in self._answers()}
         if sizes != {num_ranks}:
-            raise self._error(
-                f"expected {num_ranks} ranks that know each other, got worlds of {sorted(sizes)}"
-            )
+            raise self._error(f"expected {num_ranks} ranks in one world, got worlds of {sorted(sizes)}")
 
     def __enter__(self) -> MPIPeer:
         return self

@@ -108,7 +108,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_all(argv)
     if args.n < 2:
-        raise UsageError(f"-n {args.n}: expected at least 2 ranks, as one has nobody to synchronize with")
+        raise UsageError(
+            f"-n {args.n}: expected at least 2 ranks, because one rank has no peer to synchronize with"
+        )
     if args.rounds is not None and args.rounds < 2:
         raise UsageError(f"--rounds {args.rounds}: expected at least 2")
     for option, path in (("--json", args.json), ("--plot", args.plot)):

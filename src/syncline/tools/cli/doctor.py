@@ -83,7 +83,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.module and not args.script:
         raise UsageError("-m: expected the name of a module")
     if not args.script and argv:
-        raise UsageError(f"{argv[0]}: expected a script that it is for; without one the host is looked at")
+        raise UsageError(
+            f"{argv[0]}: expected a script after this option; without a script, doctor checks the host"
+        )
     if args.script:
         check_program(args.script, is_module=args.module, is_python=True)
     if args.arguments[:1] == ["--"]:
@@ -154,7 +156,7 @@ def _look_at_the_host(guardian: Guardian) -> int:
     name = guardian.folder / "transport"
     code = _launch(2, worker_command(["syncline.tools.doctor.host", str(name)], is_module=True), guardian)
     if code:
-        _show("two ranks", "could not meet on this host, see above", "problem")
+        _show("two ranks", "could not connect on this host, see above", "problem")
         return 1
     _show("two ranks", f"met, and added up over {name.read_text()}", "fine")
     return 0

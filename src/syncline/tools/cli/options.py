@@ -53,7 +53,7 @@ hosts
                            loopback on one host; with several every interface,
                            see docs/security.md)
   --rdzv-backend, --rdzv-endpoint, --rdzv-id, --rdzv-conf, --standalone,
-  --local-addr             other ways to meet, as in torchrun
+  --local-addr             other kinds of rendezvous, as in torchrun
 
 output
   --log-dir DIR            keep what each process prints in DIR
@@ -68,7 +68,7 @@ These options of torchrun are taken, too:
 {others}
 
 Ctrl-C and SIGTERM go to all processes; a second one kills them. SIGUSR1 goes to
-them, too, and nothing else comes of it. The exit code is that of the process that
+them, too, and has no other effect. The exit code is that of the process that
 failed first, 75 when all have stopped because they were asked to (see
 sl.Checkpointer.stop_if_asked; they are not started again), 128 + number after
 another end by a signal, and 2 for wrong usage.

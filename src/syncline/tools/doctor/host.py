@@ -84,7 +84,7 @@ def _engines() -> Finding:
     found = [engine for engine, is_there in asked.items() if is_there()]
     if "Gloo" not in found:
         return Finding(
-            name, "without Gloo, by which ranks meet on the CPU: install another build of torch", "problem"
+            name, "without Gloo, which connects ranks on the CPU: install another build of torch", "problem"
         )
     return Finding(name, ", ".join(found))
 

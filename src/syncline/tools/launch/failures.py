@@ -159,7 +159,7 @@ def describe(failures: Sequence[Failure], *, host: str, more_hosts: bool = False
     if stopped:
         line += f"; not failed but stopped, as asked: {_named(stopped)}"
     if more_hosts:
-        line += "; it is the first on this host, look at the others' output as well"
+        line += "; it is the first on this host, see the others' output as well"
     details = _details(first)
     if first.words is None and first.return_code < 0:  # its peers' errors say which operation it was in
         details += _seen_by_another(others)
@@ -197,7 +197,7 @@ def _details(failure: Failure) -> list[str]:
     if failure.words is not None and not any(line and line in failure.words.summary for line in lines):
         lines.insert(0, failure.words.summary)
     if not lines and is_killed:
-        lines.append("(it printed no error; the kernel kills like this when memory runs out, see `dmesg`)")
+        lines.append("(it printed no error; the kernel does this when memory runs out, see `dmesg`)")
     return lines
 
 

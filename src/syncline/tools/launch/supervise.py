@@ -150,7 +150,7 @@ def supervise(job: Job) -> int:
             logs.stop()
             if stops.have_stopped and failure is None:
                 _say_where_logs_are(job, logs)
-                say(f"all ranks on this host have stopped, exit code {EXIT_STOPPED}: start again to go on")
+                say(f"all ranks on this host have stopped, exit code {EXIT_STOPPED}: start again to resume")
                 return EXIT_STOPPED
             return _finish(job, logs, interruption.received, failure)
     finally:
@@ -211,7 +211,7 @@ def _could_not_run(failure: Exception) -> str:
     text = str(failure)
     first_line = text.strip().partition("\n")[0]
     if "address already in use" in text.lower() or "EADDRINUSE" in text:
-        return f"the port for the ranks' meeting was taken meanwhile ({first_line}): start again"
+        return f"the port of the ranks' rendezvous was taken meanwhile ({first_line}): start again"
     return f"the workers could not be run: {type(failure).__name__}: {first_line} (--verbose shows more)"
 
 
