@@ -40,7 +40,7 @@ test: $(STAMP) ## the test suite, without what is marked slow
 	$(PYTEST) -m "not slow"
 
 test-all: $(STAMP) ## the whole test suite
-	$(PYTEST)
+	$(PYTEST) --durations 25
 
 soak: $(STAMP) ## what is drawn by lot, for hours: kills, collectives, flipped bits, stops, programs
 	$(BIN)/python tests/fault/kills.py --kills 200 --seed $(SEED)

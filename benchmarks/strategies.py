@@ -193,7 +193,9 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.steps < 1:
         parser.error(f"--steps: expected 1 at least, got {arguments.steps}")
     if arguments.plot is not None and arguments.plot.suffix not in SUFFIXES:
-        parser.error(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, got {arguments.plot}")
+        parser.error(
+            f"--plot: expected a file name that ends in {' or '.join(SUFFIXES)}, got {arguments.plot}"
+        )
     if arguments.plot is not None and not can_plot():
         parser.error("--plot needs matplotlib: pip install 'syncline[bench]'")
     return arguments

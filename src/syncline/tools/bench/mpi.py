@@ -88,11 +88,11 @@ def find_mpi(python: str) -> MPI:
         raise ValueError(f"{python}: {error}") from None
     if asked.returncode:
         last = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
-        raise ValueError(f"mpi4py of {python} does not work: {last[0]}")
+        raise ValueError(f"mpi4py does not work with {python}: {last[0]}")
     beside = Path(python).with_name("mpiexec")
     mpiexec = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if mpiexec is None:
-        raise ValueError(f"mpi4py of {python} works, but there is no mpiexec beside it or on PATH")
+        raise ValueError(f"mpi4py works with {python}, but no mpiexec was found next to it or on PATH")
     return MPI(name=short_name(asked.stdout), python=python, mpiexec=mpiexec)
 
 

@@ -144,7 +144,7 @@ def _head(summary: Mapping[str, Any]) -> str:
             f"more ranks than cores: {num_ranks} ranks share {cores}, so times include waiting for a core"
         )
     if machine["load"] > 0.5 * cores:
-        lines.append("the machine was not idle when this began: expect wide intervals")
+        lines.append("the machine was not idle when the benchmark started: expect wide intervals")
     if "shared memory" not in summary["transport"]:
         lines.append("no shared memory between these ranks: syncline ran over the engine named above")
     return "\n".join(lines)

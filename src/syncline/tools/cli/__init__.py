@@ -23,7 +23,7 @@ __all__ = ["main"]
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (run.main, "start a program on several processes, as torchrun does"),
     "bench": (bench.main, "measure it on this machine, against Gloo and MPI"),
-    "doctor": (doctor.main, "find what is not the same, run twice or on every rank"),
+    "doctor": (doctor.main, "find results that differ between two runs or between ranks"),
 }
 
 _HELP = """\

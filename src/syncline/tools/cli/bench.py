@@ -115,13 +115,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--rounds {args.rounds}: expected at least 2")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and path.is_dir():
-            raise UsageError(f"{option} {path}: expected a file, this is a folder")
+            raise UsageError(f"{option} {path}: expected a file, got a folder")
         if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: expected a file in a folder that exists")
+            raise UsageError(f"{option} {path}: expected a file in an existing folder")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise UsageError(f"{option} {path}: it cannot be written")
     if args.plot is not None and args.plot.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {args.plot}: expected a name that ends in {' or '.join(SUFFIXES)}")
+        raise UsageError(f"--plot {args.plot}: expected a file name that ends in {' or '.join(SUFFIXES)}")
     if args.plot is not None and not can_plot():
         raise UsageError("--plot needs matplotlib: pip install 'syncline[bench]', or leave --plot out")
     return args

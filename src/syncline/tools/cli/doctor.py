@@ -38,7 +38,7 @@ something else is named, with the causes that were seen.
 
   -n RANKS        processes, from 1 (default: 2)
   --step K        examine the K-th training forward of a wrapped module (default: 1)
-  --continue      let the script go on afterwards, and examine each wrapped module
+  --continue      let the script continue afterwards, and examine each wrapped module
   -m, --module    SCRIPT is a module, as in python -m
   -h, --help      show this text
 
@@ -117,7 +117,7 @@ def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
         print(
             f"syncline doctor: {args.script} ended, and there was no training forward {args.step} of a module in a "
             "DistributedDataParallel in these processes (in training mode, with gradients). Without a wrapper, or in "
-            "processes that the script starts by itself, call sl.debug.assert_replicas_agree in it",
+            "processes that the script itself starts, call sl.debug.assert_replicas_agree in it",
             file=sys.stderr,
         )
         return 2

@@ -41,7 +41,7 @@ processes
   --no-python              SCRIPT is a command, run without python
   --max-restarts N         when one fails, start all again, N times at most
                            (default: 0)
-  --shutdown-timeout SEC   how long they may go on after Ctrl-C (default: 5), or
+  --shutdown-timeout SEC   how long they may run on after Ctrl-C (default: 5), or
                            SIGTERM, at which they may save (default: 30)
 
 hosts
@@ -64,7 +64,7 @@ output
                            torchrun's own log files and filters
   --verbose                also show what torch's launcher logs
 
-These options of torchrun are taken, too:
+These options of torchrun are accepted, too:
 {others}
 
 Ctrl-C and SIGTERM go to all processes; a second one kills them. SIGUSR1 goes to

@@ -275,7 +275,7 @@ def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
             )
     keep_in = Path(args.log_dir) if args.log_dir else None
     if keep_in is not None and keep_in.exists() and not keep_in.is_dir():
-        raise UsageError(f"--log-dir {keep_in}: it is a file; name a folder")
+        raise UsageError(f"--log-dir {keep_in}: expected a folder, got a file")
     # Without a folder, torch creates one of its own that is never removed.
     args.log_dir = str(keep_in or guardian.folder) if wants_torch_logs else os.devnull
     for action in get_args_parser()._actions:  # a newer torch may expect an option that we do not know

@@ -104,7 +104,7 @@ def _cuda(found: dict[str, str]) -> Finding:
 def _memory() -> Finding:
     available = available_bytes()
     if available is None:
-        return Finding("memory", "the system does not say how much is free")
+        return Finding("memory", "the system does not report how much is free")
     text = f"{available / 1e9:.1f} GB free"
     if available < _LITTLE_MEMORY_BYTES:
         return Finding("memory", f"{text}, under the limits that this process is in: raise them", "note")
@@ -118,7 +118,7 @@ def _shared_files() -> Iterator[Finding]:
     place = Path("/dev/shm")
     remedy = "a container gets more by --shm-size=8g (Kubernetes: an emptyDir with medium: Memory)"
     if not place.is_dir() or not os.access(place, os.W_OK):
-        yield Finding("/dev/shm", f"is not there, or cannot be written; {remedy}", "problem")
+        yield Finding("/dev/shm", f"does not exist or is not writable; {remedy}", "problem")
         return
     total, _, free = shutil.disk_usage(place)
     text = f"{total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"

@@ -212,7 +212,7 @@ def _could_not_run(failure: Exception) -> str:
     first_line = text.strip().partition("\n")[0]
     if "address already in use" in text.lower() or "EADDRINUSE" in text:
         return f"the port of the ranks' rendezvous was taken meanwhile ({first_line}): start again"
-    return f"the workers could not be run: {type(failure).__name__}: {first_line} (--verbose shows more)"
+    return f"could not run the workers: {type(failure).__name__}: {first_line} (--verbose shows more)"
 
 
 @contextlib.contextmanager
