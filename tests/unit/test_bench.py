@@ -324,7 +324,7 @@ def test_an_mpi_is_found_by_its_mpi4py(fake_mpi: MPI) -> None:
 def test_a_python_without_mpi4py_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ValueError, match="does not work with .*: ImportError: no MPI here"):
+    with pytest.raises(ValueError, match=r"does not work with .*: ImportError: no MPI here"):
         find_mpi(sys.executable)
 
 
