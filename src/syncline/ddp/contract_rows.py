@@ -190,7 +190,7 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
         done |= {
             "parameters": "no meeting yet",
             "buffers": "no meeting yet" if plan.sizes.num_buffers else "-",
-            **{what: f"after step {step}" for what, step in evidence.met_at.items()},
+            **{what: f"after step {step}" for what, step in evidence.synced_at.items()},
         }
     elif plan.parameters is Parameters.GATHERED:
         done["parameters"] = "see step"

@@ -202,7 +202,7 @@ class Evidence:
     """The last parameter sync, under a strategy that has them."""
     next_round: int | None = None
     """The step after which the next parameter sync takes place, if known."""
-    met_at: Mapping[str, int] = field(default_factory=dict)
+    synced_at: Mapping[str, int] = field(default_factory=dict)
     """The steps after which parameters, buffers and optimizers were last synchronized."""
     replicas_compared: tuple[int, bool] | None = None
     """The step of the last comparison of replicas, and whether they were equal."""

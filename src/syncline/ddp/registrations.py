@@ -275,7 +275,7 @@ class Registrations:
         self.refuse_unreduced("optimizer.step()")
         if self._rounds is not None:
             return  # because settings are compared at parameter syncs
-        if attached.told_settings in (None, attached.settings()):
+        if attached.compared_settings in (None, attached.settings()):
             return
         # The settings changed after the backward that compared them. If they did not change on all ranks, the board
         # reports where each rank is.
@@ -286,4 +286,4 @@ class Registrations:
             attached.describe(0),
             remedy="Change settings in the same way on all ranks, best between a step and the next backward.",
         )
-        attached.told_settings = attached.settings()
+        attached.compared_settings = attached.settings()

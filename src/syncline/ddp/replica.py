@@ -209,7 +209,7 @@ class Replica:
         self.sharding = Sharding(
             self.module,
             list(zip(self.gradients.names, self.gradients.parameters, strict=True)),
-            self.gradients.layout.shares(),
+            self.gradients.layout.shards(),
             self._open_lane("shards", of=self.module),  # because sharing outlives the wrapper
             by_parameter=self.config.gradients.allow_unused,
         )
@@ -420,7 +420,7 @@ class Replica:
             buffers=self.buffers.last_forward(),
             round=None if rounds is None else rounds.last,
             next_round=rounds.next_step() if rounds is not None and looks_ahead else None,
-            met_at={} if rounds is None else dict(rounds.met_at),
+            synced_at={} if rounds is None else dict(rounds.synced_at),
             replicas_compared=self.checks.last_compared,
             num_repairs=self.checks.num_repairs,
         )

@@ -14,7 +14,7 @@ from syncline._torch.tensors import foreach_copy_
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.comm_hook import CommHook, GradBucket
-from syncline.gradients.shard import Share, view_like
+from syncline.gradients.shard import BucketShard, view_like
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
@@ -114,10 +114,10 @@ class Bucket(Lifecycle):
             allocate = transport.allocate if in_place else _zeros
             self.flat = allocate(numel, dtype, first.device)
         self._predecessor = predecessor
-        self.share: Share | None = None
+        self.shard: BucketShard | None = None
         if shared_names is not None:
             names = [shared_names[index] for index in plan.parameters]
-            self.share = Share(
+            self.shard = BucketShard(
                 plan, self.members, names, self.flat, transport, outlives_bucket=memory is not None
             )
         self.views = [
@@ -149,8 +149,8 @@ class Bucket(Lifecycle):
         self._fill_small(scale, any_missing=bool(missing))
         if missing:
             self._fill_missing_large(missing, scale)
-        if self.share is not None:
-            self.share.take_over()
+        if self.shard is not None:
+            self.shard.take_over()
 
     def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
         """Hand the flat tensor to the transport, with `tail` behind the gradients.
@@ -167,8 +167,8 @@ class Bucket(Lifecycle):
                 self._tail.zero_()
         self._transition(BucketState.IN_FLIGHT)
         self.launched_at = time.perf_counter()
-        if self.share is not None:
-            self._work = self._transport.reduce_spans(self.flat, self.share.bounds, "sum")
+        if self.shard is not None:
+            self._work = self._transport.reduce_spans(self.flat, self.shard.bounds, "sum")
             return
         if self._comm_hook is None:
             self._work = self._transport.all_reduce(self.flat, "sum")
@@ -241,8 +241,8 @@ class Bucket(Lifecycle):
         self.waited_seconds = time.perf_counter() - start
         self._work = self._future = None
         self._transition(BucketState.REDUCED)
-        if self.share is not None:
-            self.share.collect()
+        if self.shard is not None:
+            self.shard.collect()
 
     def _take(self, result: object) -> None:
         """Take a hook's result: the flat tensor itself, or another with the same number of elements."""
@@ -272,8 +272,8 @@ class Bucket(Lifecycle):
         Valid after `hand_out`. The first may have a wider dtype than the second. In a sharded bucket both cover this
         rank's span.
         """
-        if self.share is not None:
-            return self.share.gradient, self.share.parts()
+        if self.shard is not None:
+            return self.shard.gradient, self.shard.parts()
         gradients = zip(self.plan.parameters, self.members, strict=True)
         return self._gradients_flat, [(i, p.grad) for i, p in gradients if p.grad is not None]
 
@@ -284,8 +284,8 @@ class Bucket(Lifecycle):
 
     def divide(self, divisor: float) -> None:
         """Divide the reduced gradients."""
-        if self.share is not None:
-            self.share.divide(divisor)
+        if self.shard is not None:
+            self.shard.divide(divisor)
             return
         self._gradients_flat.div_(divisor)
 
@@ -298,8 +298,8 @@ class Bucket(Lifecycle):
             keeps_tensor: whether `.grad` stays the same tensor and gets the values copied, even with `as_view`. This is
                 necessary if it has a graph (create_graph=True) or another wrapper reduces it too.
         """
-        if self.share is not None:
-            self.share.hand_out(skip, any_missing=any_missing)
+        if self.shard is not None:
+            self.shard.hand_out(skip, any_missing=any_missing)
             return
         if self._as_view and not keeps_tensor:
             for index, parameter, view in zip(self.plan.parameters, self.members, self.views, strict=True):

@@ -15,7 +15,7 @@ from syncline.gradients.bucket import Bucket
 from syncline.gradients.bucket_plan import BucketPlan, ParameterSpec, plan_buckets
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.options import GradientOptions
-from syncline.gradients.shard import Share
+from syncline.gradients.shard import BucketShard
 from syncline.gradients.shard_plan import ALIGNMENT_NUMEL
 from syncline.gradients.sparse import SparseBucket
 from syncline.gradients.tail import TailForm, TailMessage
@@ -182,7 +182,7 @@ class BucketLayout:
             caps=self._options.caps,
             tail_numel=0 if is_apart else numel,
             align_numel=ALIGNMENT_NUMEL if sharded else 1,
-            multiple_of=self._num_shares * ALIGNMENT_NUMEL if sharded else 1,
+            multiple_of=self._num_shards * ALIGNMENT_NUMEL if sharded else 1,
         )
         if sharded and (pool := self._pool(plans, in_place=in_place)):
             self.buckets = self._take_turns(plans, pool)
@@ -212,7 +212,7 @@ class BucketLayout:
         self._note_places()
 
     @property
-    def _num_shares(self) -> int:
+    def _num_shards(self) -> int:
         return self._transport.team(self._parameters[0].device).size
 
     def _pool(self, plans: Sequence[BucketPlan], *, in_place: bool) -> list[Tensor]:
@@ -270,15 +270,15 @@ class BucketLayout:
             for spec, parameter in zip(self._specs, self._parameters, strict=True)
         )
 
-    def shares(self) -> list[Share]:
+    def shards(self) -> list[BucketShard]:
         """Return this rank's shard of each bucket, in order; an empty list if gradients are not sharded."""
-        return [bucket.share for bucket in self._dense() if bucket.share is not None]
+        return [bucket.shard for bucket in self._dense() if bucket.shard is not None]
 
     def stand_in_of(self, index: int) -> Tensor | None:
         """Return the stand-in for a parameter's `.grad` once that is copied into its bucket; None if there is none."""
-        for share in self.shares():
-            if index in share.plan.parameters:
-                return share.stand_ins[share.plan.parameters.index(index)]
+        for shard in self.shards():
+            if index in shard.plan.parameters:
+                return shard.stand_ins[shard.plan.parameters.index(index)]
         return None
 
     def _dense(self) -> list[Bucket]:

@@ -251,7 +251,7 @@ class Reduction:
     def _send_message(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
         """Send the tail if no bucket carries it, either before or after the buckets are waited for.
 
-        Sending it before lets everything travel at once. It is sent after if it shares a connection with a
+        Sending it before lets everything travel at once. It is sent after if it shards a connection with a
         communication hook: the hook may start its own collectives whenever one of its futures completes, and the
         tail's collective would get between them.
 
@@ -325,8 +325,8 @@ class Reduction:
 
 def _tensors_in_grad(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
     """Yield the `.grad` of each parameter; with shards, the stand-ins that represent them."""
-    shares = layout.shares()
-    for share in shares:
-        yield from share.stand_ins
-    if not shares:
+    shards = layout.shards()
+    for shard in shards:
+        yield from shard.stand_ins
+    if not shards:
         yield from (parameter.grad for parameter in parameters)

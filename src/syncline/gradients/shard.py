@@ -1,6 +1,6 @@
 """This rank's shard of one bucket, and what replaces `.grad` if no rank has whole gradients.
 
-`Share` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. Beside the
+`BucketShard` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. Beside the
 bucket's flat tensor of gradients it has a flat tensor of parameters with the same layout. The module's parameters are
 views of that tensor. There is one for all ranks of a host if the transport can share memory, else one on each rank.
 
@@ -34,7 +34,7 @@ from syncline.gradients.shard_plan import Piece, bounds_of, gaps_in
 from syncline.tensors.targets import is_dense
 from syncline.transport.base import Transport
 
-__all__ = ["Shard", "ShardGradient", "Share", "StandIn", "order_of", "view_like"]
+__all__ = ["BucketShard", "Shard", "ShardGradient", "StandIn", "order_of", "view_like"]
 
 
 class StandIn(Tensor):
@@ -197,7 +197,7 @@ class Shard:
         self.guarded = ShardGradient.of(gradient, find_together)
 
 
-class Share:
+class BucketShard:
     """One rank's shard of one bucket.
 
     Args:

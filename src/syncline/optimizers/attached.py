@@ -60,7 +60,7 @@ class AttachedOptimizer:
         self.num_steps = 0
         self.counts = True
         """Whether steps are counted and the callbacks called; switched off while replicas drift on purpose."""
-        self.told_settings: object = None
+        self.compared_settings: object = None
         """The settings at the last reduction, which compared them between ranks."""
         self._before_step = before_step
         self._after_step = after_step

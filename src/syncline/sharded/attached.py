@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
 from syncline.errors import SynclineError
-from syncline.gradients.shard import Shard, Share
+from syncline.gradients.shard import BucketShard, Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
 from syncline.optimizers.contents import keep_saved_types
 from syncline.optimizers.weak_methods import unbound, weakly_bound
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
-from syncline.sharded.state import gather_state, share_state, slice_state
+from syncline.sharded.state import gather_state, shard_state, slice_state
 from syncline.transport.base import Transport
 
 __all__ = ["AttachedShards", "is_sharded"]
@@ -44,7 +44,7 @@ class AttachedShards(ShardedState):
         optimizer: has trained parameters of one module; frozen ones are allowed among them.
         index_of: the index of each trained parameter, by its `id`.
         names: names of the trained parameters.
-        shares: the `Share` of each bucket.
+        bucket_shards: the `BucketShard` of each bucket.
         lane: connects the ranks.
         whole: step whole parameters, in their own shape.
         by_parameter: end flat spans where a parameter ends.
@@ -58,7 +58,7 @@ class AttachedShards(ShardedState):
         *,
         index_of: Mapping[int, int],
         names: Sequence[str],
-        shares: Sequence[Share],
+        bucket_shards: Sequence[BucketShard],
         lane: Transport,
         whole: bool,
         by_parameter: bool,
@@ -69,7 +69,7 @@ class AttachedShards(ShardedState):
         self.whole = whole
         self.shards: list[Shard] = []
         self._names = names
-        self._shares = shares
+        self._bucket_shards = bucket_shards
         self._lane = lane
         self._by_parameter = by_parameter
         self._find_together = find_together
@@ -88,9 +88,13 @@ class AttachedShards(ShardedState):
             for parameter in group
             if id(parameter) in index_of
         }
-        self.shares = [share for share in shares if not set(share.plan.parameters).isdisjoint(self.group_of)]
-        """The `Share`s of the buckets that contain parameters of this optimizer."""
-        self.members = [p for share in self.shares for p in share.members]
+        self.bucket_shards = [
+            bucket_shard
+            for bucket_shard in bucket_shards
+            if not set(bucket_shard.plan.parameters).isdisjoint(self.group_of)
+        ]
+        """The `BucketShard`s of the buckets that contain parameters of this optimizer."""
+        self.members = [p for bucket_shard in self.bucket_shards for p in bucket_shard.members]
         self._native_load = unbound(optimizer, optimizer.load_state_dict)
         self._put_methods(around_step)
         attach_sharded_state(optimizer, self)
@@ -126,19 +130,19 @@ class AttachedShards(ShardedState):
 
     def cut(self) -> None:
         """Create the shards by the present bounds, and give them to the optimizer."""
-        for share in self._shares:
-            share.shards = [shard for shard in share.shards if shard not in self.shards]
+        for bucket_shard in self._bucket_shards:
+            bucket_shard.shards = [shard for shard in bucket_shard.shards if shard not in self.shards]
         pieces = pieces_of(
-            [share.plan for share in self._shares],
-            [share.bounds for share in self._shares],
-            self._shares[0].team.position,
+            [bucket_shard.plan for bucket_shard in self._bucket_shards],
+            [bucket_shard.bounds for bucket_shard in self._bucket_shards],
+            self._bucket_shards[0].team.position,
             self.group_of,
             whole=self.whole,
             by_parameter=self._by_parameter,
         )
-        share_of = {share.plan.index: share for share in self._shares}
+        bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in self._bucket_shards}
         self.shards = [
-            share_of[piece.bucket].make_shard(piece, self._find_together)
+            bucket_shard_of[piece.bucket].make_shard(piece, self._find_together)
             for piece in (*pieces, *self._empty_pieces(pieces))
         ]
         for at, group in enumerate(self.optimizer.param_groups):
@@ -149,13 +153,20 @@ class AttachedShards(ShardedState):
 
         A GradScaler makes one call per type that it finds, and all ranks have to make the same calls.
         """
-        found = {self._shares[piece.bucket].dtype for piece in pieces}
+        found = {self._bucket_shards[piece.bucket].dtype for piece in pieces}
         empty = []
-        for share in self.shares:
-            if share.dtype not in found:
-                found.add(share.dtype)
-                group = next(self.group_of[i] for i in share.plan.parameters if i in self.group_of)
-                empty.append(Piece(bucket=share.plan.index, start=share.start, stop=share.start, group=group))
+        for bucket_shard in self.bucket_shards:
+            if bucket_shard.dtype not in found:
+                found.add(bucket_shard.dtype)
+                group = next(self.group_of[i] for i in bucket_shard.plan.parameters if i in self.group_of)
+                empty.append(
+                    Piece(
+                        bucket=bucket_shard.plan.index,
+                        start=bucket_shard.start,
+                        stop=bucket_shard.start,
+                        group=group,
+                    )
+                )
         return empty
 
     # ------------------------------------------------------------------ the optimizer's methods
@@ -223,8 +234,8 @@ class AttachedShards(ShardedState):
         for name in _METHODS:
             setattr(optimizer, name, refuse)
         attach_sharded_state(optimizer, _Released(refuse))
-        for share in self._shares:
-            share.shards = [shard for shard in share.shards if shard not in self.shards]
+        for bucket_shard in self._bucket_shards:
+            bucket_shard.shards = [shard for shard in bucket_shard.shards if shard not in self.shards]
         for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = parameters
         optimizer.state.clear()
@@ -232,7 +243,7 @@ class AttachedShards(ShardedState):
 
     def use_plain_gradients(self) -> None:
         """Set `.grad` of each shard to a plain tensor for the optimizer's kernels, or to None if it has no gradient."""
-        counts = {share.plan.index: share.has_gradients for share in self.shares}
+        counts = {bucket_shard.plan.index: bucket_shard.has_gradients for bucket_shard in self.bucket_shards}
         for shard in self.shards:
             gradient = shard.parameter.grad
             if gradient is shard.guarded or gradient is shard.gradient:
@@ -245,7 +256,7 @@ class AttachedShards(ShardedState):
         """Return the state in torch's ordinary format, the same on every rank. A collective call."""
         shards, states = self._shards_with_states()
         with torch.no_grad():
-            gathered = gather_state(shards, states, self.shares, self._lane)
+            gathered = gather_state(shards, states, self.bucket_shards, self._lane)
         result = self._in_ordinary_form(gathered)
         for hook in state_dict_post_hooks(self.optimizer):
             changed = hook(self.optimizer, result)
@@ -262,10 +273,10 @@ class AttachedShards(ShardedState):
         if state_dict_post_hooks(self.optimizer):
             return self._state_dict()
         shards, states = self._shards_with_states()
-        if shards and self._lane.rank not in self._shares[0].team.members:
+        if shards and self._lane.rank not in self._bucket_shards[0].team.members:
             shards, states = [], []
         with torch.no_grad():
-            return self._in_ordinary_form(share_state(shards, states, self.shares))
+            return self._in_ordinary_form(shard_state(shards, states, self.bucket_shards))
 
     def _shards_with_states(self) -> tuple[list[Shard], list[dict[str, Any]]]:
         optimizer: Any = self.optimizer
@@ -327,19 +338,19 @@ class AttachedShards(ShardedState):
         }
         self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
         self._idle_state = idle_state
-        share_of = {share.plan.index: share for share in self._shares}
+        bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in self._bucket_shards}
         for shard, entries in sliced:
-            share, piece = share_of[shard.piece.bucket], shard.piece
-            spans = spans_in(share.plan, piece.start, piece.stop)
-            if any(types.get(id(share.members[at])) == share.dtype for at, _, _ in spans):
+            bucket_shard, piece = bucket_shard_of[shard.piece.bucket], shard.piece
+            spans = spans_in(bucket_shard.plan, piece.start, piece.stop)
+            if any(types.get(id(bucket_shard.members[at])) == bucket_shard.dtype for at, _, _ in spans):
                 with torch.no_grad():
                     keep_saved_types(self.optimizer.state[shard.parameter], entries)
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
-        share_of = {share.plan.index: share for share in self._shares}
+        bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in self._bucket_shards}
         found = []
         for shard in self.shards:
-            state = slice_state(shard, share_of[shard.piece.bucket], state_of, self._names)
+            state = slice_state(shard, bucket_shard_of[shard.piece.bucket], state_of, self._names)
             if state:
                 found.append((shard, state))
         return found

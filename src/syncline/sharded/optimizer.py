@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from syncline.gradients.shard import Share
+from syncline.gradients.shard import BucketShard
 from syncline.gradients.shard_plan import bounds_of
 from syncline.optimizers.weak_methods import weakly
 from syncline.sharded.attached import AttachedShards
@@ -88,7 +88,7 @@ class Sharding:
     Args:
         module: the module.
         named: its trained parameters with their names; the position is the parameter's index.
-        shares: the `Share` of each bucket.
+        bucket_shards: the `BucketShard` of each bucket.
         lane: connects the ranks, and carries nothing else.
         by_parameter: whether flat spans end where a parameter does.
     """
@@ -97,7 +97,7 @@ class Sharding:
         self,
         module: nn.Module,
         named: Sequence[tuple[str, Tensor]],
-        shares: Sequence[Share],
+        bucket_shards: Sequence[BucketShard],
         lane: Transport,
         *,
         by_parameter: bool,
@@ -106,23 +106,23 @@ class Sharding:
         self._names = [name for name, _ in named]
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
-        self._shares = list(shares)
+        self._bucket_shards = list(bucket_shards)
         self._lane = lane
         self._by_parameter = by_parameter
-        self._team = shares[0].team
-        self._private = [share for share in shares if not share.is_common]
+        self._team = bucket_shards[0].team
+        self._private = [bucket_shard for bucket_shard in bucket_shards if not bucket_shard.is_common]
         self.num_copies = 0 if self._private else lane.size // self._team.size
         """Number of copies of the parameters, one per host; 0 where each rank has its own copy."""
-        for share in shares:
-            if self._team.position == 0 or not share.is_common:
-                share.take_values()
+        for bucket_shard in bucket_shards:
+            if self._team.position == 0 or not bucket_shard.is_common:
+                bucket_shard.take_values()
         lane.barrier().wait()  # the first rank of each team has written the values that the others read next
-        for share in shares:
-            share.adopt()
+        for bucket_shard in bucket_shards:
+            bucket_shard.adopt()
         former = one_copy_of(module)
         rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
         self.copy = OneCopy(
-            [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(shares)
+            [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(bucket_shards)
         )
         remember_one_copy(module, self.copy)
 
@@ -162,7 +162,7 @@ class Sharding:
             optimizer,
             index_of=self._index_of,
             names=self._names,
-            shares=self._shares,
+            bucket_shards=self._bucket_shards,
             lane=self._lane,
             whole=whole,
             by_parameter=self._by_parameter,
@@ -171,12 +171,12 @@ class Sharding:
         )
         self.optimizers.append(attached)
         stepped = {index for one in self.optimizers for index in one.group_of}
-        for share in self._shares:
-            for index, stand_in in zip(share.plan.parameters, share.stand_ins, strict=True):
+        for bucket_shard in self._bucket_shards:
+            for index, stand_in in zip(bucket_shard.plan.parameters, bucket_shard.stand_ins, strict=True):
                 stand_in.is_stepped = index in stepped
-        for share in attached.shares:
-            for shard in share.shards:  # gradients that were reduced before count too
-                if share.has_gradients and shard in attached.shards:
+        for bucket_shard in attached.bucket_shards:
+            for shard in bucket_shard.shards:  # gradients that were reduced before count too
+                if bucket_shard.has_gradients and shard in attached.shards:
                     shard.parameter.grad = shard.guarded
         return attached
 
@@ -200,19 +200,23 @@ class Sharding:
         for attached in staying:
             if attached.whole:
                 whole = whole | set(attached.group_of)
-        bounds = bounds_of([share.plan for share in self._shares], self._team.size, whole=whole)
+        bounds = bounds_of(
+            [bucket_shard.plan for bucket_shard in self._bucket_shards], self._team.size, whole=whole
+        )
         changed = [
-            share for share, cuts in zip(self._shares, bounds, strict=True) if share.bounds != tuple(cuts)
+            bucket_shard
+            for bucket_shard, cuts in zip(self._bucket_shards, bounds, strict=True)
+            if bucket_shard.bounds != tuple(cuts)
         ]
-        again = [attached for attached in staying if not {*attached.shares}.isdisjoint(changed)]
+        again = [attached for attached in staying if not {*attached.bucket_shards}.isdisjoint(changed)]
         if changed and (has_begun or any(attached.has_state for attached in again)):
             raise ValueError(
                 "an optimizer that steps whole parameters has to be attached before the first backward, and before "
                 "optimizers that have state already"
             )
-        for share, cuts in zip(self._shares, bounds, strict=True):
-            if share in changed:
-                share.set_bounds(cuts)
+        for bucket_shard, cuts in zip(self._bucket_shards, bounds, strict=True):
+            if bucket_shard in changed:
+                bucket_shard.set_bounds(cuts)
         for attached in again:
             attached.cut()
 
@@ -233,17 +237,17 @@ class Sharding:
     @torch.no_grad()
     def _gather(self, attached: AttachedShards) -> None:
         lane, works = self._lane, []
-        for share in attached.shares:
-            if share.is_common:
+        for bucket_shard in attached.bucket_shards:
+            if bucket_shard.is_common:
                 continue
-            each = share.values.numel() // lane.size
-            bounds = share.bounds
+            each = bucket_shard.values.numel() // lane.size
+            bounds = bucket_shard.bounds
             if all(bounds[rank] == rank * each for rank in range(lane.size + 1)):
-                own = share.values[bounds[lane.rank] : bounds[lane.rank + 1]].clone()
-                works.append(lane.all_gather(share.values, own))
+                own = bucket_shard.values[bounds[lane.rank] : bounds[lane.rank + 1]].clone()
+                works.append(lane.all_gather(bucket_shard.values, own))
                 continue
             works += [
-                lane.broadcast(share.values[bounds[rank] : bounds[rank + 1]], rank)
+                lane.broadcast(bucket_shard.values[bounds[rank] : bounds[rank + 1]], rank)
                 for rank in range(lane.size)
                 if bounds[rank] < bounds[rank + 1]
             ]
@@ -262,8 +266,8 @@ class Sharding:
         """Clip the gradients; see `DistributedDataParallel.clip_grad_norm_`. A collective call."""
         if not norm_type > 0:
             raise ValueError(f"with sharded=True expected norm_type above 0, got {norm_type}")
-        counting = [share for share in self._shares if share.has_gradients]
-        gradients = [share.gradient for share in counting if share.gradient.numel()]
+        counting = [bucket_shard for bucket_shard in self._bucket_shards if bucket_shard.has_gradients]
+        gradients = [bucket_shard.gradient for bucket_shard in counting if bucket_shard.gradient.numel()]
         total = self._total_norm(gradients, float(norm_type), counting)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
@@ -276,14 +280,16 @@ class Sharding:
             gradient.mul_(factor.to(gradient.device))
         return total
 
-    def _total_norm(self, gradients: Sequence[Tensor], order: float, counting: Sequence[Share]) -> Tensor:
+    def _total_norm(
+        self, gradients: Sequence[Tensor], order: float, counting: Sequence[BucketShard]
+    ) -> Tensor:
         """Return the norm of the gradients of all ranks.
 
         All ranks combine the gathered norms of one team in rank order, so that they get the same bits.
         """
         lane = self._lane
         lane.board.phase = "clip_grad_norm_"
-        device = lane.sending_device(self._shares[0].values.device)
+        device = lane.sending_device(self._bucket_shards[0].values.device)
         parts = [_norm(gradient, order).to(device) for gradient in gradients]
         own = torch.linalg.vector_norm(
             torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device), order
@@ -292,11 +298,11 @@ class Sharding:
         lane.all_gather(norms, own.view(1)).wait()
         total = torch.linalg.vector_norm(norms[list(self._team.members)], order)
         dtype = torch.float32
-        for share in counting[:1]:
-            dtype = share.dtype.to_real()
-        for share in counting[1:]:
-            dtype = torch.promote_types(dtype, share.dtype.to_real())
-        rounded: Tensor = total.to(dtype).to(self._shares[0].values.device)
+        for bucket_shard in counting[:1]:
+            dtype = bucket_shard.dtype.to_real()
+        for bucket_shard in counting[1:]:
+            dtype = torch.promote_types(dtype, bucket_shard.dtype.to_real())
+        rounded: Tensor = total.to(dtype).to(self._bucket_shards[0].values.device)
         return rounded
 
     # ------------------------------------------------------------------ description
@@ -316,6 +322,6 @@ def _norm(gradient: Tensor, order: float) -> Tensor:
     return norm
 
 
-def _check_adopted(shares: Sequence[Share]) -> None:
-    for share in shares:
-        share.check_adopted()
+def _check_adopted(bucket_shards: Sequence[BucketShard]) -> None:
+    for bucket_shard in bucket_shards:
+        bucket_shard.check_adopted()

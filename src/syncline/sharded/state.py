@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.gradients.shard import Shard, Share, order_of, view_like
+from syncline.gradients.shard import BucketShard, Shard, order_of, view_like
 from syncline.gradients.shard_plan import spans_in
 from syncline.sharded.part import PartedTensor, TensorPart
 from syncline.transport.base import Transport
 
-__all__ = ["gather_state", "share_state", "slice_state"]
+__all__ = ["gather_state", "shard_state", "slice_state"]
 
 
 ParameterState = dict[str, Any]
@@ -31,22 +31,22 @@ ParameterState = dict[str, Any]
 
 
 def slice_state(
-    shard: Shard, share: Share, state_of: Mapping[int, ParameterState], names: Sequence[str]
+    shard: Shard, bucket_shard: BucketShard, state_of: Mapping[int, ParameterState], names: Sequence[str]
 ) -> ParameterState:
     """Return the state of one shard.
 
     Args:
         shard: the shard.
-        share: the `Share` that contains it.
+        bucket_shard: the `BucketShard` that contains it.
         state_of: the state in torch's ordinary format, by parameter index; tensors may be in parts (`PartedTensor`).
-            It is not changed, and the result shares no memory with it.
+            It is not changed, and the result bucket_shards no memory with it.
         names: names of the parameters, by index.
 
     Raises:
         ValueError: the state cannot be cut, or parameters in one piece have different step counts.
     """
-    spans = spans_in(share.plan, shard.piece.start, shard.piece.stop)
-    indices = [share.plan.parameters[position] for position, _, _ in spans]
+    spans = spans_in(bucket_shard.plan, shard.piece.start, shard.piece.stop)
+    indices = [bucket_shard.plan.parameters[position] for position, _, _ in spans]
     present = [index for index in indices if state_of.get(index)]
     if not present:
         return {}
@@ -58,7 +58,7 @@ def slice_state(
         values = [state_of[index][key] for index in indices]
         if shard.piece.is_whole:
             sliced[key] = _own(first)
-        elif _is_cut(first, share.members[spans[0][0]], key):
+        elif _is_cut(first, bucket_shard.members[spans[0][0]], key):
             piece = shard.piece
             tensors = (value for value in values if isinstance(value, Tensor | PartedTensor))
             dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
@@ -66,8 +66,10 @@ def slice_state(
                 piece.stop - piece.start, dtype=dtype, device=first.device
             )  # gaps between parameters stay zero
             for value, index, (position, from_, to) in zip(values, indices, spans, strict=True):
-                at = share.plan.offsets[position] - piece.start
-                cut[at + from_ : at + to] = _flat(value, share.members[position], names[index], key)[from_:to]
+                at = bucket_shard.plan.offsets[position] - piece.start
+                cut[at + from_ : at + to] = _flat(value, bucket_shard.members[position], names[index], key)[
+                    from_:to
+                ]
         else:
             for index, value in zip(indices, values, strict=True):
                 if isinstance(value, Tensor | PartedTensor) and value.dim():
@@ -125,8 +127,8 @@ def _uncuttable(name: str, key: str, value: Any) -> ValueError:
 # ---------------------------------------------------------------------- this rank's shard, without communication
 
 
-def share_state(
-    shards: Sequence[Shard], states: Sequence[ParameterState], shares: Sequence[Share]
+def shard_state(
+    shards: Sequence[Shard], states: Sequence[ParameterState], bucket_shards: Sequence[BucketShard]
 ) -> dict[int, ParameterState]:
     """Return this rank's state by parameter index, in torch's ordinary format but with parts for tensors that are cut.
 
@@ -135,17 +137,17 @@ def share_state(
     Args:
         shards: this rank's shards, of one optimizer.
         states: the optimizer's state of each shard.
-        shares: the `Share` of each bucket.
+        bucket_shards: the `BucketShard` of each bucket.
     """
-    share_of = {share.plan.index: share for share in shares}
+    bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in bucket_shards}
     found: dict[int, ParameterState] = {}
     for shard, state in zip(shards, states, strict=True):
-        share, piece = share_of[shard.piece.bucket], shard.piece
-        for position, from_, to in spans_in(share.plan, piece.start, piece.stop) if state else ():
-            member = share.members[position]
-            at = share.plan.offsets[position] + from_ - piece.start
+        bucket_shard, piece = bucket_shard_of[shard.piece.bucket], shard.piece
+        for position, from_, to in spans_in(bucket_shard.plan, piece.start, piece.stop) if state else ():
+            member = bucket_shard.members[position]
+            at = bucket_shard.plan.offsets[position] + from_ - piece.start
             order = order_of(member)
-            found[share.plan.parameters[position]] = {
+            found[bucket_shard.plan.parameters[position]] = {
                 key: TensorPart(
                     values=value.permute(order).reshape(-1)
                     if piece.is_whole
@@ -176,7 +178,7 @@ def _is_like_shard(value: Any, shard: Shard, key: str) -> bool:
 def gather_state(
     shards: Sequence[Shard],
     states: Sequence[ParameterState],
-    shares: Sequence[Share],
+    bucket_shards: Sequence[BucketShard],
     lane: Transport,
 ) -> dict[int, ParameterState]:
     """Return the state of all ranks' shards by parameter index, in torch's ordinary format. A collective call.
@@ -184,7 +186,7 @@ def gather_state(
     Args:
         shards: this rank's shards, of one optimizer.
         states: the optimizer's state of each shard.
-        shares: the `Share` of each bucket.
+        bucket_shards: the `BucketShard` of each bucket.
         lane: connects the ranks.
     """
     mine = [_described(shard, state) for shard, state in zip(shards, states, strict=True)]
@@ -193,30 +195,35 @@ def gather_state(
     own = {
         (shard.piece.bucket, shard.piece.start): state for shard, state in zip(shards, states, strict=True)
     }
-    for share in shares:
-        members = share.team.members
+    for bucket_shard in bucket_shards:
+        members = bucket_shard.team.members
         keys = {
             key: dtype
             for rank in members
             for bucket, _, _, values in rows[rank]
-            if bucket == share.plan.index
+            if bucket == bucket_shard.plan.index
             for key, (kind, dtype, _) in values.items()
             if kind == "cut"
         }
         flats = {}
         for key, dtype in keys.items():
-            flat = torch.zeros(share.values.numel(), dtype=getattr(torch, dtype), device=share.values.device)
+            flat = torch.zeros(
+                bucket_shard.values.numel(), dtype=getattr(torch, dtype), device=bucket_shard.values.device
+            )
             for shard in shards:
-                if shard.piece.bucket == share.plan.index and key in own[share.plan.index, shard.piece.start]:
-                    _place(flat, shard, share, own[share.plan.index, shard.piece.start][key])
-            _spread(flat, share.bounds, members, lane)
+                if (
+                    shard.piece.bucket == bucket_shard.plan.index
+                    and key in own[bucket_shard.plan.index, shard.piece.start]
+                ):
+                    _place(flat, shard, bucket_shard, own[bucket_shard.plan.index, shard.piece.start][key])
+            _spread(flat, bucket_shard.bounds, members, lane)
             flats[key] = flat
         for rank in members:
             for bucket, start, stop, values in rows[rank]:
-                if bucket == share.plan.index and values:
+                if bucket == bucket_shard.plan.index and values:
                     state = own.get((bucket, start), {}) if rank == lane.rank else {}
-                    ready = dict(_values(values, state, rank, lane, share.values.device))
-                    _assemble(gathered, share, start, stop, values, ready, flats)
+                    ready = dict(_values(values, state, rank, lane, bucket_shard.values.device))
+                    _assemble(gathered, bucket_shard, start, stop, values, ready, flats)
     return gathered
 
 
@@ -238,10 +245,10 @@ def _dtype_name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _place(flat: Tensor, shard: Shard, share: Share, value: Tensor) -> None:
+def _place(flat: Tensor, shard: Shard, bucket_shard: BucketShard, value: Tensor) -> None:
     if shard.piece.is_whole:
         assert shard.piece.parameter is not None
-        member = share.members[share.plan.parameters.index(shard.piece.parameter)]
+        member = bucket_shard.members[bucket_shard.plan.parameters.index(shard.piece.parameter)]
         view_like(flat, shard.piece.start, member).copy_(value)
     else:
         flat[shard.piece.start : shard.piece.stop].copy_(value)
@@ -281,7 +288,7 @@ def _values(
 
 def _assemble(
     gathered: dict[int, ParameterState],
-    share: Share,
+    bucket_shard: BucketShard,
     start: int,
     stop: int,
     described: Mapping[str, Any],
@@ -289,14 +296,16 @@ def _assemble(
     flats: Mapping[str, Tensor],
 ) -> None:
     """Add what was gathered of one piece to the state of each parameter in it."""
-    for position, _, _ in spans_in(share.plan, start, stop):
-        index = share.plan.parameters[position]
+    for position, _, _ in spans_in(bucket_shard.plan, start, stop):
+        index = bucket_shard.plan.parameters[position]
         if index in gathered:
             continue  # set by its first piece, which is on an earlier rank
         state = gathered[index] = {}
         for key in described:
             if key in flats:
-                view = view_like(flats[key], share.plan.offsets[position], share.members[position])
+                view = view_like(
+                    flats[key], bucket_shard.plan.offsets[position], bucket_shard.members[position]
+                )
                 state[key] = view.clone(memory_format=torch.preserve_format)
             else:
                 state[key] = ready[key].clone() if isinstance(ready[key], Tensor) else ready[key]

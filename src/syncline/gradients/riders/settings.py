@@ -34,8 +34,8 @@ class Settings(Rider):
         if not self.optimizers:
             return 0
         for optimizer in self.optimizers:
-            optimizer.told_settings = optimizer.settings()
-        settings = tuple(optimizer.told_settings for optimizer in self.optimizers)
+            optimizer.compared_settings = optimizer.settings()
+        settings = tuple(optimizer.compared_settings for optimizer in self.optimizers)
         return 1 + zlib.crc32(repr(settings).encode()) % _MAX
 
     def facts(self) -> list[str]:

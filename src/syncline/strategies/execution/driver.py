@@ -100,7 +100,7 @@ class Rounds:
         self.outer: OuterLoop | None = None
         self._push_sum: PushSum | None = None
         self._server: ShardedServer | None = None
-        self.met_at: dict[str, int] = {}
+        self.synced_at: dict[str, int] = {}
         """For parameters, buffers and optimizer: the step after which each was last synced."""
         fault = None
         weight = 1.0
@@ -272,7 +272,7 @@ class Rounds:
         sent = self.transport.statistics() - before
         words = tuple(dict.fromkeys(self._in_words(done)))
         for what in self._that_met(done):
-            self.met_at[what] = self.step
+            self.synced_at[what] = self.step
         if words:
             self.last = RoundRecord(
                 step=self.step,
