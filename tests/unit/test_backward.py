@@ -1,4 +1,4 @@
-"""The states of a backward: the code, its own table, and the table of the architecture page agree."""
+"""A backward: its table of states is that of the code, and a rider reads of it what belongs to this step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from syncline.errors import UnreducedGradients
 from syncline.gradients import backward as module
 from syncline.gradients.backward import ALLOWED_MOVES, Backward, BackwardState
+from syncline.gradients.riders.base import Words
+from syncline.gradients.riders.missing import MissingGradients
+from syncline.transport.base import Transport
+from syncline.transport.threads import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 
@@ -44,3 +49,23 @@ def test_a_backward_knows_from_its_beginning_whether_it_is_reduced(state: Backwa
     if BackwardState.FAILED in ALLOWED_MOVES[state]:
         was, _ = backward.is_synchronized, backward.move(BackwardState.FAILED)
         assert backward.is_synchronized is was
+
+
+def test_a_rank_names_the_gradients_that_are_missing_in_this_step_and_none_of_an_earlier_one() -> None:
+    def rank(t: Transport) -> str:
+        rider = MissingGradients(["weight", "bias"], are_allowed=False)
+        texts = []
+        for step, missing in ((1, {0}), (2, set() if t.rank else {1})):
+            backward = Backward(step=step, state=BackwardState.FILLING)
+            backward.missing = frozenset(missing)
+            rider.word(backward)
+            with pytest.raises(UnreducedGradients) as caught:
+                rider.hear(Words((1, int(not t.rank or step == 1)), step, t))
+            texts.append(str(caught.value))
+        assert "weight" in texts[0]
+        return texts[1]
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert "bias" in first
+    assert "weight" not in first

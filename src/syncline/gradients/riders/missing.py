@@ -29,9 +29,7 @@ class MissingGradients(Rider):
 
     def word(self, backward: Backward) -> int:
         """Return 1 if a gradient is missing."""
-        if not backward.missing:
-            return 0
-        self._reported = self._missing(backward)
+        self._reported = self._missing(backward) if backward.missing else []
         return int(bool(self._reported))
 
     def _missing(self, backward: Backward) -> list[str]:
@@ -40,7 +38,7 @@ class MissingGradients(Rider):
         return [self._names[index] for index in sorted(backward.missing)]
 
     def hear(self, words: Words) -> None:
-        """Check the step on all ranks.
+        """Compare the words of all ranks.
 
         Raises:
             UnreducedGradients: gradients are missing on some rank; raised with the same text on every rank.
@@ -85,7 +83,7 @@ class StaticGraph(Rider):
         return int(self._static.has_changed())
 
     def hear(self, words: Words) -> None:
-        """Check the step on all ranks.
+        """Compare the words of all ranks.
 
         Raises:
             ContractMismatch: the graph of some rank has changed; raised with the same text on every rank.
