@@ -14,6 +14,7 @@ __all__ = [
     "describe_groups",
     "describe_ranks",
     "groups_of",
+    "outside_of_largest",
     "ranks_with",
     "refusal_of",
 ]
@@ -157,6 +158,16 @@ def describe_groups(groups: Sequence[Sequence[int]]) -> str:
         'ranks 0, 2 | rank 1'
     """
     return " | ".join(map(describe_ranks, groups))
+
+
+def outside_of_largest(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that are not in the first of these groups, the largest, in order.
+
+    Example:
+        >>> outside_of_largest([(1, 3, 4), (2,), (0,)])
+        (0, 2)
+    """
+    return tuple(sorted(rank for group in groups[1:] for rank in group))
 
 
 def _is_majority(groups: dict[tuple[str, ...], list[int]], reference: tuple[str, ...]) -> bool:

@@ -206,11 +206,8 @@ class TrainingMethods(TorchNames, Joinable):
         """
         gradients = self._replica.gradients
         hook = gradients.layout.comm_hook
-        if hook is not None and not hook.averages:
-            raise ValueError(
-                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook does its own "
-                "division. Use one or the other"
-            )
+        if hook is not None:
+            hook.refuse_own_division("Use one or the other")
         with gradients.normalizer.block(checked_num_items(num_items)):
             yield
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from syncline.debug.compare import Found
 from syncline.debug.recording import Call, Recording
 from syncline.debug.report import Finding, by_value
-from syncline.differences import describe_groups, describe_ranks, ranks_with
+from syncline.differences import describe_groups, describe_ranks, outside_of_largest, ranks_with
 
 __all__ = [
     "Evidence",
@@ -66,7 +66,7 @@ def put_together(of_ranks: Sequence[Sequence[OwnFinding]]) -> list[Finding]:
 
 
 def _how_much(by_rank: dict[int, str]) -> str:
-    """Describe the size of a difference; if ranks differ by different amounts, the first known one, with its rank."""
+    """Describe how large a difference is; if it differs between ranks, give the first known one and its ranks."""
     known = ranks_with({rank: difference for rank, difference in by_rank.items() if difference})
     if not known:
         return ""
@@ -308,7 +308,7 @@ def between_ranks(
     if difference:
         what += f": {difference}"
     causes = _causes_between(found, blamed, recordings, facts, positions)
-    minority = _outside(found.groups)
+    minority = outside_of_largest(found.groups)
     if found.stage == "state":
         module = found.name.rpartition(".")[0]
         kind = next((call.kind for call in calls if call.module == module), "")
@@ -360,11 +360,6 @@ def _seed_causes(
     return [_SEEDS.format(drawing=drawing, s="s" if len(apart) > 1 else "", generators=" and ".join(apart))]
 
 
-def _outside(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the ranks outside of the largest group."""
-    return tuple(sorted(rank for group in groups[1:] for rank in group))
-
-
 def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gradients: int) -> Finding:
     """Return the finding for reduced gradients that are not the same on all ranks.
 
@@ -375,7 +370,7 @@ def of_gradients(names: Sequence[str], groups: Sequence[tuple[int, ...]], num_gr
     """
     ranks = describe_groups(groups)
     return Finding(
-        ranks=_outside(groups),
+        ranks=outside_of_largest(groups),
         module=names[0].rpartition(".")[0],
         kind="",
         what=(

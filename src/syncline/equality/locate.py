@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.differences import describe_groups, describe_ranks, groups_of
+from syncline.differences import describe_groups, describe_ranks, groups_of, outside_of_largest
 from syncline.equality.fingerprint import fingerprints
 from syncline.errors import ReplicaDivergence
 from syncline.transport.agreement import gather_rows
@@ -53,7 +53,7 @@ class Difference:
     @property
     def minority(self) -> tuple[int, ...]:
         """The ranks outside of the majority; empty if there is no majority."""
-        return tuple(sorted(sum(self.groups[1:], ()))) if self.has_majority else ()
+        return outside_of_largest(self.groups) if self.has_majority else ()
 
     def among(self, ranks: Sequence[int]) -> Difference:
         """Return the same difference with each rank r replaced by `ranks[r]`."""

@@ -87,6 +87,21 @@ class CommHook:
         """The label, or else the hook's qualified name; ranks compare their hooks by it."""
         return self.label or qualified_name(self.hook)
 
+    def refuse_own_division(self, remedy: str) -> None:
+        """Raise if the hook divides the gradients, so that they cannot be divided by a number of items.
+
+        Args:
+            remedy: what to do, the end of the message.
+
+        Raises:
+            ValueError: it does.
+        """
+        if not self.averages:
+            raise ValueError(
+                f"normalize_by cannot divide what communication hook {self.name} reduces: the hook does its own "
+                f"division. {remedy}"
+            )
+
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         future = self.hook(self.state, bucket)
         if not isinstance(future, TorchFuture):

@@ -75,7 +75,7 @@ class Controls:
             self._before_reduction()
             self._before_reduction = None  # only now: if it raised, the next backward calls it again
 
-    def backward_is_reduced(self) -> None:
+    def backward_ends(self) -> None:
         """Wait for futures, and run what was requested after each backward."""
         for future in self._futures:
             future.wait()

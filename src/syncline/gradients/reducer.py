@@ -12,7 +12,7 @@ One backward, in order (`docs/architecture.md` has the picture, `backward.py` th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -187,10 +187,9 @@ class GradientSync:
                 "register_comm_hook must be called between two backwards, got it in the backward of step "
                 f"{self.step + 1}"
             )
-        if self.normalizer.count.is_open and not hook.averages:
-            raise ValueError(
-                f"normalize_by cannot divide what communication hook {hook.name} reduces: the hook does its own "
-                "division. Leave the block of normalize_by before the hook is registered, and use one or the other"
+        if self.normalizer.count.is_open:
+            hook.refuse_own_division(
+                "Leave the block of normalize_by before the hook is registered, and use one or the other"
             )
         self.layout.build(hook)
 
@@ -409,8 +408,7 @@ class GradientSync:
                 self._finish_alone(backward)
             else:
                 self._unreduced.update(backward.ready)
-                nonfinite = reduction.riders.nonfinite.last
-                self.ledger.note(backward, step=self.step, divisor=1, nonfinite=nonfinite, metrics={})
+                self._record(backward, divisor=1, metrics={})
             reduction.normalizer.backward_is_done()
             reduction.riders.nonfinite.act()
         except BaseException:
@@ -418,7 +416,7 @@ class GradientSync:
             self._leave(BackwardState.FAILED)
             raise
         self._leave(BackwardState.ENDED)
-        self.controls.backward_is_reduced()
+        self.controls.backward_ends()
 
     def _finish_synchronized(self, backward: Backward) -> None:
         """Send the rest, wait, and set `.grad` to the result."""
@@ -433,14 +431,7 @@ class GradientSync:
             assert self._contexts is not None
             with self._contexts.as_grad(backward.context_id):
                 divisor = self._reduce(backward)
-        riders = self.reduction.riders
-        self.ledger.note(
-            backward,
-            step=self.step,
-            divisor=divisor,
-            nonfinite=riders.nonfinite.last,
-            metrics=riders.metrics.last,
-        )
+        self._record(backward, divisor=divisor, metrics=self.reduction.riders.metrics.last)
         if not self.reduction.layout.order_is_learnt:
             self.reduction.layout.learn_order(backward.ready)
 
@@ -471,13 +462,7 @@ class GradientSync:
             self._conclude_alone()
         self._unreduced.clear()
         riders.metrics.conclude_alone()
-        self.ledger.note(
-            backward,
-            step=self.step,
-            divisor=divisor,
-            nonfinite=riders.nonfinite.last,
-            metrics=riders.metrics.last,
-        )
+        self._record(backward, divisor=divisor, metrics=riders.metrics.last)
 
     def shadow(self) -> None:
         """Take part in a synchronized backward of the other ranks with zeros, because this rank has no inputs left."""
@@ -491,6 +476,10 @@ class GradientSync:
             self._leave(BackwardState.FAILED)
             raise
         self._leave(BackwardState.ENDED)
+
+    def _record(self, backward: Backward, *, divisor: int, metrics: Mapping[str, float]) -> None:
+        nonfinite = self.reduction.riders.nonfinite.last
+        self.ledger.note(backward, step=self.step, divisor=divisor, nonfinite=nonfinite, metrics=metrics)
 
     def _leave(self, to: BackwardState) -> None:
         """End the present backward."""

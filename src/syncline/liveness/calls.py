@@ -20,6 +20,7 @@ from syncline.liveness.board import EVAL_FORWARD, Place
 from syncline.liveness.store import decode
 
 __all__ = [
+    "ENDLESS_WAIT",
     "ONE_RANK_EVALUATES",
     "SAME_CALLS",
     "Call",
@@ -35,6 +36,9 @@ SAME_CALLS = (
     "look for a branch that depends on the rank, or for unequal numbers of batches"
 )
 """Remedy for ranks that called different operations."""
+
+ENDLESS_WAIT = "the ranks wait for each other in different calls, and none of them can ever continue:"
+"""Heading over the places of ranks, none of which can continue."""
 
 ONE_RANK_EVALUATES = (
     "a forward of the wrapper sends the module's buffers (BatchNorm's statistics), so all ranks must run it. To "

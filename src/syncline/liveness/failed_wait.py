@@ -17,6 +17,7 @@ from syncline.errors import (
 )
 from syncline.liveness.board import Board, Place, Wait, who_is_where
 from syncline.liveness.calls import (
+    ENDLESS_WAIT,
     ONE_RANK_EVALUATES,
     SAME_CALLS,
     Call,
@@ -173,7 +174,7 @@ class FailedWait:
         if different_calls(places):
             what = _DIFFERENT_CALLS
         elif stuck:
-            what = "the ranks wait for each other in different calls, and none of them can ever continue:"
+            what = ENDLESS_WAIT
         if what:
             lines = [what, who_is_where(places, size=health.size), SAME_CALLS]
             if any(place.sends_buffers for place in places.values()):

@@ -290,7 +290,10 @@ class Session:
         """Leave the peers: ranks waiting for this one, now or later, raise an error that says why it does not come."""
         failed = has_failed()
         if self.state is State.INITIALISED:
-            keep_groups() if failed else self.shutdown()
+            if failed:
+                keep_groups()
+            else:
+                self.shutdown()
         elif not failed:
             for transport in self.transports.selected():
                 transport.leave()  # the peers raise `UnevenInputs`, not a lost connection

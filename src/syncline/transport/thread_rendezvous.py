@@ -16,7 +16,15 @@ from typing import Any
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
 from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, who_is_where
-from syncline.liveness.calls import SAME_CALLS, Call, Failure, lane_name, named_ranks, remedy_for_left
+from syncline.liveness.calls import (
+    ENDLESS_WAIT,
+    SAME_CALLS,
+    Call,
+    Failure,
+    lane_name,
+    named_ranks,
+    remedy_for_left,
+)
 from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
@@ -286,10 +294,7 @@ class CallMatcher:
             if rendezvous.state is State.GATHERING and len(self._common.threads[rank]) == 1
         }
         if stuck_among(waits_for):
-            text = (
-                "the ranks wait for each other in different calls, and none of them can ever continue:\n"
-                f"{self._describe_places()}\n{SAME_CALLS}"
-            )
+            text = f"{ENDLESS_WAIT}\n{self._describe_places()}\n{SAME_CALLS}"
             self._break_locked(Failure(CollectiveMismatch, text))
 
     def _time_out(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> None:
