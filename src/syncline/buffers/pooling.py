@@ -78,7 +78,7 @@ def split_halves(x: Tensor) -> Tensor:
 
 
 def join_halves(halves: Tensor) -> Tensor:
-    """Invert `split_halves`, also for a mean of halves.
+    """Join the halves that `split_halves` returned; they may have been averaged in between.
 
     Example:
         >>> x = torch.tensor([1 / 3, -1e300, float("-inf")], dtype=torch.float64)

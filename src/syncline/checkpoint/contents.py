@@ -289,7 +289,7 @@ class Found:
 
 
 class _Kept(Mapping[str, Tensor]):
-    """Tensors that are copied when they are read, for objects that keep references to what they load."""
+    """Saved tensors for objects that keep the tensors they load: each is copied when it is read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

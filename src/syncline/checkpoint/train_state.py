@@ -201,7 +201,7 @@ class TrainState(ShardedState):
         strict: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint of plain torch, such as `torch.save({"model": model.state_dict(), ...}, path)`.
+        """Load a file that torch.save wrote, such as `torch.save({"model": model.state_dict(), ...}, path)`.
 
         A collective call: all ranks read the same file. The file is read with `weights_only=True`, so no code from it
         runs. It is searched for `step` and for the names given here. A file that is only a `module.state_dict()` is

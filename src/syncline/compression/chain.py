@@ -202,7 +202,7 @@ class After(Composed):
 
 
 class _AfterEncoder(Encoder):
-    """Counts averagings, and delegates to one encoder or the other."""
+    """Sends the first averages through `before`, or unencoded without it, and later ones through `then`."""
 
     def __init__(self, after: After, layout: Layout) -> None:
         super().__init__(layout)

@@ -184,7 +184,7 @@ class Replica:
             self.state.compression.use(lane, self.module)
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
-        """Replace the present hooks, using the present lanes and configuration."""
+        """Replace the hooks by new ones, with the same lanes and configuration."""
         self.refuse_sharded("shards stay as they were cut, so the module and its group cannot be changed")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()

@@ -185,7 +185,7 @@ class EvolutionStrategy:
         return record
 
     def statistics(self) -> Statistics:
-        """Return collectives, bytes and time waited of everything that used the same transport on this rank."""
+        """Return the collectives, bytes and waiting time of this rank, summed over all users of the transport."""
         return self._transport.statistics()
 
     @property

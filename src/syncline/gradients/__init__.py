@@ -16,7 +16,7 @@ ledger.py                what was reduced in the last backward
 options.py               how gradients are synchronized: a frozen value
 out_of_step.py           errors after which ranks have sent different things
 outputs.py               the tensors in whatever a forward returns
-reducer.py               the reducer: the start and the end of a backward
+reducer.py               the reducer: the start of a backward (does it synchronize?) and its end
 reduction.py             buckets in flight: filled, sent, waited for, handed out
 shard.py                 this rank's shard of a bucket
 shard_plan.py            which rank owns which part of which bucket: pure

@@ -38,7 +38,7 @@ class AutogradContexts:
     def of_this_process(
         parameters: Sequence[Tensor], gradient_is_ready: Callable[[int, int], None]
     ) -> AutogradContexts | None:
-        """Register hooks on the parameters; return None if this process has not joined torch's RPC."""
+        """Return hooks on the parameters; None if this process does not use torch's RPC."""
         return AutogradContexts(parameters, gradient_is_ready) if is_rpc_in_use() else None
 
     def forward_begins(self) -> None:

@@ -158,7 +158,7 @@ class SparseBucket(Lifecycle):
         return values, [(self.plan.parameters[0], values)]
 
     def divide(self, divisor: float) -> None:
-        """Divide the summed rows."""
+        """Divide the summed rows by `divisor`."""
         assert self._sum is not None
         stored_values(self._sum).div_(divisor)
 

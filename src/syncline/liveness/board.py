@@ -48,7 +48,7 @@ class Board:
 
     @contextmanager
     def called(self, title: str) -> Iterator[None]:
-        """Attribute all collectives inside to the call `title`, unless they are already part of another call."""
+        """Attribute each collective inside of the block to the call `title`, unless it is part of another call."""
         before = self.opening
         self.opening = before or title
         try:

@@ -158,7 +158,7 @@ class Health:
             self._closed.append((lane.name, lane.num_started))
 
     def close(self) -> None:
-        """Leave, refuse all further calls, and release the groups."""
+        """Leave the other ranks, refuse all further calls, and release the groups."""
         self.leave()
         if self.failure is None:
             self.failure = CLOSED

@@ -12,7 +12,7 @@ process.py       what a rank leaves for its launcher: an error file; and its end
 ranks.py         World: the rank of a process, from a launcher's variables, from a process group, or alone
 registry.py      what is attached to a user's modules, found by kind: the only such registry
 rendezvous.py    how ranks wait for each other at the store, compare arguments and agree on a backend
-session.py       the session: not initialised, initialised, shut down
+session.py       the session: the steps of init and of shutdown, and the state in between
 stop_request.py  was this process asked to stop?
 transports.py    the transport of each process group, selected by all of its ranks together
 world.py         init, shutdown, world, and the transport of a group

@@ -89,7 +89,7 @@ class ReceiveOuter(Action):
 
 @dataclass(frozen=True, slots=True)
 class Push(Action):
-    """Keep an equal part of this rank's values, send one to each rank of `to`, and add the parts from `sources`."""
+    """Split the values into equal parts: keep one, send one to each rank of `to`, add those received from `sources`."""
 
     to: tuple[int, ...]
     sources: tuple[int, ...]

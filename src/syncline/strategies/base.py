@@ -175,7 +175,7 @@ class Strategy(ABC, Generic[State]):
         """Return what the strategy guarantees, in words."""
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        """Return the data that the executor has to keep for the strategy's actions, beside the module."""
+        """Return the data, apart from the module, that the executor has to keep for the strategy's actions."""
         return NothingKept()
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:

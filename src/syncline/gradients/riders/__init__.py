@@ -1,6 +1,6 @@
 """Riders: small facts of each rank that travel behind the gradients, one file per rider.
 
-To add one, write a subclass of Rider in a file here, and add a line to the list in `roster.py`.
+To add one, write a subclass of Rider in a file here, and add it in `roster.py` and in the list below.
 
 base.py           Rider, the interface of one rider; Riders, several of them
 coverage.py       which slice of a replica is compared in which step

@@ -152,7 +152,7 @@ class ItemCount:
 
 
 class Standing(NamedTuple):
-    """The counts behind `.grad`, for a reduction outside of a backward."""
+    """The numbers of items whose gradients are in `.grad`, for a reduction outside of a backward."""
 
     num_items: int | None
     """Items behind gradients that were not reduced yet; None if no items were counted."""

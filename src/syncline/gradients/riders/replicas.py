@@ -35,7 +35,7 @@ class Replicas(Rider):
             self.watch.begin(range(at, at + 1))
 
     def word(self, backward: Backward) -> int:
-        """Return the fingerprint; 0 if no part of the replica has its turn."""
+        """Return the fingerprint; 0 if no part of the replica is compared in this step."""
         return 0 if self.watch is None else self.watch.fingerprint()
 
     def hear(self, words: Words) -> None:

@@ -329,7 +329,7 @@ class Rounds:
         return not isinstance(action, RestartOuter)
 
     def _that_met(self, actions: Sequence[Action]) -> set[str]:
-        """Return the things that the actions synced: "parameters", "buffers", "optimizer"."""
+        """Return what the actions synchronize: any of "parameters", "buffers" and "optimizer"."""
         met = set()
         for action in actions:
             if isinstance(action, Average | ReceiveOuter | Push | Close | Adopt):

@@ -71,7 +71,7 @@ class OuterLoop:
         return len(self._fragments)
 
     def restart(self) -> None:
-        """Copy the ranks' current parameters; the next outer step starts from them."""
+        """Copy the current parameters, from which the next outer step starts."""
         with torch.no_grad():
             for common, local in zip(self._common, self._local, strict=True):
                 common.copy_(local)

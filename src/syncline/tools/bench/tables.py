@@ -54,7 +54,7 @@ def judged(
     at_least: float | None = None,
     form: str = "{:.2f}",
 ) -> str:
-    """Format a figure, its interval, and whether the median meets its goal.
+    """Format a measured number with its interval, and say whether the median meets its goal.
 
     "within noise" means that one end of the interval meets the goal and the other does not.
 

@@ -70,7 +70,7 @@ class _Watch:
         self._is_over = False
 
     def put_before(self, wrapper: type[nn.Module]) -> None:
-        """Replace the forward of a wrapper class by one that watches."""
+        """Replace the forward of a wrapper class by one that first reports its inputs to this object."""
         original = vars(wrapper)["forward"]
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
