@@ -96,11 +96,11 @@ class Drift:
                 named,
                 transport,
                 spec,
+                are_equal=config.init_sync,
+                when_equal=weakly(self._are_equal_after),
                 equalize_buffers=weakly(self._equalize_buffers),
                 present_buffers=weakly(self._present_buffers),
             )
-            self.rounds.are_equal = config.init_sync
-            self.rounds.when_equal = weakly(self._are_equal_after)
             for lane in self.rounds.lanes:
                 if lane is not transport:
                     weakref.finalize(self, lane.close)

@@ -51,10 +51,10 @@ class SyncState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each part."""
+        states = {name: part.state_dict() for name, part in self._parts().items()}
         rounds = self._drift.rounds
         if rounds is not None:
-            rounds.are_equal = self._drift.is_round_equal(rounds)
-        states = {name: part.state_dict() for name, part in self._parts().items()}
+            states["rounds"]["are_equal"] = self._drift.is_round_equal(rounds)
         return states | {"compression": dict(self.idle)} if self._is_idle() else states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

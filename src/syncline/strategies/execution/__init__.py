@@ -1,7 +1,10 @@
 """Execution of strategies: count steps, ask for the due actions, and move the tensors.
 
-driver.py      counts optimizer steps, asks the strategy for actions, carries them out, records them
+driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
+effects.py     what actions do, as facts and in words: pure
+executor.py    carries out actions on the tensors of one rank
 flat.py        parameters as flat tensors
+optimizers.py  the attached optimizers of one module: completed steps, and their state
 outer_step.py  the outer optimizer of DiLoCo
 push_sum.py    one round of gossip
 server.py      the shards of a parameter server

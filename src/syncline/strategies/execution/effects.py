@@ -1,0 +1,104 @@
+"""What the actions of a strategy do, as facts and in words: pure functions of the actions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from syncline.strategies.actions import (
+    Action,
+    Adopt,
+    Average,
+    AverageBuffers,
+    Close,
+    Push,
+    ReceiveOuter,
+    RestartOuter,
+    SendOuter,
+    Update,
+)
+
+__all__ = ["are_blocking", "in_words", "make_equal", "sends", "synchronized_by"]
+
+
+def sends(action: Action, *, has_buffers: bool) -> bool:
+    """Return whether an action sends or receives something, for a module with or without buffers to synchronize."""
+    return has_buffers if isinstance(action, AverageBuffers) else not isinstance(action, RestartOuter)
+
+
+def synchronized_by(actions: Sequence[Action], *, has_buffers: bool) -> set[str]:
+    """Return what the actions synchronize: any of "parameters", "buffers" and "optimizer".
+
+    Example:
+        >>> sorted(synchronized_by([Average(optimizer_state=True)], has_buffers=False))
+        ['optimizer', 'parameters']
+    """
+    found = set()
+    for action in actions:
+        if isinstance(action, Average | ReceiveOuter | Push | Close | Adopt):
+            found.add("parameters")
+        if isinstance(action, Average | AverageBuffers | Push) and has_buffers:
+            found.add("buffers")
+        if isinstance(action, Average) and action.optimizer_state:
+            found.add("optimizer")
+    return found
+
+
+def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
+    """Return whether the actions make all parameters equal on all ranks.
+
+    Args:
+        actions: the actions of one round.
+        num_fragments: into how many fragments an outer optimizer divides the parameters; 0 without one.
+
+    Example:
+        >>> make_equal([ReceiveOuter(0, mixing=0)], num_fragments=2)
+        False
+    """
+    if any(isinstance(action, Average) for action in actions):
+        return True
+    replaced = {
+        action.fragment for action in actions if isinstance(action, ReceiveOuter) and action.mixing == 0
+    }
+    return 0 < num_fragments == len(replaced)
+
+
+def are_blocking(actions: Sequence[Action]) -> bool:
+    """Return whether the ranks wait for each other in these actions.
+
+    They do not if what they send is received in a later step, or by the ranks of one pair only.
+    """
+    sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
+    received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
+    return bool(sent & received) or any(isinstance(action, Average) for action in actions)
+
+
+def in_words(actions: Sequence[Action], *, has_buffers: bool) -> Iterator[str]:
+    """Yield what each action that sends or receives does, as `RoundRecord.what` shows it.
+
+    Example:
+        >>> list(in_words([Push(to=(1,), sources=(2, 3))], has_buffers=False))
+        ['sent to rank 1, received from ranks 2, 3']
+    """
+    for action in actions:
+        match action:
+            case Average(optimizer_state=with_state):
+                what = ["parameters", *["buffers"] * has_buffers, *["optimizer state"] * with_state]
+                yield f"averaged {', '.join(what)}"
+            case AverageBuffers() if has_buffers:
+                yield "made buffers equal"
+            case SendOuter(fragment):
+                yield f"sent the outer gradient of fragment {fragment}"
+            case ReceiveOuter(fragment):
+                yield f"took the outer step of fragment {fragment}"
+            case Push(to, sources):
+                yield f"sent to {_ranks(to)}, received from {_ranks(sources)}"
+            case Update():
+                yield "sent its update to all servers"
+            case Close(clock):
+                yield f"closed its shard at step {clock}"
+            case Adopt(shard, clock):
+                yield f"took over shard {shard} of step {clock}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks)) or 'none'}"
