@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 import syncline as sl
-from syncline.session.world import transport_of
-from syncline.testing.hosts import HostsUnavailable, two_hosts
+from syncline.session import transport_of
+from syncline.testing import HostsUnavailable, two_hosts
 from syncline.tools.bench.timing import ratio, take_turns
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline.transport import C10dTransport, Transport
 
 UNITS = {"KiB": 2**10, "MiB": 2**20}
 FLAT, HIERARCHY = "gloo among all ranks", "hierarchy"

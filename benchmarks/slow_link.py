@@ -42,8 +42,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import syncline as sl
 from syncline.compression import PowerSGD, Quantize
-from syncline.session.world import transport_of
-from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
+from syncline.session import transport_of
+from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.plot import Pace, crossover, rate_text
 from syncline.tools.bench.tables import table

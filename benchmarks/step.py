@@ -41,7 +41,7 @@ from torch import nn
 import syncline as sl
 from models import GPT, SIZES, random_batch
 from step_variants import GOAL, VARIANTS, steps_of, verdict
-from syncline.session.world import transport_of
+from syncline.session import transport_of
 from syncline.tools.bench.timing import ratio, take_turns
 from syncline.tools.bench.workloads import SHARDED, can_shard
 

@@ -34,11 +34,11 @@ import torch
 
 import syncline as sl
 from strategy_settings import BAR, SETTINGS, Setting
-from syncline.session.world import transport_of
+from syncline import Statistics
+from syncline.session import transport_of
 from syncline.tools.bench.machine import describe_machine
 from syncline.tools.bench.plot import SUFFIXES, can_plot, frontier, frontier_table, plot_frontier
-from syncline.transport.base import Transport
-from syncline.transport.statistics import Statistics
+from syncline.transport import Transport
 from tasks import TASKS, Task, seed_of, share_of_rate
 
 KEY = (

@@ -28,12 +28,11 @@ from torch import nn
 
 import syncline as sl
 from models import GPT, SIZES, Chain
-from syncline.session.world import transport_of
+from syncline.session import transport_of
 from syncline.tools.bench.ranks import RoundsParser
 from syncline.tools.bench.tables import judged, table
 from syncline.tools.bench.timing import alternate, calls_for, ratio, timer
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline.transport import C10dTransport, Transport
 
 FLAT, LOOP, AVERAGE = "one flat all_reduce", "a loop of dist.all_reduce", "sl.average_"
 WEIGHTED, GRADIENTS, CHECK = "sl.average_, weighted", "sl.sync_gradients_", "sl.check_replicas"

@@ -10,7 +10,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from forks import Forks
-    from syncline.testing.pool import RankPool
+    from syncline.testing import RankPool
 
 LONGEST_FIRST = (
     "test_fuzz.py",

@@ -36,8 +36,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from syncline.session.process import end_with_parent
-from syncline.testing.ports import variables_of_rank
+from syncline.session import end_with_parent
+from syncline.testing import variables_of_rank
 
 __all__ = ["Forks", "Process"]
 

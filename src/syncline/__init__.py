@@ -2,18 +2,16 @@
 
 The public names. docs/architecture.md shows the rooms of the house, in the order of their imports.
 
-`import syncline` imports nothing else: `sl.Checkpointer` imports the module of `Checkpointer` when it is asked for the
+`import syncline` imports only faces.py: `sl.Checkpointer` imports the module of `Checkpointer` when it is asked for the
 first time. So a program waits only for what it uses, and `syncline --help` does not wait for torch. Type checkers and
 editors read the imports below; `tests/architecture` holds them, `_NAMES` and `__all__` against each other.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-import threading
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from syncline.faces import hand_out
 
 if TYPE_CHECKING:
     from syncline import compression, debug, nn
@@ -171,28 +169,4 @@ _NAMES = {
     "syncline.verbs.diverge": ("diverge",),
     "syncline.session.world": ("World", "init", "shutdown", "world"),
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-_IMPORTING = threading.RLock()
-"""Ranks may be threads: two that import modules of one package at once can make Python's import locks a deadlock."""
-
-
-class _Package(ModuleType):
-    """This package, a module whose public names are imported when they are asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
-        module = _MODULE_OF[name]
-        with _IMPORTING:
-            if module == self.__name__:
-                found: Any = importlib.import_module(f"{module}.{name}")
-            else:
-                found = getattr(importlib.import_module(module), name)
-        setattr(self, name, found)
-        return found
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-
-sys.modules[__name__].__class__ = _Package
+hand_out(__name__, _NAMES)

@@ -62,3 +62,40 @@ def test_the_page_shows_the_rooms_in_the_order_of_their_imports() -> None:
     shown = [name.rstrip("/").removesuffix(".py") for name in re.findall(r"^  (\S+)", tree, re.MULTILINE)]
     assert shown == ["__init__", *_ORDER]
     assert PACKAGE.name == "syncline"
+
+
+# ---------------------------------------------------------------------- what tests import
+
+TESTS = Path(__file__).parents[1]
+
+
+def insides_imported_by(source: str) -> set[str]:
+    """The rooms whose modules a source imports directly, and not by way of the room's face."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("syncline"):
+            continue
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            module = inner if inner in SOURCES else str(node.module)
+            if not is_package(module, SOURCES) and module.count(".") > 1:
+                found.add(part_of(module))
+    return found
+
+
+def test_a_test_imports_the_inside_of_one_room_at_most() -> None:
+    """The room that it is about. What it needs of others it gets from their faces, so that they can be rearranged."""
+    several = {
+        str(path.relative_to(TESTS)): sorted(rooms)
+        for path in sorted(TESTS.rglob("*.py"))
+        if len(rooms := insides_imported_by(path.read_text())) > 1
+    }
+    assert several == {}
+
+
+def test_an_import_of_an_inside_is_seen() -> None:
+    source = (
+        "from syncline import nn, errors\nfrom syncline.transport import Transport, base\n"
+        "from syncline.gradients.riders.base import Rider\nfrom syncline.errors import SynclineError\n"
+    )
+    assert insides_imported_by(source) == {"transport", "gradients"}

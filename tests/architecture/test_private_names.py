@@ -26,8 +26,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from syncline import SynclineError
 from syncline._torch.lookup import TESTED, attribute, is_there, lookup
-from syncline.errors import SynclineError
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "syncline"

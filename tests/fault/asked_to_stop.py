@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.testing.ports import held_port, variables_of_rank
+from syncline.testing import held_port, variables_of_rank
 
 SIZE = 3
 STRATEGIES: dict[str, Any] = {

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import syncline as sl
-from syncline.session.process import end_with_parent
-from syncline.testing.ports import held_port, variables_of_rank
+from syncline.session import end_with_parent
+from syncline.testing import held_port, variables_of_rank
 
 EVERY = 8
 NUM_RANKS = 3

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import syncline as sl
-from syncline.transport.threads import run_ranks
+from syncline.transport import run_ranks
 
 
 class Numbers:

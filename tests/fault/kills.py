@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.errors import PeerLost, SynclineError
-from syncline.testing.pool import RankPool
+from syncline import PeerLost, SynclineError
+from syncline.testing import RankPool
 
 __all__ = ["Kill", "one_rank"]
 

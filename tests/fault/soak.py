@@ -23,12 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLost, SynclineError
-from syncline.testing.pool import RankPool
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.work import Work
+from syncline import PeerLost, SynclineError
+from syncline.testing import RankPool
+from syncline.transport import C10dTransport, Transport, Work
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 __all__ = ["Round", "one_round", "soak"]
 

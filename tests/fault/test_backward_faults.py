@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
-from syncline.transport.base import Transport
-from syncline.transport.faulty import Fault, FaultyTransport
-from syncline.transport.threads import run_ranks
+from syncline import CollectiveTimeout, PeerLost, SynclineError
+from syncline import DistributedDataParallel as DDP
+from syncline.transport import Fault, FaultyTransport, Transport, run_ranks
 
 
 def train(t: Transport, num_steps: int) -> tuple[int, list[SynclineError]]:

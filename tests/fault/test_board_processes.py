@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import syncline as sl
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, SynclineError, UnevenInputs
-from syncline.session.world import transport_of
-from syncline.transport.c10d import C10dTransport
+from syncline import CollectiveMismatch, CollectiveTimeout, SynclineError, UnevenInputs
+from syncline.session import transport_of
+from syncline.transport import C10dTransport
 
 
 def texts_of_all_ranks(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 import syncline as sl
 from forks import Forks
-from syncline.transport.threads import run_ranks
+from syncline.transport import run_ranks
 
 
 def test_whenever_a_process_is_killed_its_last_save_is_there(tmp_path: Path, forks: Forks) -> None:

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport import C10dTransport, HierarchicalTransport, Transport
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 NUM_WRAPPERS = 30
 NUM_INPUTS, NUM_OUTPUTS = 1000, 250

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.errors import SynclineError
-from syncline.session.world import transport_of
-from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
+from syncline import SynclineError
+from syncline.session import transport_of
+from syncline.testing import HostsUnavailable, TwoHosts, two_hosts
 
 if TYPE_CHECKING:
     from forks import Forks, Process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kills import kill_ranks
 
-from syncline.testing.pool import RankPool
+from syncline.testing import RankPool
 
 
 def test_the_lost_rank_is_named_by_all_survivors(rank_pool: RankPool) -> None:

@@ -16,13 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.errors import (
-    CollectiveMismatch,
-    ContractMismatch,
-    PeerLost,
-    SynclineError,
-    UnevenInputs,
-)
+from syncline import CollectiveMismatch, ContractMismatch, PeerLost, SynclineError, UnevenInputs
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport import C10dTransport
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 
 def open_files() -> Counter[str]:

@@ -25,15 +25,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import syncline as sl
-from syncline.errors import PeerLost, SynclineError
-from syncline.session.world import transport_of
-from syncline.testing.pool import RankPool
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline import PeerLost, SynclineError
+from syncline.session import transport_of
+from syncline.testing import RankPool
+from syncline.transport import C10dTransport, Transport
+from syncline.transport.shared_memory import (
+    SharedMemoryTransport,
+    SharedMemoryUnavailable,
+    find_library,
+    hub,
+    library,
+    memory,
+)
 from syncline.transport.shared_memory import core as library_module
-from syncline.transport.shared_memory import hub, memory
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library, library
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
 
@@ -324,8 +328,8 @@ rank, group = int(sys.argv[1]), Path(sys.argv[2])
 import torch
 import torch.distributed as dist
 import syncline as sl
-from syncline.errors import SynclineError
-from syncline.session.world import transport_of
+from syncline import SynclineError
+from syncline.session import transport_of
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
 sl.init()
 t = transport_of()

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.threads import run_ranks
+from syncline.transport import C10dTransport, Transport, run_ranks
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 STRATEGIES = [
     sl.LocalSGD(2),

@@ -23,9 +23,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from syncline import DistributedDataParallel
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, Transport
 
 from .interpreter import Outcome, alone, on_rank
 from .program import Layer, Model, Optimizer, Program, Step

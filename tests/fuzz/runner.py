@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline import environment
-from syncline.testing.pool import RankPool
+from syncline.testing import RankPool
 
 from .facts import facts_of
 from .interpreter import Outcome, alone

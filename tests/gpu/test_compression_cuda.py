@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from syncline.compression import Cast, Chain, Compression, MeanExchange, PowerSGD, Quantize, TopK
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

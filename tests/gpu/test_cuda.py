@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import DistributedDataParallel as DDP
+from syncline.transport import Transport, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.errors import ReplicaDivergence
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import ReplicaDivergence
+from syncline.transport import Transport, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import syncline as sl
 from syncline.buffers.policies import BufferSync
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,7 +10,7 @@ import pytest
 
 from forks import Forks
 from syncline.session.listening import bound_socket, interface_of
-from syncline.testing.ports import held_port
+from syncline.testing import held_port
 
 JOINED = """
 import os, sys, time

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.session.process import record_failure
+from syncline.session import record_failure
 from syncline.tools.launch.output import Forwarder, Lines, RankLogs
 
 

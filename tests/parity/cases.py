@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from syncline.ddp.wrapper import DistributedDataParallel
+from syncline import DistributedDataParallel
 
 NUM_STEPS = 10
 

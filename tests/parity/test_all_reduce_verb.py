@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.errors import CollectiveMismatch, ContractMismatch
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.threads import run_ranks
+from syncline import CollectiveMismatch, ContractMismatch
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, Transport, run_ranks
 
 
 def reduces_trees(t: Transport) -> None:

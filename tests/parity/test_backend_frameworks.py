@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import syncline as sl
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
+from syncline.transport.shared_memory import SharedMemoryUnavailable
 
 
 def on_both(program: Callable[[], list[Tensor]]) -> None:

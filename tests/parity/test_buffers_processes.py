@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.buffers.policies import BufferSync
-from syncline.session.world import transport_of
+from syncline.session import transport_of
 
 
 def gathered(value: Any) -> list[Any]:

@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 
 import syncline as sl
-from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.threads import ThreadGroup, run_ranks
+from syncline import CollectiveMismatch, ContractMismatch, SynclineError
+from syncline.transport import C10dTransport, HierarchicalTransport, ThreadGroup, Transport, run_ranks
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 
 def engines() -> Iterator[Transport]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline import DistributedDataParallel as DDP
 from syncline.compression import (
     Cast,
     Chain,
@@ -22,8 +23,7 @@ from syncline.compression import (
     TopK,
     hook,
 )
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.transport.c10d import C10dTransport
+from syncline.transport import C10dTransport
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
+from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 

@@ -24,7 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
+from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 Wrap = Callable[..., Any]

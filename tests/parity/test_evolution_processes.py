@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.transport.threads import ThreadGroup
+from syncline.transport import ThreadGroup
 
 
 def model() -> nn.Sequential:

@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.errors import ContractMismatch, ReplicaDivergence
-from syncline.session.world import transport_of
-from syncline.tensors import reduction
-from syncline.tensors.reduction import TensorReducer
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline import ContractMismatch, ReplicaDivergence
+from syncline.session import transport_of
+from syncline.tensors import TensorReducer, reduction
+from syncline.transport import C10dTransport, Transport
 from syncline.verbs import all_reduce
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, Transport
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))

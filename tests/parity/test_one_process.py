@@ -15,8 +15,7 @@ from cases import (
     train_synchronized,
 )
 
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 def equal_batches(step: int, rank: int) -> int:

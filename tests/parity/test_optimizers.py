@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
+from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 Wrap = Callable[..., Any]

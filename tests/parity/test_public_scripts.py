@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from syncline.ddp.wrapper import DistributedDataParallel
-from syncline.session.world import transport_of
-from syncline.transport.c10d import C10dTransport
+from syncline import DistributedDataParallel
+from syncline.session import transport_of
+from syncline.transport import C10dTransport
 
 Wrap = Callable[[nn.Module], Any]
 State = dict[str, Any]

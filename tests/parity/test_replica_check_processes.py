@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.errors import ReplicaDivergence
-from syncline.transport.c10d import C10dTransport
+from syncline import ReplicaDivergence
+from syncline.transport import C10dTransport
 
 
 def trained(transport: Any, *, flipped: bool, **kwargs: Any) -> sl.DistributedDataParallel:

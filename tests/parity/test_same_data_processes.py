@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, Transport
 
 
 def num_warnings(t: Transport, *, sampled: bool) -> int:

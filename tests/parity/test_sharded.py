@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
 
 import syncline as sl
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import SynclineError
+from syncline import DistributedDataParallel as DDP
+from syncline import SynclineError
 from syncline.gradients import layout
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.threads import run_ranks
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, HierarchicalTransport, Transport, run_ranks
 
 Make = Callable[[nn.Module], Optimizer]
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import DistributedDataParallel as DDP
+from syncline.transport import Transport, run_ranks
 
 torch.manual_seed(0)
 ENCODER, ACTOR, CRITIC = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import (
+from syncline import (
     ContractMismatch,
     NonFiniteGradient,
     ReplicaDivergence,
@@ -23,8 +22,8 @@ from syncline.errors import (
     UnevenInputs,
     UnreducedGradients,
 )
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import DistributedDataParallel as DDP
+from syncline.transport import Transport, run_ranks
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

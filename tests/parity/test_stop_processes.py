@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.session.world import transport_of
+from syncline.session import transport_of
+from syncline.transport import C10dTransport
 from syncline.transport.agreement import exchange
-from syncline.transport.c10d import C10dTransport
 
 
 def shared(path: Path) -> str:

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.session.world import transport_of
+from syncline.session import transport_of
 from syncline.strategies.gossip import neighbours
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.threads import run_ranks
+from syncline.transport import C10dTransport, Transport, run_ranks
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 NUM_STEPS = 13
 LR = 0.1

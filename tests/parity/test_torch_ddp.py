@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, batch_of, build, optimizer_for, summed_loss
 
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
+from syncline import DistributedDataParallel as DDP
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 

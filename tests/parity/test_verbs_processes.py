@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.errors import CollectiveMismatch, ContractMismatch
-from syncline.verbs import barrier, broadcast_, mean
+from syncline import CollectiveMismatch, ContractMismatch, barrier, broadcast_, mean
 
 
 def gathered(value: Any) -> list[Any]:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 LIVES = (1, 3, 2, 1, 2)
 """Numbers of ranks, one after the other."""

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.errors import UnevenInputs
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import UnevenInputs
+from syncline.transport import Transport, run_ranks
 
 
 def steps(ddp: nn.Module, num_steps: int) -> None:

@@ -21,12 +21,9 @@ from torch.optim import lr_scheduler as lr
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from syncline.checkpoint.checkpointer import Checkpointer
+from syncline import CheckpointCorrupt, Checkpointer, ContractMismatch, SynclineError, TrainState
 from syncline.checkpoint.directory import read_manifest
-from syncline.checkpoint.train_state import TrainState
-from syncline.errors import CheckpointCorrupt, ContractMismatch, SynclineError
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 class Mine:

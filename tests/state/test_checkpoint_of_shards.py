@@ -17,13 +17,10 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer
 from write_fixture import VERSION_2, VERSION_3, network, ordinary_state, scheduler_of
 
 import syncline as sl
-from syncline.checkpoint.checkpointer import Checkpointer
+from syncline import CheckpointCorrupt, Checkpointer, TrainState
 from syncline.checkpoint.directory import VERSION, read_manifest
-from syncline.checkpoint.train_state import TrainState
-from syncline.errors import CheckpointCorrupt
-from syncline.sharded.attached import AttachedShards
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.sharded import AttachedShards
+from syncline.transport import Transport, run_ranks
 
 Make = Callable[[nn.Module], Optimizer]
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import syncline as sl
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
+from syncline.session import transport_of
+from syncline.transport import C10dTransport, Transport
 
 
 def transport(kind: str) -> Transport:

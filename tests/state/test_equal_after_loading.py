@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import syncline as sl
-from syncline.checkpoint.checkpointer import Checkpointer
+from syncline import Checkpointer, ReplicaDivergence, TrainState
 from syncline.checkpoint.rollback import agree_on_loaded
-from syncline.checkpoint.train_state import TrainState
-from syncline.errors import ReplicaDivergence
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 class Net(nn.Module):

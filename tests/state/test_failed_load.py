@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 class Refuses:

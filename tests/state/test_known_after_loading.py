@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.errors import ReplicaDivergence
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import ReplicaDivergence
+from syncline.transport import Transport, run_ranks
 
 torch.manual_seed(0)
 NET = nn.Linear(6, 3)

@@ -15,10 +15,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import syncline as sl
-from syncline.checkpoint.train_state import TrainState
-from syncline.errors import ContractMismatch
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import ContractMismatch, TrainState
+from syncline.transport import Transport, run_ranks
 
 
 def network(seed: int) -> nn.Module:

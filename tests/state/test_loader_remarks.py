@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),

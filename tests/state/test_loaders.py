@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 # It calls what later versions of torch do not want to be called.

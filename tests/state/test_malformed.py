@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import syncline as sl
-from syncline.checkpoint.checkpointer import Checkpointer
+from syncline import CheckpointCorrupt, Checkpointer, SynclineError
 from syncline.checkpoint.tensor_file import checksum
-from syncline.errors import CheckpointCorrupt, SynclineError
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 HEADER = "shared.safetensors"
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from syncline import CheckpointCorrupt
 from syncline.checkpoint.directory import (
     VERSION,
     Manifest,
@@ -28,7 +29,6 @@ from syncline.checkpoint.directory import (
 from syncline.checkpoint.encoding import decode, encode
 from syncline.checkpoint.files import Files, LocalFiles
 from syncline.checkpoint.tensor_file import memory_of, read_tensors, write_tensors
-from syncline.errors import CheckpointCorrupt
 
 KEEP = 2
 

@@ -17,14 +17,12 @@ from faulty_files import FaultyFiles
 from torch import nn
 
 import syncline as sl
-from syncline.errors import ContractMismatch, SynclineError
-from syncline.gradients.riders.base import Words
-from syncline.gradients.riders.stop import Stop, StopVote
+from syncline import ContractMismatch, SynclineError
+from syncline.gradients import Stop, StopVote, Words
 from syncline.session import process
 from syncline.session import stop_request as stopping
 from syncline.session.stop_request import Stopped, StopRequest
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, run_ranks
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 
 class Run:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.checkpoint.train_state import TrainState
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import TrainState
+from syncline.transport import Transport, run_ranks
 
 
 class Fails:

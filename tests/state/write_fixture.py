@@ -21,10 +21,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 
 import syncline as sl
-from syncline.checkpoint.checkpointer import Checkpointer
-from syncline.checkpoint.train_state import TrainState
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import Checkpointer, TrainState
+from syncline.transport import Transport, run_ranks
 
 VERSION_2, VERSION_3 = (Path(__file__).with_name("fixtures") / f"version-{number}" for number in (2, 3))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from syncline.testing.pool import Outcome, RankPool
+from syncline.testing import Outcome, RankPool
 
 HERE = Path(__file__).parent
 PASSES = HERE / "torch_passes.json"

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import syncline as sl
-from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
+from syncline import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport.shared_memory import SharedMemoryUnavailable
 
 TORCH_SUBCLASSES_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
 all_gather_single = getattr(

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from syncline.errors import PeerFailed
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_work import C10dWork
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline import PeerFailed
+from syncline.transport import C10dTransport, C10dWork, Transport, run_ranks
+from syncline.transport.shared_memory import SharedMemoryTransport
 from syncline.transport.shared_memory.work import SharedMemoryWork
-from syncline.transport.threads import run_ranks
 
 
 def meet_and_abort(t: Transport, start: Callable[[], Any], name: str) -> None:

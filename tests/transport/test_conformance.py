@@ -17,12 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import syncline as sl
-from syncline.errors import SynclineError
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.threads import run_ranks
+from syncline import SynclineError
+from syncline.transport import C10dTransport, HierarchicalTransport, Transport, run_ranks
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:.*quantize"

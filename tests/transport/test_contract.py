@@ -17,14 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.errors import SynclineError
-from syncline.transport.base import ReduceOp, Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.faulty import FaultyTransport
-from syncline.transport.hierarchy import HierarchicalTransport
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.threads import run_ranks
-from syncline.transport.work import Work
+from syncline import SynclineError
+from syncline.transport import (
+    C10dTransport,
+    FaultyTransport,
+    HierarchicalTransport,
+    ReduceOp,
+    Transport,
+    Work,
+    run_ranks,
+)
+from syncline.transport.shared_memory import SharedMemoryTransport
 
 REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)

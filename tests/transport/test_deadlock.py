@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.liveness.board import Place, Wait
+from syncline.liveness import Place, Wait
 from syncline.liveness.deadlock import absent_ranks, different_calls, left_ranks, steady, stuck_ranks
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.errors import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.transport.faulty import Fault, FaultyTransport
-from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
+from syncline import CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.transport import Fault, FaultyTransport, ThreadGroup, ThreadsTransport, run_ranks
 
 
 def alone(*faults: Fault) -> FaultyTransport:

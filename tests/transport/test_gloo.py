@@ -13,15 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
-from syncline.liveness.board import Board
-from syncline.liveness.calls import Failure
-from syncline.liveness.failed_wait import FailedWait
-from syncline.liveness.health import Health, Lane
-from syncline.liveness.notices import Notices
-from syncline.transport import c10d
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_work import C10dWork
+from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, SynclineError
+from syncline.liveness import Board, FailedWait, Failure, Health, Lane, Notices
+from syncline.transport import C10dTransport, C10dWork, c10d
 
 
 @pytest.mark.ranks(3, killed=[2])

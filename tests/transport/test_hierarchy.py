@@ -14,13 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
-from syncline.transport.base import Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.hierarchy import HierarchicalTransport
+from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, PeerLost, UnevenInputs
+from syncline.transport import C10dTransport, HierarchicalTransport, Transport
 from syncline.transport.hosts import Hosts
-from syncline.transport.shared_memory import hub
-from syncline.transport.shared_memory.core import SharedMemoryUnavailable
+from syncline.transport.shared_memory import SharedMemoryUnavailable, hub
 from syncline.transport.shared_memory.memory import SharedMemory
 
 

@@ -19,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.errors import PeerFailed, SynclineError
+from syncline import PeerFailed, SynclineError
+from syncline.liveness import Board, Failure, Notices, Place
 from syncline.liveness import notices as publisher_module
 from syncline.liveness import store as store_line
-from syncline.liveness.board import Board, Place
-from syncline.liveness.calls import Failure
-from syncline.liveness.notices import Notices, Publisher
+from syncline.liveness.notices import Publisher
 from syncline.liveness.store import clone_of
 from syncline.user_code import user_code, user_code_in_dump, user_code_of_main_thread
 

@@ -20,14 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.errors import CollectiveMismatch, SynclineError
-from syncline.transport.base import ReduceOp, Transport
-from syncline.transport.c10d import C10dTransport
-from syncline.transport.shared_memory.core import find_library, library
+from syncline import CollectiveMismatch, SynclineError
+from syncline.transport import C10dTransport, ReduceOp, Transport, Work
+from syncline.transport.shared_memory import SharedMemoryTransport, find_library, library
 from syncline.transport.shared_memory.engine import Engine, EngineLane, LaneSizes
 from syncline.transport.shared_memory.memory import SharedMemory, available_bytes
-from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.work import Work
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the native core was not built")
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
+from syncline import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
+from syncline.transport import ThreadGroup, ThreadsTransport, Transport, run_ranks
 
 
 def errors_of(size: int, program: Any, timeout_seconds: float = 20.0) -> list[SynclineError]:

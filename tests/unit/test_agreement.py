@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from syncline.errors import CollectiveMismatch, ContractMismatch, SynclineError
+from syncline import CollectiveMismatch, ContractMismatch, Statistics, SynclineError
+from syncline.transport import Transport, run_ranks
 from syncline.transport.agreement import agree, describe_tensors, exchange
-from syncline.transport.base import Transport
-from syncline.transport.statistics import Statistics
-from syncline.transport.threads import run_ranks
 
 
 def error_of(transport: Transport, title: str, lines: list[str], **options: Any) -> str:

@@ -13,8 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 class Run:

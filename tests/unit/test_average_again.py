@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.session.registry import REGISTRY
-from syncline.tensors.reduction import ReductionPlan
-from syncline.tensors.targets import walk
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.session import REGISTRY
+from syncline.tensors import ReductionPlan, walk
+from syncline.transport import Transport, run_ranks
 from syncline.verbs import average
 from syncline.verbs.average import Likeness
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from syncline.errors import UnreducedGradients
+from syncline import UnreducedGradients
+from syncline.gradients import Words
 from syncline.gradients import backward as module
 from syncline.gradients.backward import ALLOWED_MOVES, Backward, BackwardState
-from syncline.gradients.riders.base import Words
 from syncline.gradients.riders.missing import MissingGradients
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 

@@ -20,8 +20,7 @@ from syncline.tools.bench.ranks import RoundsParser
 from syncline.tools.bench.tables import parse_size, report, size_text, table
 from syncline.tools.bench.timing import alternate, calls_for, ratio, summarize, timer
 from syncline.tools.cli import bench, main
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, run_ranks
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from syncline.liveness.board import Board, Place, Wait, who_is_where
+from syncline.liveness import Board, Place, Wait
+from syncline.liveness.board import who_is_where
 
 
 def test_a_board_begins_before_the_first_step() -> None:

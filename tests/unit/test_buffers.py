@@ -22,8 +22,7 @@ from syncline.buffers.pooling import (
     split_halves,
     to_raw_moments_,
 )
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 def float64(*values: float) -> Tensor:

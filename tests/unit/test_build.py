@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from syncline.transport.shared_memory import core as module
-from syncline.transport.shared_memory.core import find_library
+from syncline.transport.shared_memory import find_library
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "syncline/transport/shared_memory/libsyncline_core.so"

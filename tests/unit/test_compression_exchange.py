@@ -13,6 +13,8 @@ import torch
 from encodings_in_one_thread import averagers, mean_of_ranks
 from torch import Tensor, nn
 
+from syncline import ContractMismatch, PeerFailed, Statistics, SynclineError
+from syncline import DistributedDataParallel as DDP
 from syncline.compression import (
     After,
     Cast,
@@ -25,12 +27,8 @@ from syncline.compression import (
     TopK,
     hook,
 )
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import ContractMismatch, PeerFailed, SynclineError
 from syncline.gradients.comm_hook import GradBucket
-from syncline.transport.base import Transport
-from syncline.transport.statistics import Statistics, sent_bytes
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks, sent_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [(30, 20), (7,), (5, 4, 3)]

@@ -4,7 +4,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from syncline.contract import Contract, Row, add_evidence, table
+from syncline import Contract, Row
+from syncline.contract import add_evidence, table
 from syncline.words import format_bytes, format_count
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 MEETINGS: dict[str, Callable[[sl.DistributedDataParallel, Transport], object]] = {
     "average_": lambda ddp, transport: sl.average_(ddp, group=transport),

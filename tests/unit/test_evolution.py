@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.evolution import strategy as strategy_module
 from syncline.evolution.members import noise_, pair_weights
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 from syncline.words import format_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

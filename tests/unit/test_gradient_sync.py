@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncline
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import SynclineError, UnreducedGradients
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import DistributedDataParallel as DDP
+from syncline import SynclineError, UnreducedGradients
+from syncline.transport import Transport, run_ranks
 
 
 def linear(num_in: int = 2, num_out: int = 1) -> nn.Linear:

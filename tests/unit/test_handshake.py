@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from syncline import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.environment import Environment
-from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
-from syncline.session.rendezvous import Presence, backend_for, connect, wait_for_all
+from syncline.session import Presence, wait_for_all
+from syncline.session.rendezvous import backend_for, connect
 
 
 def presence(rank: int, size: int = 2, *, pid: int = 0, host: str = "h", gpu: str | None = None) -> Presence:

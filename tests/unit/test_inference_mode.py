@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.tensors.targets import walk
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.tensors import walk
+from syncline.transport import Transport, run_ranks
 
 VERBS: dict[str, Callable[..., Any]] = {
     "all_reduce_": lambda x, t, **how: sl.all_reduce_(x, "mean", group=t, **how),

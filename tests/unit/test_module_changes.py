@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.ddp.selection import Inventory
+from syncline.ddp import Inventory
+from syncline.gradients import Words
 from syncline.gradients.backward import Backward, BackwardState
-from syncline.gradients.riders.base import Words
 from syncline.gradients.riders.forwards import Forwards
 from syncline.gradients.riders.settings import Settings
-from syncline.optimizers.attached import AttachedOptimizer
-from syncline.transport.threads import ThreadGroup
+from syncline.optimizers import AttachedOptimizer
+from syncline.transport import ThreadGroup
 
 # ---------------------------------------------------------------------- forwards that wait for a backward
 

@@ -15,22 +15,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline._torch.grad_scaler import ScalerFinder
-from syncline.compression import Cast, PowerSGD, Quantize, TopK
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import (
+from syncline import (
     ContractMismatch,
+    LocalSGD,
     NonFiniteGradient,
+    ReplicaCheck,
     ReplicaDivergence,
     SynclineError,
     UnreducedGradients,
+    sync_gradients_,
 )
+from syncline import DistributedDataParallel as DDP
+from syncline._torch import ScalerFinder
+from syncline.compression import Cast, PowerSGD, Quantize, TopK
 from syncline.gradients.riders.nonfinite import NonFiniteWatch, describe, is_finite
-from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.strategies import LocalSGD
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, run_ranks
-from syncline.verbs import sync_gradients_
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2))

@@ -21,8 +21,7 @@ from torch import nn
 
 import syncline as sl
 from syncline.checks import what_it_is
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, run_ranks
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 NAN, INF = float("nan"), float("inf")
 

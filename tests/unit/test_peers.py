@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from syncline.liveness.processes import RankProcess
+from syncline.liveness import RankProcess
 from syncline.transport.shared_memory.peers import Peers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a system without process descriptors")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.liveness import processes
-from syncline.liveness.processes import RankProcess
+from syncline.liveness import RankProcess, processes
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a system without /proc")
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import BackwardRecord, BucketRecord, NonFiniteRecord
+from syncline.transport import Transport, run_ranks
 
 
 def record_of(num_layers: int, *, num_parameters: int = 2, **changes: object) -> BackwardRecord:

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.equality.fingerprint import SliceHash
-from syncline.errors import ContractMismatch, ReplicaDivergence
-from syncline.gradients.wrapper_protocol import ReplicaProtocol, replica_of
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import ContractMismatch, ReplicaDivergence
+from syncline.equality import SliceHash
+from syncline.gradients import ReplicaProtocol, replica_of
+from syncline.transport import Transport, run_ranks
 
 
 def replica(ddp: sl.DistributedDataParallel) -> ReplicaProtocol:

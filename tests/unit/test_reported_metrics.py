@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.errors import ContractMismatch
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import ContractMismatch
+from syncline.transport import Transport, run_ranks
 
 with torch.random.fork_rng():
     torch.manual_seed(0)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 Batch = Callable[[int, int], Tensor]
 """By rank and step."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from syncline.checkpoint.train_state import TrainState
+from syncline import TrainState
 from syncline.data import DistributedSampler
 
 

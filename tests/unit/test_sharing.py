@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.errors import ContractMismatch, SynclineError
-from syncline.session.world import transport_of
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline import ContractMismatch, SynclineError
+from syncline.session import transport_of
+from syncline.transport import Transport, run_ranks
 
 FLOAT32, CPU = torch.float32, torch.device("cpu")
 

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.errors import SynclineError
-from syncline.liveness.board import Place, Wait
-from syncline.liveness.calls import Failure
-from syncline.liveness.notices import Notices
-from syncline.liveness.store import SignedStore, decode
-from syncline.session.rendezvous import Presence, wait_for_all
+from syncline import SynclineError
+from syncline.liveness import Failure, Notices, Place, SignedStore, Wait, decode
+from syncline.session import Presence, wait_for_all
 from syncline.transport.shared_memory.hub import Hub, store_exchange
 
 TOKEN = "a token that nobody guesses"

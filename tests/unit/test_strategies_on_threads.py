@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 def net(*, normalized: bool = False) -> nn.Module:
@@ -201,7 +200,7 @@ def test_ranks_that_have_made_different_numbers_of_steps_do_not_meet(strategy: A
         if transport.rank and not isinstance(strategy, sl.Gossip):
             run.optimizer.step()
         elif transport.rank:
-            run.ddp._replica.drift.rounds.step += 1
+            run.ddp._replica.drift.rounds.optimizers.num_steps += 1
         run.ddp.sync_parameters_()
 
     first, second = texts_of(program, sl.ContractMismatch)

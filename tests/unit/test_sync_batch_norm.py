@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncline as sl
-from syncline.nn.sync_batch_norm import SyncBatchNorm, _sync_batch_norm, pool_moments
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, run_ranks
+from syncline.nn import SyncBatchNorm
+from syncline.nn.sync_batch_norm import _sync_batch_norm, pool_moments
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 BY_DIMENSIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = {2: (3,), 3: (3, 5), 4: (3, 4, 5), 5: (3, 2, 3, 4)}  # without the batch dimension

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.errors import PeerFailed
+from syncline import PeerFailed
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.packing import plan_pieces
 from syncline.tensors.targets import named_tensors
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
-from syncline.transport.work import Work
+from syncline.transport import Transport, Work, run_ranks
 
 
 def names(target: Any) -> list[str]:

@@ -13,12 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from syncline.errors import CollectiveMismatch, CollectiveTimeout, ContractMismatch
+from syncline import CollectiveMismatch, CollectiveTimeout, ContractMismatch, barrier, broadcast_, mean
 from syncline.optimizers.contents import OptimizerNumbers
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
-from syncline.transport.work import Work
-from syncline.verbs import barrier, broadcast_, mean
+from syncline.transport import Transport, Work, run_ranks
 
 # ---------------------------------------------------------------------- broadcast_
 

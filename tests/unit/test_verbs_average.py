@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.errors import ContractMismatch
-from syncline.tensors import reduction
+from syncline import ContractMismatch
+from syncline.tensors import TensorReducer, reduction
 from syncline.tensors.packing import plan_pieces
-from syncline.tensors.reduction import TensorReducer
 from syncline.tensors.targets import parts_of
-from syncline.transport.base import ReduceOp, Transport
-from syncline.transport.threads import ThreadsTransport, run_ranks
-from syncline.transport.work import Work
+from syncline.transport import ReduceOp, ThreadsTransport, Transport, Work, run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.errors import ContractMismatch, SynclineError
+from syncline import ContractMismatch, SynclineError
 from syncline.gradients.reducer import reducers_of
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 
 def small(num_layers: int = 2) -> nn.Sequential:

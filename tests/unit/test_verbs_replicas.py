@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline import ContractMismatch, ReplicaDivergence
 from syncline.equality.fingerprint import fingerprints
-from syncline.errors import ContractMismatch, ReplicaDivergence
-from syncline.transport.base import Transport
-from syncline.transport.threads import run_ranks
+from syncline.transport import Transport, run_ranks
 
 # ---------------------------------------------------------------------- keep_best_
 

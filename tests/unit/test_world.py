@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import syncline as sl
-from syncline.errors import ContractMismatch, SynclineError
+from syncline import ContractMismatch, SynclineError, init, shutdown
+from syncline.session import transport_of
 from syncline.session.session import Session
-from syncline.session.world import init, shutdown, transport_of, world
-from syncline.transport.threads import ThreadGroup
+from syncline.session.world import world
+from syncline.transport import ThreadGroup
 
 
 @pytest.fixture(autouse=True)

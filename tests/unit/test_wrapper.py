@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline import ContractMismatch
+from syncline import DistributedDataParallel as DDP
 from syncline.ddp import torch_names
-from syncline.ddp.wrapper import DistributedDataParallel as DDP
-from syncline.errors import ContractMismatch
-from syncline.gradients.wrapper_protocol import ReplicaProtocol, replica_of
-from syncline.transport.base import Transport
-from syncline.transport.threads import ThreadGroup, run_ranks
+from syncline.gradients import ReplicaProtocol, replica_of
+from syncline.transport import ThreadGroup, Transport, run_ranks
 
 
 def alone() -> Transport:

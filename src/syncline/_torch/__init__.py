@@ -18,3 +18,7 @@ tensors.py         operations on lists of tensors; tensor subclasses
 """
 
 from __future__ import annotations
+
+from syncline._torch.grad_scaler import ScalerFinder
+
+__all__ = ["ScalerFinder"]

@@ -19,3 +19,9 @@ training.py       methods for a training loop: attach, clip, normalize, report
 wrapper.py        define DistributedDataParallel, the class that users see
 wrapping.py       agree on a module when it is wrapped, and broadcast its first values
 """
+
+from __future__ import annotations
+
+from syncline.ddp.selection import Inventory
+
+__all__ = ["Inventory"]

@@ -25,3 +25,11 @@ tail.py                  the words of all riders, behind the gradients of the la
 usage.py                 which parameters a backward reaches
 wrapper_protocol.py      what the library asks of a wrapped module, and how it finds it
 """
+
+from __future__ import annotations
+
+from syncline.gradients.riders.base import Words
+from syncline.gradients.riders.stop import Stop, StopVote
+from syncline.gradients.wrapper_protocol import ReplicaProtocol, replica_of
+
+__all__ = ["ReplicaProtocol", "Stop", "StopVote", "Words", "replica_of"]

@@ -12,3 +12,27 @@ processes.py    has the process of a rank ended, is it stopped, or is this one a
 store.py        messages at the store, signed and checked; our connection to it
 torch_calls.py  collectives that the program starts by torch.distributed itself
 """
+
+from __future__ import annotations
+
+from syncline.liveness.board import Board, Place, Wait
+from syncline.liveness.calls import Failure
+from syncline.liveness.failed_wait import FailedWait
+from syncline.liveness.health import Health, Lane
+from syncline.liveness.notices import Notices
+from syncline.liveness.processes import RankProcess
+from syncline.liveness.store import SignedStore, decode
+
+__all__ = [
+    "Board",
+    "FailedWait",
+    "Failure",
+    "Health",
+    "Lane",
+    "Notices",
+    "Place",
+    "RankProcess",
+    "SignedStore",
+    "Wait",
+    "decode",
+]

@@ -6,3 +6,9 @@ attached.py      an attached optimizer: its steps are counted, its settings comp
 contents.py      the tensors and Python numbers of an optimizer
 weak_methods.py  methods that do not keep their object alive
 """
+
+from __future__ import annotations
+
+from syncline.optimizers.attached import AttachedOptimizer
+
+__all__ = ["AttachedOptimizer"]

@@ -3,7 +3,7 @@
 `init` calls these modules in order: arguments, rendezvous, transports. One object, of the class in session.py, holds
 all state of the process; world.py makes it.
 
-Imports: errors, differences, checks, environment, user_code, _torch, liveness, transport.
+Imports: errors, faces, differences, checks, environment, user_code, _torch, liveness, transport.
 
 arguments.py     check the arguments of `sl.init`, and write them as lines that ranks compare
 ending.py        the end of the process: report an exception to the launcher and the peers, end without a hang
@@ -17,3 +17,25 @@ stop_request.py  was this process asked to stop?
 transports.py    the transport of each process group, selected by all of its ranks together
 world.py         init, shutdown, world, and the transport of a group
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncline.faces import hand_out
+
+if TYPE_CHECKING:
+    from syncline.session.process import end_with_parent, record_failure
+    from syncline.session.registry import REGISTRY
+    from syncline.session.rendezvous import Presence, wait_for_all
+    from syncline.session.world import transport_of
+
+__all__ = ["REGISTRY", "Presence", "end_with_parent", "record_failure", "transport_of", "wait_for_all"]
+
+_NAMES = {  # not imported at once: a launcher imports modules of this room, and does not wait for torch
+    "syncline.session.process": ("end_with_parent", "record_failure"),
+    "syncline.session.registry": ("REGISTRY",),
+    "syncline.session.rendezvous": ("Presence", "wait_for_all"),
+    "syncline.session.world": ("transport_of",),
+}
+hand_out(__name__, _NAMES)

@@ -9,3 +9,9 @@ part.py       tensors of which each rank has a part
 sharing.py    `share_` and `write_shared`
 state.py      an optimizer's state, from torch's format to shards and back
 """
+
+from __future__ import annotations
+
+from syncline.sharded.attached import AttachedShards
+
+__all__ = ["AttachedShards"]

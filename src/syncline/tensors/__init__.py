@@ -8,3 +8,10 @@ packing.py       which tensors are sent alone and which are packed: a pure funct
 reduction.py     reduce many tensors in few collectives
 targets.py       the tensors of a target, by name
 """
+
+from __future__ import annotations
+
+from syncline.tensors.reduction import ReductionPlan, TensorReducer
+from syncline.tensors.targets import walk
+
+__all__ = ["ReductionPlan", "TensorReducer", "walk"]

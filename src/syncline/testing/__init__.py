@@ -1,6 +1,6 @@
 """Tests that run on several ranks.
 
-Imports: environment, _torch, session.
+Imports: faces, environment, _torch, transport, session.
 
 hosts.py   two hosts on one machine: network namespaces
 plugin.py  the pytest plugin: `@pytest.mark.ranks(n)`
@@ -10,3 +10,32 @@ worker.py  what runs in each of them
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncline.faces import hand_out
+
+if TYPE_CHECKING:
+    from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
+    from syncline.testing.pool import Outcome, RankPool
+    from syncline.testing.ports import held_port, variables_of_rank
+    from syncline.transport.threads import run_ranks
+
+__all__ = [
+    "HostsUnavailable",
+    "Outcome",
+    "RankPool",
+    "TwoHosts",
+    "held_port",
+    "run_ranks",
+    "two_hosts",
+    "variables_of_rank",
+]
+
+_NAMES = {  # not imported at once: pytest imports the plugin in every project, and does not wait for torch
+    "syncline.testing.hosts": ("HostsUnavailable", "TwoHosts", "two_hosts"),
+    "syncline.testing.pool": ("Outcome", "RankPool"),
+    "syncline.testing.ports": ("held_port", "variables_of_rank"),
+    "syncline.transport.threads": ("run_ranks",),
+}
+hand_out(__name__, _NAMES)

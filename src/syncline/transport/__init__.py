@@ -21,3 +21,29 @@ work.py               an operation under way; several of them as one, against on
 """
 
 from __future__ import annotations
+
+from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport
+from syncline.transport.c10d import C10dTransport
+from syncline.transport.c10d_work import C10dWork
+from syncline.transport.faulty import Fault, FaultyTransport
+from syncline.transport.hierarchy import HierarchicalTransport
+from syncline.transport.statistics import Statistics, sent_bytes
+from syncline.transport.threads import ThreadGroup, ThreadsTransport, run_ranks
+from syncline.transport.work import Work
+
+__all__ = [
+    "REDUCE_OPS",
+    "C10dTransport",
+    "C10dWork",
+    "Fault",
+    "FaultyTransport",
+    "HierarchicalTransport",
+    "ReduceOp",
+    "Statistics",
+    "ThreadGroup",
+    "ThreadsTransport",
+    "Transport",
+    "Work",
+    "run_ranks",
+    "sent_bytes",
+]

@@ -12,3 +12,8 @@ work.py       an operation in shared memory, and how it is waited for
 """
 
 from __future__ import annotations
+
+from syncline.transport.shared_memory.core import SharedMemoryUnavailable, find_library, library
+from syncline.transport.shared_memory.transport import SharedMemoryTransport
+
+__all__ = ["SharedMemoryTransport", "SharedMemoryUnavailable", "find_library", "library"]
