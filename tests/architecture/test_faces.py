@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.architecture.test_imports import LEVELS, PACKAGE, SOURCES, imports_of, is_package, part_of
+from tests.architecture.test_imports import LEVELS, PACKAGE, SOURCES, imports_of, is_package, parsed, part_of
 
 ROOMS = sorted(module for module in SOURCES if module != "syncline" and is_package(module, SOURCES))
 _FILE = re.compile(r"^(\w+)\.py  *(\S.*)$", re.MULTILINE)
@@ -18,7 +18,7 @@ _ORDER = [part for level in LEVELS for part in level]
 
 
 def face_of(room: str) -> str:
-    return ast.get_docstring(ast.parse(SOURCES[room])) or ""
+    return ast.get_docstring(parsed(SOURCES[room])) or ""
 
 
 def files_in(room: str) -> set[str]:
@@ -72,7 +72,7 @@ TESTS = Path(__file__).parents[1]
 def insides_imported_by(source: str) -> set[str]:
     """The rooms whose modules a source imports directly, and not by way of the room's face."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("syncline"):
             continue
         for alias in node.names:

@@ -15,10 +15,10 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.architecture.test_imports import SOURCES, Sources, assert_none
+from tests.architecture.test_imports import SOURCES, Sources, assert_none, parsed
 
 ALLOWED = {
-    "syncline._IMPORTING": "threads that ask for public names at once import one module after the other",
+    "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
     "syncline._torch.compilation._is_kept_out": "torch's compiler, which is configured, is of the process",
     "syncline._torch.grad_scaler._lock": "guards _seen",
     "syncline._torch.grad_scaler._seen": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
@@ -48,7 +48,7 @@ def frozen_classes(sources: Sources) -> dict[str, bool]:
     """Return for each class of the tree whether its instances keep their fields: frozen, a tuple, or set once."""
     found = {}
     for source in sources.values():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
                 is_tuple = any("NamedTuple" in ast.unparse(base) for base in node.bases)
@@ -118,7 +118,7 @@ def mutable_globals(sources: Sources) -> list[str]:
     frozen = frozen_classes(sources)
     found = []
     for module, source in sources.items():
-        tree = ast.parse(source)
+        tree = parsed(source)
         changed = changed_names(tree)
         for name, value in variables_of(tree):
             last = name.rpartition(".")[2]

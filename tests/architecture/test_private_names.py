@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.architecture.test_imports import parsed
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -100,7 +101,7 @@ def private_names(source: str, defined: frozenset[str], *, offers: bool = False)
         defined: what Syncline defines anywhere.
         offers: strings are names that the file defines.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     found, roots = [], set()
     for line, name, path in torch_imports(tree):
         roots.add(name)
@@ -130,7 +131,7 @@ def private_names(source: str, defined: frozenset[str], *, offers: bool = False)
 
 def wrong_uses(sources: dict[str, str]) -> list[str]:
     """Uses of private names of torch outside of `_torch/`, by dotted module name below syncline."""
-    defined = frozenset(name for source in sources.values() for name in defined_in(ast.parse(source)))
+    defined = frozenset(name for source in sources.values() for name in defined_in(parsed(source)))
     return [
         f"{module}:{line} uses {text}: it belongs in _torch/"
         for module, source in sources.items()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline import ContractMismatch, ReplicaDivergence
 from syncline.session import transport_of
-from syncline.tensors import TensorReducer, reduction
+from syncline.tensors import TensorReducer
 from syncline.transport import C10dTransport, Transport
 from syncline.verbs import all_reduce
 
@@ -116,7 +116,7 @@ def test_equal_replicas_stay_and_half_precision_does_not_overflow() -> None:
 @pytest.mark.ranks(2)
 def test_tensors_beyond_the_largest_piece_travel_in_parts() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "CAP_BYTES", 1 << 21)
+        patch.setattr("syncline.tensors.reduction.CAP_BYTES", 1 << 21)
         patch.setattr(all_reduce, "CAP_BYTES", 1 << 21)
         for t in both_engines():
             for x in (torch.full((1200, 500), t.rank + 1.0), torch.full((500, 1200), t.rank + 1.0).t()):

@@ -26,7 +26,7 @@ from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
 
-__all__ = ["Rounds"]
+__all__ = ["ALLOWED_MOVES", "Rounds", "State"]
 
 
 _WEIGHT = struct.Struct("<d")
