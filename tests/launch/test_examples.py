@@ -32,6 +32,7 @@ def datasets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("program", BRIEFLY)
+@pytest.mark.slow
 def test_an_example_runs_on_two_ranks(
     program: str, datasets: ModuleType, forks: Forks, tmp_path: Path
 ) -> None:

@@ -242,6 +242,7 @@ JOINED = (
 )
 
 
+@pytest.mark.slow
 def test_one_program_starts_three_ways(forks: Forks, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(JOINED)
@@ -411,6 +412,7 @@ def test_the_traceback_of_a_failing_rank_reaches_its_waiting_peer(run: Run, join
     assert done.stderr.endswith("KeyError: 'the data of step 3'\n")
 
 
+@pytest.mark.slow
 def test_torchs_record_decorator_does_not_blur_which_rank_was_first(run: Run) -> None:
     done = run(
         "import os, time\n"

@@ -205,6 +205,7 @@ def a_fork_is_refused_and_its_parent_goes_on(t: Transport) -> None:
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.slow
 def test_forks() -> None:
     def is_refused() -> None:
         for call in (lambda: sl.mean(1.0), lambda: C10dTransport()):

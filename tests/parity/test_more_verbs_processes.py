@@ -99,6 +99,7 @@ def test_two_ranks_average_to_rounding() -> None:
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.slow
 def test_three_ranks_average_to_rounding() -> None:
     check_averages([[1.0, 1.0, 1.0], [3.0, 0.0, 0.7]])
 

@@ -745,6 +745,7 @@ GROUPS: dict[str, Callable[[], Any]] = {"shared memory": lambda: None, "gloo": C
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adam", "SGD, foreach", "AdamW, named")])
+@pytest.mark.slow
 def test_two_processes_train_what_replicas_train(name: str, group: str) -> None:
     transport = GROUPS[group]()
     compare(transport, OPTIMIZERS[name], same="fused" not in name)
@@ -774,6 +775,7 @@ def test_two_hosts_of_different_size_train_what_replicas_train(name: str) -> Non
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", ["aabb", "abba"])
 @pytest.mark.parametrize("name", ["AdamW, groups", "AdamW, fused", "Adafactor, whole"])
+@pytest.mark.slow
 def test_two_hosts_with_a_copy_each_train_what_replicas_train(name: str, hosts: str) -> None:
     transport = on_hosts(hosts)
     for cap in (None, 0.02):

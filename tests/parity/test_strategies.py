@@ -214,6 +214,7 @@ def test_golden_trajectory(case: str, num_ranks: int) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+@pytest.mark.slow
 def test_golden_trajectories_in_processes(engine: str) -> None:
     transport = C10dTransport() if engine == "gloo" else SharedMemoryTransport.over(C10dTransport())
     assert transport.name == engine

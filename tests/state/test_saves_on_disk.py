@@ -101,6 +101,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @settings(max_examples=1500, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_whenever_it_crashes_the_last_committed_save_is_there_and_nothing_is_half(
     data: st.DataObject,
 ) -> None:

@@ -220,7 +220,7 @@ def test_under_a_parameter_server_only_where_all_ranks_have_met() -> None:
         run = Run(t, files, strategy=sl.ParameterServer(1))
         run.checkpointer.stop_if_asked(run.state)  # nothing is under way yet
         run.step()
-        with pytest.raises(SynclineError, match=r"call ddp.sync_parameters_\(\) right before it"):
+        with pytest.raises(SynclineError, match=r"Call ddp.sync_parameters_\(\) right before it"):
             run.checkpointer.stop_if_asked(run.state)
         run.ddp.sync_parameters_()
         if t.rank == 1:

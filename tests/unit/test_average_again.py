@@ -114,6 +114,7 @@ def tensors_of(net: nn.Module) -> list[Tensor]:
         max_size=8,
     )
 )
+@pytest.mark.slow
 def test_a_module_that_changes_between_calls_is_averaged_as_one_that_was_never_seen(
     rounds: list[tuple[Callable[[Any], None], bool, bool, int]],
 ) -> None:

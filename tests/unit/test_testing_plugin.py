@@ -178,6 +178,7 @@ def _section(report: str, test: str) -> str:
     return found.group(2)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_is_named_with_its_assertion_and_its_output(report: str) -> None:
     text = _section(report, "test_one_rank_fails")
     assert "rank 0 failed" in text
@@ -187,12 +188,14 @@ def test_a_failing_rank_is_named_with_its_assertion_and_its_output(report: str) 
     assert "rank 1 passed" in text
 
 
+@pytest.mark.slow
 def test_equal_failures_are_printed_once(report: str) -> None:
     text = _section(report, "test_all_ranks_fail_alike")
     assert "ranks 0, 1, 2 failed" in text
     assert text.count("KeyError: 'the same everywhere'") == 1
 
 
+@pytest.mark.slow
 def test_each_rank_is_named_with_its_end(report: str) -> None:
     text = _section(report, "test_ranks_end_in_many_ways")
     assert "rank 0 failed\nthe process ended by signal SIGKILL" in text
@@ -204,23 +207,27 @@ def test_each_rank_is_named_with_its_end(report: str) -> None:
     assert "rank 0 failed\nended on its own, but should have been killed" in lives
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_died_since_the_last_test_has_its_last_words(report: str) -> None:
     text = _section(report, "test_for_which_a_rank_has_died")
     assert "rank 1 failed\nthe process ended with exit code 3" in text
     assert "last words" in text
 
 
+@pytest.mark.slow
 def test_misuse_is_explained(report: str) -> None:
     assert "the argument 'value' (function) cannot be sent" in report
     assert "expected at least 1 rank, got 0" in report
     assert "ranks(2, killed=[2]): expected ranks between 0 and 1" in report
 
 
+@pytest.mark.slow
 def test_a_rank_may_skip_or_fail_as_expected(report: str) -> None:
     assert re.search(r"SKIPPED \[1\] test_failing.py:\d+: rank 1 has no time", report)
     assert "XFAIL test_failing.py::test_a_rank_may_fail_as_expected - rank 1 is young" in report
 
 
+@pytest.mark.slow
 def test_the_pool_goes_on_after_failures(report: str) -> None:
     assert "8 failed, 2 passed, 1 skipped, 1 xfailed" in report
 
@@ -260,6 +267,7 @@ def test_endless(folder):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_no_process_is_left_behind_at_the_end(folder: Path) -> None:
     _wait_until_gone(folder)
 
@@ -270,7 +278,9 @@ def test_no_process_is_left_behind_at_the_end(folder: Path) -> None:
 def test_no_process_is_left_behind_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_endless.py").write_text(_ENDLESS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # A shell starts what runs in its background with SIGINT ignored, and processes inherit that.
+    code = "import pytest, signal; signal.signal(2, signal.default_int_handler); pytest.main(['-q'])"
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as pytest_process:
         deadline = time.monotonic() + 100
         while len(list(tmp_path.glob("pid-*"))) < 2:

@@ -39,7 +39,7 @@ def slice_state(
         shard: the shard.
         bucket_shard: the `BucketShard` that contains it.
         state_of: the state in torch's ordinary format, by parameter index; tensors may be in parts (`PartedTensor`).
-            It is not changed, and the result bucket_shards no memory with it.
+            It is not changed, and the result shares no memory with it.
         names: names of the parameters, by index.
 
     Raises:
