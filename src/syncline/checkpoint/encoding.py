@@ -132,7 +132,8 @@ class _Encoder:
             raise ValueError(f"{place} is {what}: expected a dense tensor with values")
         if hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
-                f"{place} is a {type(tensor).__name__}, which wraps other tensors: expected those (to_local())"
+                f"{place} is a {type(tensor).__name__}, which wraps other tensors and cannot be stored. Give "
+                "the wrapped ones (a DTensor's to_local())"
             )
         known = self._names.get(id(tensor))
         if known is None:

@@ -169,7 +169,8 @@ class Drift:
         """Raise if replicas may differ between two parameter syncs. `what` states what is not possible."""
         if self.rounds is not None:
             raise ValueError(
-                f"under strategy={self._strategy} {what}: wrap the module again, or with EveryStep()"
+                f"under strategy={self._strategy} {what}. Wrap the module again, or wrap it "
+                "with strategy=sl.EveryStep()"
             )
 
     # ------------------------------------------------------------------ called by the strategy and by sl.diverge

@@ -89,8 +89,8 @@ _OWN_GENERATOR = (
 )
 
 _NEVER_WRITTEN = (
-    "memory that was never written: filled with NaN, it changes the output. Write a tensor from torch.empty, "
-    "empty_like or new_empty before you read it"
+    "memory that is read before it is written: the output changes if that memory is filled with NaN. "
+    "Write a tensor from torch.empty, empty_like or new_empty before you read it"
 )
 
 _NOT_DETERMINISTIC = (

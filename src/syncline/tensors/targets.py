@@ -154,7 +154,8 @@ def check_dense(name: str, tensor: Tensor) -> None:
         raise ValueError(f"expected {name} to be a dense tensor, got a nested one: pass its parts (unbind())")
     if type(tensor) not in _OWN_MEMORY and hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(
-            f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass those (to_local())"
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass the wrapped ones "
+            "(a DTensor's to_local())"
         )
     if tensor.layout != torch.strided:
         raise ValueError(

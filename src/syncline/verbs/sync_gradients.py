@@ -131,7 +131,8 @@ def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
     if group is None or transport_of(group) is main_lane:
         return main_lane, None
     return transport_of(group), ValueError(
-        "the module is synchronized over another group by its wrapper: leave group out, or pass the wrapper's group"
+        "the module's wrapper synchronizes it over another group than the argument `group`: leave out the argument, "
+        "or pass the wrapper's group"
     )
 
 
@@ -262,7 +263,8 @@ def _gradient_sync_of(parameters: Sequence[Tensor]) -> GradientSync | None:
         whole = [one for one in found if all(id(parameter) in given for parameter in one.parameters)]
         if len({frozenset(map(id, one.parameters)) for one in whole}) != 1:
             raise ValueError(
-                f"parts of this module are wrapped by {len(found)} wrappers: pass one of these at a time"
+                f"parts of this module are wrapped by {len(found)} wrappers: call sl.sync_gradients_(wrapper) once for "
+                "each wrapper"
             )
         found = [max(whole, key=lambda one: one.ownership.birth)]
     if not found:

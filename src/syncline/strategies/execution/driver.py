@@ -329,8 +329,8 @@ class Rounds:
         """
         if saved["strategy"] != str(self.strategy):
             raise ValueError(
-                f"this was saved under strategy={saved['strategy']}; the module is wrapped with "
-                f"strategy={self.strategy}: wrap it with the same strategy"
+                f"this state was saved under strategy={saved['strategy']}, but the module is wrapped with "
+                f"strategy={self.strategy}. Wrap it with the strategy of the save"
             )
         self._check_settled()
         for name, part in self._executor.parts:
