@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from syncline.checkpoint.checkpointer import Checkpointer
     from syncline.checkpoint.train_state import TrainState
     from syncline.contract import Contract, Row
-    from syncline.data.sampler import DistributedSampler
+    from syncline.data import DistributedSampler
     from syncline.ddp.wrapper import DistributedDataParallel
     from syncline.errors import (
         CheckpointCorrupt,
@@ -44,8 +44,9 @@ if TYPE_CHECKING:
         NonFiniteRecord,
         RoundRecord,
     )
+    from syncline.session.ranks import World
     from syncline.session.stop_request import EXIT_STOPPED
-    from syncline.session.world import World, init, shutdown, world
+    from syncline.session.world import init, shutdown, world
     from syncline.sharded.sharing import share_, write_shared
     from syncline.strategies import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
     from syncline.torch_backend import register_backend
@@ -123,7 +124,7 @@ __all__ = [
 _NAMES = {
     "syncline": ("compression", "debug", "nn"),
     "syncline.contract": ("Contract", "Row"),
-    "syncline.data.sampler": ("DistributedSampler",),
+    "syncline.data": ("DistributedSampler",),
     "syncline.errors": (
         "CheckpointCorrupt",
         "CollectiveMismatch",
@@ -167,6 +168,7 @@ _NAMES = {
     ),
     "syncline.verbs.check_replicas": ("check_replicas",),
     "syncline.verbs.diverge": ("diverge",),
-    "syncline.session.world": ("World", "init", "shutdown", "world"),
+    "syncline.session.ranks": ("World",),
+    "syncline.session.world": ("init", "shutdown", "world"),
 }
 hand_out(__name__, _NAMES)

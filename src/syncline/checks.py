@@ -15,22 +15,6 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = [
-    "checked_choice",
-    "checked_count",
-    "checked_flag",
-    "checked_function",
-    "checked_kind",
-    "checked_number",
-    "checked_seconds",
-    "checked_state",
-    "checked_truth",
-    "did_you_mean",
-    "number_in",
-    "store",
-    "what_it_is",
-]
-
 
 def checked_count(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
     """Return `value` as an `int` if it is an integer within the given bounds. NumPy integers are accepted.

@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Contract", "Row", "Rule", "Rules", "add_evidence", "table"]
-
-
 _HEADINGS = ("what", "size", "when", "how", "drift allowed", "last done")
 
 

@@ -19,24 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "RUN_MARK",
-    "TOKEN",
-    "Environment",
-    "Launcher",
-    "current",
-    "error_file",
-    "export",
-    "first_host",
-    "for_child",
-    "parse",
-    "restore",
-    "tasks_per_node",
-    "token",
-    "torchrun_default",
-]
-
-
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
 RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers, different for each job

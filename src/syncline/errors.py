@@ -21,21 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "CheckpointCorrupt",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "ContractMismatch",
-    "NonFiniteGradient",
-    "PeerFailed",
-    "PeerLost",
-    "ReplicaDivergence",
-    "SameDataWarning",
-    "SynclineError",
-    "UnevenInputs",
-    "UnreducedGradients",
-]
-
 
 class SynclineError(RuntimeError):
     """Base class of all errors that Syncline raises about synchronization."""

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["hand_out"]
-
 _IMPORTING = threading.RLock()
 """Ranks may be threads: two that import modules of one package at once can make Python's import locks a deadlock."""
 

@@ -7,17 +7,6 @@ from dataclasses import dataclass, field
 
 from syncline.words import format_bytes, format_count, format_names
 
-__all__ = [
-    "BackwardRecord",
-    "BucketRecord",
-    "BufferRecord",
-    "EvolutionRecord",
-    "NonFiniteRecord",
-    "RoundRecord",
-    "describe_nonfinite",
-]
-
-
 _MAX_BUCKETS = 6
 """Number of buckets shown per backward; the text sums up the others."""
 

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["leaves", "map_leaves"]
-
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every leaf with its path.

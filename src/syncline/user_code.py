@@ -27,20 +27,6 @@ from types import FrameType
 
 import torch
 
-__all__ = [
-    "called_in",
-    "calling",
-    "dump_of_main_thread",
-    "innermost_in_dump",
-    "is_users",
-    "user_code",
-    "user_code_in_dump",
-    "user_code_of_main_thread",
-    "warn_user",
-    "warning_here",
-]
-
-
 _HEADER = "Thread 0x{thread:016x} (most recent call first):\n"
 
 

@@ -1,10 +1,15 @@
-"""Formatting of sizes, counts and lists of names in all printed text."""
+"""Texts made of numbers, names and values: sizes, counts, lists, and what ranks do not agree on.
+
+Every rank computes the same text from the same values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
-__all__ = ["format_bytes", "format_count", "format_names"]
+from syncline.errors import SynclineError
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -39,3 +44,216 @@ def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "param
     if len(names) <= num_shown:
         return ", ".join(names)
     return ", ".join([*names[: num_shown - 1], "...", names[-1]]) + f" ({len(names)} {noun})"
+
+
+K = TypeVar("K", bound=Hashable)
+
+DEFAULT_REMEDY = "Give every rank the same, in the same order."
+
+_MAX_ENTRIES = 20
+"""Maximum number of differences shown per group of ranks; the text counts the rest."""
+
+
+def describe_difference(
+    title: str, descriptions: Sequence[Sequence[str]], *, remedy: str = DEFAULT_REMEDY
+) -> str | None:
+    """Describe how the ranks' descriptions of the same thing differ.
+
+    Ranks with equal descriptions form a group. The largest group has the expected description (of several, the group
+    with the lowest rank). Every other group is compared with it.
+
+    Args:
+        title: the thing on which the ranks had to agree.
+        descriptions: the lines of each rank, in rank order. A line holds a name, two spaces (or a colon and a space),
+            and properties. Lines with the same name are compared side by side.
+        remedy: the last line of the text, which says what to do.
+
+    Returns:
+        A text without a trailing newline, or None if the descriptions are equal.
+
+    Example:
+        >>> print(describe_difference("Net", [["weight  (2, 3)"], ["weight  (2, 4)"], ["weight  (2, 3)"]]))
+        Net: the ranks do not agree. Expected is what most ranks have.
+        rank 1 against ranks 0, 2:
+          weight
+            expected (2, 3) (ranks 0, 2)
+            got      (2, 4) (rank 1)
+        Give every rank the same, in the same order.
+    """
+    groups = ranks_with({rank: tuple(lines) for rank, lines in enumerate(descriptions)})
+    if len(groups) < 2:
+        return None
+    reference = min(groups, key=lambda lines: (-len(groups[lines]), groups[lines]))
+    expected = (
+        "what most ranks have" if _is_majority(groups, reference) else f"what rank {groups[reference][0]} has"
+    )
+    text = [f"{title}: the ranks do not agree. Expected is {expected}."]
+    for lines, ranks in groups.items():
+        if lines is not reference:
+            here, there = describe_ranks(ranks), describe_ranks(groups[reference])
+            text.append(f"{here} against {there}:")
+            text += _capped(_entries(lines, reference, here, there))
+    return "\n".join([*text, remedy])
+
+
+def refusal_of(
+    title: str, reasons: Mapping[int, tuple[str, str, str | None]], refusal: str | None = None
+) -> Exception:
+    """Return the error that every rank raises when some ranks cannot take part in a call.
+
+    Args:
+        title: the name of the call.
+        reasons: for each rank that refuses, in rank order: the class name of its error, the error's text, and the name
+            of the user's function that raised it (None if Syncline raised it).
+        refusal: the words after the title. None means "failed" if a user's function raised, else "refused, nothing was
+            sent".
+
+    Returns:
+        A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, else a
+        SynclineError.
+
+    Example:
+        >>> refusal_of("sl.mean", {1: ("ValueError", "expected a weight of at least 0, got -1", None)})
+        ValueError('sl.mean: refused, nothing was sent\\nrank 1: expected a weight of at least 0, got -1')
+    """
+    refusing = ranks_with(reasons)
+    has_failed = any(called is not None for _, _, called in refusing)
+    text = [f"{title}: {refusal or ('failed' if has_failed else 'refused, nothing was sent')}"]
+    for (name, message, called), ranks in refusing.items():
+        cause = f"{name}: {message}" if message else name
+        if called is not None:
+            cause = f"{called} raised {cause}"
+        elif name in ("TypeError", "ValueError"):
+            cause = message
+        text.append(f"{describe_ranks(ranks)}: {cause}")
+    names = {name for name, _, _ in refusing}
+    error_class: type[Exception] = SynclineError
+    if names <= {"TypeError", "ValueError"}:
+        error_class = TypeError if names == {"TypeError"} else ValueError
+    return error_class("\n".join(text))
+
+
+def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
+    """Return the ranks that have each value, in the order in which values and ranks occur.
+
+    Example:
+        >>> ranks_with({0: "a", 1: "b", 3: "a"})
+        {'a': [0, 3], 'b': [1]}
+    """
+    found: dict[K, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Group the indices of equal values, the largest group first (of several, the one with the lowest index).
+
+    Example:
+        >>> groups_of(["a", "b", "b"])
+        ((1, 2), (0,))
+    """
+    groups = ranks_with(dict(enumerate(values))).values()
+    return tuple(map(tuple, sorted(groups, key=lambda group: (-len(group), group))))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks in words. Runs of three or more are written as a range.
+
+    Example:
+        >>> describe_ranks([0, 2, 3, 4, 7]), describe_ranks([1])
+        ('ranks 0, 2-4, 7', 'rank 1')
+    """
+    ordered = sorted(ranks)
+    parts: list[str] = []
+    first = 0
+    for last, rank in enumerate(ordered):
+        if last + 1 < len(ordered) and ordered[last + 1] == rank + 1:
+            continue
+        run = ordered[first : last + 1]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+        first = last + 1
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(parts)}"
+
+
+def describe_groups(groups: Sequence[Sequence[int]]) -> str:
+    """Return groups of ranks in words.
+
+    Example:
+        >>> describe_groups([(0, 2), (1,)])
+        'ranks 0, 2 | rank 1'
+    """
+    return " | ".join(map(describe_ranks, groups))
+
+
+def outside_of_largest(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that are not in the first of these groups, the largest, in order.
+
+    Example:
+        >>> outside_of_largest([(1, 3, 4), (2,), (0,)])
+        (0, 2)
+    """
+    return tuple(sorted(rank for group in groups[1:] for rank in group))
+
+
+def _is_majority(groups: dict[tuple[str, ...], list[int]], reference: tuple[str, ...]) -> bool:
+    return 2 * len(groups[reference]) > sum(len(ranks) for ranks in groups.values())
+
+
+def _name_and_properties(line: str) -> tuple[str, str]:
+    for separator in ("  ", ": "):
+        name, found, properties = line.partition(separator)
+        if found and name.strip():
+            return name.strip(), properties.strip()
+    return line.strip(), ""
+
+
+def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
+    """Return the properties by name. The number distinguishes entries with the same name."""
+    seen: Counter[str] = Counter()
+    properties: dict[tuple[str, int], str] = {}
+    for line in lines:
+        name, rest = _name_and_properties(line)
+        properties[name, seen[name]] = rest
+        seen[name] += 1
+    return properties
+
+
+def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: str) -> list[list[str]]:
+    """Return the differences, each one as a list of text lines."""
+    expected, got = _by_name(reference), _by_name(lines)
+    entries = [
+        [f"  {key[0]}", f"    expected {properties} ({there})", f"    got      {got[key]} ({here})"]
+        for key, properties in expected.items()
+        if key in got and got[key] != properties
+    ]
+    entries += [[f"  also has  {_line(key, got)}"] for key in got if key not in expected]
+    entries += [[f"  lacks  {_line(key, expected)}"] for key in expected if key not in got]
+    common = [key for key in expected if key in got]
+    common_here = [key for key in got if key in expected]
+    if common != common_here:
+        position = next(i for i, (a, b) in enumerate(zip(common, common_here, strict=True)) if a != b)
+        what = (
+            "the same entries"
+            if len(common) == len(expected) == len(got)
+            else "the entries that both have are"
+        )
+        entries.append(
+            [
+                f"  {what} in another order: first difference at entry {position + 1}:",
+                f"    expected {common[position][0]} ({there})",
+                f"    got      {common_here[position][0]} ({here})",
+            ]
+        )
+    # Lines that differ only in spaces produce no entry.
+    return entries or [["  the same entries, written differently"]]
+
+
+def _line(key: tuple[str, int], properties: dict[tuple[str, int], str]) -> str:
+    return f"{key[0]}  {properties[key]}".rstrip()
+
+
+def _capped(entries: list[list[str]]) -> list[str]:
+    shown = [line for entry in entries[:_MAX_ENTRIES] for line in entry]
+    hidden = len(entries) - _MAX_ENTRIES
+    return [*shown, f"  and {hidden} more"] if hidden > 0 else shown

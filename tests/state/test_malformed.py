@@ -23,7 +23,7 @@ from torch import nn
 
 import syncline as sl
 from syncline import CheckpointCorrupt, Checkpointer, SynclineError
-from syncline.checkpoint.tensor_file import checksum
+from syncline.checkpoint.files import checksum
 from syncline.transport import Transport, run_ranks
 
 HEADER = "shared.safetensors"

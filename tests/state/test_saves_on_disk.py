@@ -27,8 +27,7 @@ from syncline.checkpoint.directory import (
     write_manifest,
 )
 from syncline.checkpoint.encoding import decode, encode
-from syncline.checkpoint.files import Files, LocalFiles
-from syncline.checkpoint.tensor_file import memory_of, read_tensors, write_tensors
+from syncline.checkpoint.files import Files, LocalFiles, memory_of, read_tensors, write_tensors
 
 KEEP = 2
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from syncline.liveness.torch_calls import _as_announced, call_in_dump, num_started
+from syncline.liveness.calls import _as_announced, call_in_dump, num_started
 
 
 @pytest.fixture

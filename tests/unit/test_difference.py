@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncline.differences import describe_difference, describe_ranks
+from syncline.words import describe_difference, describe_ranks
 
 
 def test_equal_descriptions_have_no_difference() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.gradients.graph_tasks import Entry, GraphTasks
+from syncline.gradients.backward import Entry, GraphTasks
 
 
 class Nesting:

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from syncline.liveness import RankProcess
-from syncline.transport.shared_memory.peers import Peers
+from syncline.transport.shared_memory.sockets import Peers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a system without process descriptors")
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncline as sl
-from syncline.strategies.actions import (
+from syncline.strategies.base import (
     Action,
     Adopt,
     AdvanceOuter,
@@ -24,14 +24,17 @@ from syncline.strategies.actions import (
     Await,
     Close,
     Message,
+    Progress,
     Push,
     ReceiveOuter,
     ReduceGradients,
     RestartOuter,
     SendOuter,
+    Spec,
+    Strategy,
     Update,
+    in_words,
 )
-from syncline.strategies.base import Progress, Spec, Strategy, in_words
 from syncline.strategies.diloco import plan_fragments
 from syncline.strategies.gossip import neighbours
 from syncline.strategies.workers import workers_of

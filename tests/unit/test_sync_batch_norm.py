@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncline as sl
-from syncline.nn import SyncBatchNorm
-from syncline.nn.sync_batch_norm import _sync_batch_norm, pool_moments
+from syncline.nn import SyncBatchNorm, _sync_batch_norm, pool_moments
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
 BY_DIMENSIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -7,18 +7,16 @@ needs the name raises an error with torch's version when it is used. Only `error
 Imports: errors.
 
 autograd.py        graph tasks of the autograd engine
-compilation.py     keep torch.compile out of code that must run as written
 elastic.py         torch's elastic agent, on which the launcher runs
-grad_scaler.py     is a GradScaler in use?
 lookup.py          how a private name is looked up, and the error where it is missing
-modules.py         modules, joinables, and torch's own DistributedDataParallel
-optimizers.py      optimizers that step inside backward; hooks of their state
+modules.py         modules, joinables, torch's own DistributedDataParallel, torch.compile
+optimizers.py      optimizers that step inside backward; hooks of their state; GradScalers
 process_groups.py  process groups, their backends and stores
 tensors.py         operations on lists of tensors; tensor subclasses
 """
 
 from __future__ import annotations
 
-from syncline._torch.grad_scaler import ScalerFinder
+from syncline._torch.optimizers import ScalerFinder
 
 __all__ = ["ScalerFinder"]

@@ -17,19 +17,6 @@ from torch.autograd.graph import Node
 from syncline._torch.lookup import is_there, lookup
 from syncline.errors import SynclineError
 
-__all__ = [
-    "call_without_context",
-    "current_context_id",
-    "current_graph_task_id",
-    "gradients_in_context",
-    "is_inside_another_backward",
-    "is_rpc_in_use",
-    "queue_callback",
-    "reaches_all_leaves",
-    "will_execute_node",
-]
-
-
 # ---------------------------------------------------------------------- graph tasks
 
 current_graph_task_id: Callable[[], int] = lookup(

@@ -14,8 +14,6 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from syncline._torch.lookup import is_there, lookup
 
-__all__ = ["CLOSE", "POLL", "START", "Method"]
-
 
 class Method:
     """A method of torch's `SubprocessContext` that can be replaced temporarily.

@@ -11,9 +11,6 @@ import torch
 
 from syncline.errors import SynclineError
 
-__all__ = ["TESTED", "attribute", "is_there", "lookup"]
-
-
 TESTED = ("2.11", "2.15")
 """The first and the last version of torch that the tests run with."""
 

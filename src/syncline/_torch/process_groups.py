@@ -11,33 +11,14 @@ import torch.distributed as dist
 
 from syncline._torch.lookup import is_there, lookup
 
-__all__ = [
-    "AllgatherOptions",
-    "C10dBackend",
-    "PrefixStore",
-    "Store",
-    "TCPStore",
-    "all_gather_flat",
-    "backend_on",
-    "default_group",
-    "forget_group",
-    "has_record_of",
-    "is_living",
-    "living_groups",
-    "new_group_of",
-    "num_calls_started",
-    "record_ranks",
-    "reduce_scatter_flat",
-    "serve_cpu_by",
-    "set_timeout_of",
-    "timeout_of",
-    "timeout_seconds_of",
-]
-
-
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
-    from torch._C._distributed_c10d import Backend as C10dBackend
+    from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+    from torch._C._distributed_c10d import Backend
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+
+    C10dBackend = Backend
 else:
     C10dBackend = lookup("torch._C._distributed_c10d:Backend", "serve torch.distributed as a backend")
     AllgatherOptions = lookup(

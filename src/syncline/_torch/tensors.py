@@ -10,31 +10,6 @@ from torch import Tensor
 
 from syncline._torch.lookup import attribute, is_there, lookup
 
-__all__ = [
-    "FOREACH_NORM",
-    "FOREACH_ZERO",
-    "UNSCALE",
-    "TorchFuture",
-    "check_that_infinities_are_seen",
-    "foreach_copy_",
-    "foreach_div_",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_zero_",
-    "make_without_memory",
-    "no_torch_function",
-    "num_entries",
-    "plain_torch_functions",
-    "set_deterministic",
-    "sparse_tensor",
-    "split_like",
-    "stored_indices",
-    "stored_values",
-    "tree_map_only",
-    "version_of",
-]
-
-
 _Tensors = Sequence[Tensor]
 
 # ---------------------------------------------------------------------- lists of tensors, in one call

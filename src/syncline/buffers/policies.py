@@ -18,8 +18,6 @@ from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import agree, describe_tensors
 from syncline.transport.base import Transport
 
-__all__ = ["BufferHook", "BufferPolicy", "BufferSync"]
-
 
 class BufferHook:
     """A user's hook that synchronizes buffers in place of the policy.

@@ -29,17 +29,6 @@ from syncline.tensors.targets import as_real
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
-__all__ = [
-    "BufferAverage",
-    "average_buffers",
-    "from_raw_moments_",
-    "join_halves",
-    "running_statistics",
-    "split_halves",
-    "to_raw_moments_",
-]
-
-
 _LOW_BITS = (1 << 27) - 1
 
 _Pair = tuple[Tensor, Tensor]

@@ -25,9 +25,6 @@ from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user, warning_here
 
-__all__ = ["Checkpointer"]
-
-
 _FILE_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 

@@ -17,20 +17,14 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.directory import MANIFEST, SHARED_FILE, Manifest, own_file
 from syncline.checkpoint.encoding import decode, encode, tensors_in
-from syncline.checkpoint.files import Files, check, malformed_is_corrupt
-from syncline.checkpoint.objects import copies, is_wrapped
-from syncline.checkpoint.random_state import check_rng_state
-from syncline.checkpoint.tensor_file import checksum, memory_of, read_tensors
+from syncline.checkpoint.files import Files, check, checksum, malformed_is_corrupt, memory_of, read_tensors
+from syncline.checkpoint.objects import check_rng_state, copies, is_wrapped
 from syncline.checkpoint.train_state import TrainState
 from syncline.compression.averager import with_mean_residuals
-from syncline.data.sampler import DistributedSampler, place_to_resume
-from syncline.differences import describe_ranks
+from syncline.data import DistributedSampler, place_to_resume
 from syncline.sharded.part import has_sharded_state, join_parts
 from syncline.transport.agreement import describe_tensors
-from syncline.words import format_count
-
-__all__ = ["Found", "Parts", "entry_of", "remarks"]
-
+from syncline.words import describe_ranks, format_count
 
 # ---------------------------------------------------------------------- to write
 

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncline.data.sampler import DistributedSampler
+from syncline.data import DistributedSampler
 from syncline.words import format_count
-
-__all__ = ["Places", "ResumeRemarks", "sampler_of"]
-
 
 _ENOUGH_STEPS = 3
 """Number of steps without movement that trigger the warning; a stream may take several batches from one block."""

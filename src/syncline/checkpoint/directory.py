@@ -18,25 +18,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from syncline.checkpoint.files import Files, check, is_count, json_object, malformed_is_corrupt
-from syncline.checkpoint.tensor_file import StoredFile, checksum
+from syncline.checkpoint.files import (
+    Files,
+    StoredFile,
+    check,
+    checksum,
+    is_count,
+    json_object,
+    malformed_is_corrupt,
+)
 from syncline.errors import CheckpointCorrupt
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "SHARED_FILE",
-    "VERSION",
-    "Manifest",
-    "Save",
-    "Shelf",
-    "directory_name",
-    "own_file",
-    "parse_name",
-    "read_manifest",
-    "write_manifest",
-]
-
 
 FORMAT = "syncline checkpoint"
 

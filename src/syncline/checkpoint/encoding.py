@@ -26,12 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.checkpoint.files import is_count
-from syncline.checkpoint.tensor_file import STORABLE
+from syncline.checkpoint.files import STORABLE, is_count
 from syncline.sharded.part import TensorPart
-
-__all__ = ["decode", "encode", "tensors_in"]
-
 
 _KEPT = (str, bool, int, type(None))
 

@@ -15,18 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline._torch.modules import COMPILED_PREFIX, EXTRA_STATE, metadata_of, set_metadata
+from syncline.checkpoint.files import checksum_of_file
 from syncline.checkpoint.objects import load_into, types_in
 from syncline.checkpoint.rollback import Before, Loadable, load_together
-from syncline.checkpoint.tensor_file import checksum_of_file
 from syncline.checkpoint.torch_file import read_torch_file
 from syncline.checks import checked_flag, did_you_mean
 from syncline.sharded.part import has_sharded_state
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling, warn_user
-
-__all__ = ["Key", "Matched", "adopt", "match", "renamed_like"]
-
 
 Key = str | int | Sequence[str | int]
 """The place of an object in a file: a key, or several keys for nested objects."""

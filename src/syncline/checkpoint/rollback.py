@@ -17,19 +17,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from syncline.checkpoint.encoding import encode
-from syncline.checkpoint.random_state import rng_state, set_rng_state
-from syncline.checkpoint.tensor_file import checksum, memory_of
-from syncline.data.sampler import DistributedSampler
+from syncline.checkpoint.files import checksum, memory_of
+from syncline.checkpoint.objects import rng_state, set_rng_state
+from syncline.data import DistributedSampler
 from syncline.equality.fingerprint import fingerprint_of, fingerprints
 from syncline.equality.locate import differences, divergence_error
 from syncline.gradients.wrapper_protocol import SynchronizedModule
-from syncline.sharded.one_copy import OneCopy, one_copy_of
+from syncline.sharded.sharing import OneCopy, one_copy_of
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-
-__all__ = ["Before", "Loadable", "agree_on_loaded", "load_together"]
-
 
 _REMEDY = (
     "The ranks have read different files (is the path on the same file system on all hosts?), or a load_state_dict, or "

@@ -17,15 +17,13 @@ from torch.distributed.algorithms.join import Joinable
 from syncline._torch.modules import is_in_join
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count
-from syncline.differences import describe_ranks, ranks_with
 from syncline.errors import SynclineError
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.stop_request import EXIT_STOPPED, Stopped, StopRequest, checked_signals
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-
-__all__ = ["JointStop"]
+from syncline.words import describe_ranks, ranks_with
 
 
 class JointStop:

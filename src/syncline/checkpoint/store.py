@@ -27,17 +27,13 @@ from syncline.checkpoint.directory import (
     read_manifest,
     write_manifest,
 )
-from syncline.checkpoint.files import Files
+from syncline.checkpoint.files import Files, StoredFile, write_tensors
 from syncline.checkpoint.rollback import Before
-from syncline.checkpoint.tensor_file import StoredFile, write_tensors
 from syncline.checkpoint.train_state import TrainState
-from syncline.differences import describe_ranks, ranks_with
 from syncline.errors import CheckpointCorrupt, SynclineError
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-
-__all__ = ["IntactSave", "Refused", "SaveStore", "checked_path", "everywhere"]
-
+from syncline.words import describe_ranks, ranks_with
 
 T = TypeVar("T")
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["read_torch_file"]
-
-
 _MAX_SHOWN = 5
 
 

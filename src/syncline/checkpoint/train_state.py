@@ -13,19 +13,15 @@ from torch.utils.data import DataLoader
 from syncline._torch.modules import uncompiled
 from syncline.checkpoint.dataloaders import Places, sampler_of
 from syncline.checkpoint.load_torch import Key, adopt
-from syncline.checkpoint.objects import load_into, state_of, types_in
-from syncline.checkpoint.random_state import rng_state, set_rng_state
+from syncline.checkpoint.objects import load_into, rng_state, set_rng_state, state_of, types_in
 from syncline.checkpoint.rollback import Before
 from syncline.checks import checked_count, checked_flag, checked_state, what_it_is
-from syncline.data.sampler import DistributedSampler
+from syncline.data import DistributedSampler
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.sharded.part import ShardedState, sharded_state_of
 from syncline.user_code import calling
-
-__all__ = ["TrainState", "load_all"]
-
 
 _RESERVED = ("step", "rng")
 

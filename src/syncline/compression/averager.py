@@ -11,8 +11,6 @@ from torch import Tensor
 from syncline.checks import checked_state
 from syncline.compression.base import Averaged, Averaging, Compression, Layout
 
-__all__ = ["Averager", "joined_state", "parted_state", "with_mean_residuals"]
-
 
 class Averager:
     """Averages one flat tensor repeatedly. With error feedback, the loss of one averaging is added to the next.

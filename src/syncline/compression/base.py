@@ -15,25 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AllToAll",
-    "Averaged",
-    "Averaging",
-    "Codec",
-    "Composed",
-    "Compression",
-    "Encoder",
-    "Gather",
-    "Gathered",
-    "Layout",
-    "Mean",
-    "Request",
-    "Sum",
-    "computing_dtype",
-    "plain_mean",
-]
-
-
 # ---------------------------------------------------------------------- requests of an encoder to its peers
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from syncline.compression.base import Averaged, Averaging, Codec, Encoder, Layout, Sum
 
-__all__ = ["Cast"]
-
 
 @dataclass(frozen=True)
 class Cast(Codec):

@@ -27,9 +27,6 @@ from syncline.compression.base import (
     plain_mean,
 )
 
-__all__ = ["After", "Chain"]
-
-
 _GIVES = {
     "means": "fewer values to be averaged",
     "rows": "values to be gathered",

@@ -16,8 +16,6 @@ from syncline.compression.exchange import MeanExchange
 from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 
-__all__ = ["AnyGradBucket", "HookState", "hook"]
-
 
 class AnyGradBucket(Protocol):
     """The argument of a communication hook: torch's `dist.GradBucket`, or ours."""

@@ -29,8 +29,6 @@ from syncline.errors import SynclineError
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.work import Work
 
-__all__ = ["MeanExchange"]
-
 
 class MeanExchange:
     """Averages one flat tensor over all ranks repeatedly.

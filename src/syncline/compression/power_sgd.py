@@ -18,9 +18,6 @@ from syncline._torch.tensors import foreach_copy_, foreach_zero_
 from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Layout, Mean
 
-__all__ = ["PowerSGD", "orthonormal_rows", "sum_of_outer_products"]
-
-
 _ZERO = 1e-24
 """Squared length below which a row depends on earlier rows, for rows whose largest element is 1."""
 

@@ -13,9 +13,6 @@ from torch import Tensor
 from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import AllToAll, Averaged, Averaging, Codec, Encoder, Gather, Layout
 
-__all__ = ["Quantize"]
-
-
 _SCALE = torch.bfloat16
 """The scales' type; it has the range of float32. Values are divided by the scale after it was rounded, so the rounding
 of a scale adds no error to a value, unless the value is among the largest of its block."""

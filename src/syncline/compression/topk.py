@@ -11,9 +11,6 @@ from torch import Tensor
 from syncline.checks import checked_flag, checked_number, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
 
-__all__ = ["TopK", "largest_places"]
-
-
 _MANY = 1 << 16
 """From this number of values on, a CPU finds the largest faster among candidates."""
 

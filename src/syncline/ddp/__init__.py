@@ -4,16 +4,14 @@ Imports: errors, words, checks, records, contract, _torch, liveness, transport, 
 gradients, sharded, buffers, compression, strategies, verbs.
 
 config.py         the configuration: the checked arguments in one frozen value, which the ranks compare
-contract_rows.py  put a plan into words: the rows of a contract
 drift.py          when replicas may differ (a strategy, sl.diverge), and comparisons when they may not
 inputs.py         move inputs to a device and to a lower precision
 join.py           support uneven inputs
 plan.py           the plain facts about a wrapped module, and what follows from them
 registrations.py  compare hooks, optimizers and metrics that users register
 replica.py        hold the parts that synchronize one rank's replica
+report.py         put plans and records into words: the rows of a contract, the timeline of a step
 selection.py      select the parameters and buffers that take part, and detect changes of the module
-sync_state.py     the state of a strategy and of a compression between two steps
-timeline.py       put a plan and records into words: the timeline of a step
 torch_names.py    provide undocumented names of torch's class that frameworks use
 training.py       methods for a training loop: attach, clip, normalize, report
 wrapper.py        define DistributedDataParallel, the class that users see

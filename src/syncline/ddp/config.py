@@ -29,14 +29,8 @@ from syncline.ddp.selection import Selection
 from syncline.gradients.bucket_plan import MIB, BucketCaps, automatic_caps
 from syncline.gradients.options import GradientOptions, OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.sharded.one_copy import one_copy_of
+from syncline.sharded.sharing import one_copy_of
 from syncline.strategies import EveryStep, Strategy
-
-__all__ = [
-    "Config",
-    "checked_config",
-    "checked_truths",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

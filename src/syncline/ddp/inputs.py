@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from syncline._torch.tensors import tree_map_only
 
-__all__ = ["MixedPrecision", "checked_device_ids"]
-
 
 class MixedPrecision:
     """A module that runs in lower precision.

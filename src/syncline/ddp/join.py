@@ -26,9 +26,6 @@ from syncline.ddp.wrapping import broadcast_values
 from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 
-__all__ = ["JoinMethods"]
-
-
 _NOT_WITH_SHARDS = "a rank without inputs would have to step its shard, so join() is not possible"
 """The reason why sharded replicas cannot join."""
 

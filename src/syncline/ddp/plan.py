@@ -1,6 +1,6 @@
 """The plan of a wrapped module: plain facts, and what follows from them for gradients, parameters and buffers.
 
-The ranks compare these facts. The contract (`contract_rows.py`) and the timeline (`timeline.py`) put them into words,
+The ranks compare these facts. `report.py` puts them into words, as the contract and as the timeline,
 and nothing decides by those words.
 """
 
@@ -16,8 +16,6 @@ from syncline.contract import Rules
 from syncline.ddp.config import Config
 from syncline.ddp.selection import Selection
 from syncline.records import BackwardRecord, BufferRecord, RoundRecord
-
-__all__ = ["Buffers", "Comparison", "Evidence", "Parameters", "Plan", "Reduction", "Sizes", "sizes_of"]
 
 
 class Reduction(Enum):

@@ -18,15 +18,12 @@ from syncline.ddp.config import Config
 from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.reducer import GradientSync
-from syncline.optimizers.attached import AttachedOptimizer, to_replace
+from syncline.optimizers.attached import AttachedOptimizer, to_replace, weakly
 from syncline.optimizers.contents import parameters_of
-from syncline.optimizers.weak_methods import weakly
 from syncline.sharded.optimizer import Sharding
 from syncline.strategies.execution import Rounds
 from syncline.transport.agreement import agree, exchange
 from syncline.transport.base import Transport
-
-__all__ = ["Registrations"]
 
 
 class Registrations:

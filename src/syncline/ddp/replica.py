@@ -14,11 +14,10 @@ from syncline.compression import HookState
 from syncline.compression import hook as compression_hook
 from syncline.contract import Rules
 from syncline.ddp.config import Config
-from syncline.ddp.drift import Drift, ReplicaChecks
+from syncline.ddp.drift import Drift, ReplicaChecks, SyncState
 from syncline.ddp.plan import Evidence, Plan, sizes_of
 from syncline.ddp.registrations import Registrations
 from syncline.ddp.selection import Inventory, Selection, select
-from syncline.ddp.sync_state import SyncState
 from syncline.ddp.wrapping import (
     Hosts,
     agree_on_module,
@@ -28,19 +27,16 @@ from syncline.ddp.wrapping import (
 )
 from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import CommHook
-from syncline.gradients.outputs import when_backward_reaches_any
 from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
-from syncline.optimizers.weak_methods import weakly
+from syncline.gradients.usage import when_backward_reaches_any
+from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
-from syncline.sharded.one_copy import one_copy_of, written_elsewhere
 from syncline.sharded.optimizer import Sharding
+from syncline.sharded.sharing import one_copy_of, written_elsewhere
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
-
-__all__ = ["NOT_COPIED", "Replica"]
-
 
 NOT_COPIED = (
     "a wrapper cannot be copied or pickled, because the copy would not have what the ranks agreed on last"

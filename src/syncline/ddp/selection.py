@@ -20,8 +20,6 @@ from torch.nn.parameter import UninitializedParameter
 from syncline._torch.modules import IGNORED_BY_DDP
 from syncline.checks import checked_kind
 
-__all__ = ["Inventory", "Selection", "checked_delayed", "select"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:

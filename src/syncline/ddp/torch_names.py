@@ -29,8 +29,6 @@ from syncline.transport.base import Transport
 if TYPE_CHECKING:
     from syncline.gradients.reducer import GradientSync
 
-__all__ = ["REFUSED", "TorchNames"]
-
 
 _FORWARD = "call the wrapper itself, whose forward does all of it"
 

@@ -18,9 +18,6 @@ from syncline.gradients.comm_hook import checked_comm_hook
 from syncline.gradients.riders.items import checked_num_items
 from syncline.gradients.riders.metrics import check_metric
 
-__all__ = ["TrainingMethods"]
-
-
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 

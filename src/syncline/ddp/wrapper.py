@@ -16,36 +16,32 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from syncline._torch.compilation import NotTraced
-from syncline._torch.modules import is_in_join, while_in_forward_of_ddp, with_join_disabled
+from syncline._torch.modules import NotTraced, is_in_join, while_in_forward_of_ddp, with_join_disabled
 from syncline._torch.tensors import tree_map_only
 from syncline.buffers.policies import BufferPolicy
 from syncline.checks import checked_truth
 from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.ddp.config import checked_config, checked_truths
-from syncline.ddp.contract_rows import contract_of
 from syncline.ddp.inputs import MixedPrecision, checked_device_ids
 from syncline.ddp.join import JoinMethods
 from syncline.ddp.replica import NOT_COPIED, Replica
+from syncline.ddp.report import contract_of, explain
 from syncline.ddp.selection import checked_delayed, select
-from syncline.ddp.timeline import explain
 from syncline.ddp.training import TrainingMethods
 from syncline.ddp.wrapping import are_of_the_bare_module, gather_hosts, group_of_mesh, refusals
 from syncline.gradients.options import OnNonFinite
-from syncline.gradients.outputs import when_backward_reaches_any
 from syncline.gradients.riders.replica_watch import ReplicaCheck
+from syncline.gradients.usage import when_backward_reaches_any
 from syncline.gradients.wrapper_protocol import SynchronizedModule
 from syncline.liveness.board import EVAL_FORWARD, FORWARD
 from syncline.records import BackwardRecord, RoundRecord
 from syncline.session.world import transport_of
-from syncline.sharded.one_copy import OneCopy, remember_one_copy
+from syncline.sharded.sharing import OneCopy, remember_one_copy
 from syncline.strategies import Strategy
 from syncline.transport.agreement import agree
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics
-
-__all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]

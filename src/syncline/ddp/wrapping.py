@@ -26,19 +26,6 @@ from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Transport
 
-__all__ = [
-    "Hosts",
-    "agree_on_module",
-    "are_of_the_bare_module",
-    "broadcast_values",
-    "describe_new_values",
-    "gather_hosts",
-    "group_of_mesh",
-    "refusals",
-    "spec_of",
-]
-
-
 _TITLE = "sl.DistributedDataParallel"
 """The title under which ranks agree. The module's name is in the lines that they compare."""
 

@@ -1,7 +1,7 @@
 """Tools that check whether a step is the same bit for bit, run twice and on every rank, and that locate differences.
 
-Imports: errors, differences, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients,
-data, checkpoint, verbs, ddp.
+Imports: errors, words, checks, trees, user_code, _torch, transport, session, tensors, equality, gradients, data,
+checkpoint, verbs, ddp.
 
 compare.py           the first place at which two recordings differ: pure
 compare_replicas.py  `compare_replicas` and `assert_replicas_agree`

@@ -7,10 +7,7 @@ from typing import Literal, NamedTuple
 
 from syncline.debug.recording import Call, Recording
 from syncline.debug.values import Value
-from syncline.differences import groups_of
-
-__all__ = ["Found", "first_difference", "first_nan"]
-
+from syncline.words import groups_of
 
 Stage = Literal["state", "calls", "input", "output", "backward", "gradients", "result"]
 

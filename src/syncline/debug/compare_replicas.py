@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from syncline.checkpoint.train_state import TrainState
 from syncline.checks import checked_count, checked_flag, checked_function, what_it_is
-from syncline.data.sampler import DistributedSampler
+from syncline.data import DistributedSampler
 from syncline.debug.recording import named_roots, watching_for_roots
 from syncline.debug.repeated_runs import Step, examine
 from syncline.debug.report import Disagreement, Report
@@ -21,8 +21,6 @@ from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
 from syncline.verbs.common import Group, refuse_sharded
-
-__all__ = ["assert_replicas_agree", "compare_replicas"]
 
 
 def assert_replicas_agree(

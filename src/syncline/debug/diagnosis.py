@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from syncline.debug.compare import Found
 from syncline.debug.recording import Call, Recording
 from syncline.debug.report import Finding, by_value
-from syncline.differences import describe_groups, describe_ranks, outside_of_largest, ranks_with
-
-__all__ = [
-    "Evidence",
-    "OwnFinding",
-    "between_ranks",
-    "never_written",
-    "of_gradients",
-    "put_together",
-    "within_a_rank",
-]
+from syncline.words import describe_groups, describe_ranks, outside_of_largest, ranks_with
 
 
 @dataclass(frozen=True, kw_only=True)

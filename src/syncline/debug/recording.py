@@ -15,11 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncline.checkpoint.random_state import positions
+from syncline.checkpoint.objects import positions
 from syncline.debug.values import Kept, Value, how_they_differ, named_leaves, values_of, values_of_named
 from syncline.equality.fingerprint import fingerprint_of
-
-__all__ = ["Call", "Event", "Recorder", "Recording", "named_modules", "named_roots", "watching_for_roots"]
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline._torch.compilation import is_compiler_loaded
-from syncline.checkpoint.random_state import positions
+from syncline._torch.modules import is_compiler_loaded
+from syncline.checkpoint.objects import positions
 from syncline.debug.compare import Found, first_difference, first_nan
 from syncline.debug.diagnosis import (
     Evidence,
@@ -34,16 +34,13 @@ from syncline.debug.run_state import (
     uncompiled_code,
 )
 from syncline.debug.values import Kept, how_they_differ, values_of_named
-from syncline.differences import describe_ranks, groups_of
 from syncline.equality.fingerprint import digest_of, fingerprint_of
 from syncline.equality.locate import differences
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.trees import map_leaves
-
-__all__ = ["Step", "examine"]
-
+from syncline.words import describe_ranks, groups_of
 
 _MAX_NAMED = 6
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from syncline.differences import describe_ranks, ranks_with
 from syncline.errors import SynclineError
-
-__all__ = ["Disagreement", "Finding", "OwnReport", "Report", "by_value", "facts"]
+from syncline.words import describe_ranks, ranks_with
 
 
 def facts() -> dict[str, str]:

@@ -20,27 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from syncline._torch.compilation import is_compiler_loaded
+from syncline._torch.modules import is_compiler_loaded
 from syncline._torch.tensors import set_deterministic
-from syncline.checkpoint.random_state import packed, rng_state, set_rng_state, unpacked
+from syncline.checkpoint.objects import packed, rng_state, set_rng_state, unpacked
 from syncline.ddp.wrapper import DistributedDataParallel as SynclineDDP
 from syncline.debug.values import Value, values_of_named
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.base import Transport
 from syncline.trees import leaves, map_leaves
-
-__all__ = [
-    "Aligned",
-    "Subject",
-    "Synchronization",
-    "align_generators",
-    "align_inputs",
-    "deterministic",
-    "synchronization_of",
-    "uncompiled_code",
-    "unwrapped",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from syncline.equality.fingerprint import fingerprints
-from syncline.gradients.outputs import tensors_in
+from syncline.gradients.usage import tensors_in
 from syncline.trees import leaves
-
-__all__ = ["Kept", "Value", "how_they_differ", "named_leaves", "values_of", "values_of_named"]
-
 
 KEPT_BYTES = 1 << 28
 """Limit for the copies of one run's outputs, which are needed to report how much another run differs."""

@@ -1,6 +1,6 @@
 """Bit-for-bit comparison of tensors between ranks: leaves, their fingerprints, and the location of differences.
 
-Imports: errors, words, differences, transport, optimizers, tensors.
+Imports: errors, words, transport, optimizers, tensors.
 
 fingerprint.py  64 bits per tensor or other value, and hashes of slices
 leaves.py       the tensors and integers of modules and optimizers, by name

@@ -20,9 +20,6 @@ from torch import Tensor
 
 from syncline.tensors.targets import as_bytes, as_flat, is_dense, is_plain, parts_of
 
-__all__ = ["SliceHash", "digest_of", "fingerprint_of", "fingerprints", "mixed"]
-
-
 _CPU_CHUNK_BYTES = 1 << 18
 """Chosen so that temporary values stay in a core's cache."""
 

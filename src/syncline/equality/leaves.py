@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from syncline.optimizers.contents import parameters_of
 
-__all__ = ["Leaf", "optimizer_leaves_of", "parameter_leaves"]
-
 
 class Leaf(NamedTuple):
     """One tensor or integer of the replica, and the path at which it is looked up when its turn comes."""

@@ -9,15 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.differences import describe_groups, describe_ranks, groups_of, outside_of_largest
 from syncline.equality.fingerprint import fingerprints
 from syncline.errors import ReplicaDivergence
 from syncline.transport.agreement import gather_rows
 from syncline.transport.base import Transport
-from syncline.words import format_count
-
-__all__ = ["Difference", "differences", "differing", "divergence_error", "locate"]
-
+from syncline.words import describe_groups, describe_ranks, format_count, groups_of, outside_of_largest
 
 _MAX_LOCATED = 5
 """Number of tensors whose elements are located, and number of differences shown."""

@@ -20,21 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from syncline.checks import checked_count, checked_kind, checked_number
-from syncline.sharded.one_copy import one_copy_of
+from syncline.sharded.sharing import one_copy_of
 from syncline.tensors.targets import named_tensors
-
-__all__ = [
-    "Members",
-    "Settings",
-    "centered_ranks",
-    "in_order",
-    "noise_",
-    "noise_seed",
-    "pair_weights",
-    "pairs_of",
-    "trained_parameters",
-]
-
 
 _SEEDS = 1 << 32
 

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from syncline.checks import checked_count, checked_function, checked_number, checked_state
 from syncline.contract import Contract, Row
-from syncline.differences import describe_ranks
 from syncline.errors import PeerFailed, SynclineError
 from syncline.evolution.members import (
     Members,
@@ -46,10 +45,7 @@ from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchan
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics
 from syncline.user_code import calling
-from syncline.words import format_bytes, format_count
-
-__all__ = ["EvolutionStrategy"]
-
+from syncline.words import describe_ranks, format_bytes, format_count
 
 _TITLE = "sl.EvolutionStrategy"
 

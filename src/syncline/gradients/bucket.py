@@ -18,8 +18,6 @@ from syncline.gradients.shard import BucketShard, view_like
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
-__all__ = ["Bucket", "BucketState", "Lifecycle", "copy_scaled"]
-
 
 class BucketState(enum.Enum):
     """The state of a bucket in the current backward."""

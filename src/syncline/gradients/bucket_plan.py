@@ -18,9 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MIB", "BucketCaps", "BucketPlan", "HostLoad", "ParameterSpec", "automatic_caps", "plan_buckets"]
-
-
 MIB = 1024 * 1024
 
 LARGE_GRADIENT_NUMEL = 16 * 1024

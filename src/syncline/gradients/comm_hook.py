@@ -17,8 +17,6 @@ from torch import Tensor
 
 from syncline._torch.tensors import TorchFuture
 
-__all__ = ["CommHook", "GradBucket", "checked_comm_hook", "qualified_name"]
-
 
 class GradBucket:
     """One bucket as passed to a communication hook, with the methods of torch's `GradBucket`.

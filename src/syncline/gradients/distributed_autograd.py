@@ -15,8 +15,6 @@ from torch.autograd import graph
 
 from syncline._torch.autograd import current_context_id, gradients_in_context, is_rpc_in_use
 
-__all__ = ["AutogradContexts"]
-
 
 class AutogradContexts:
     """Hooks for the gradients that parameters get in contexts of distributed autograd.

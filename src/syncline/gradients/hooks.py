@@ -12,14 +12,10 @@ from typing import Protocol
 from torch import Tensor
 
 from syncline._torch.autograd import current_graph_task_id
-from syncline.gradients.backward import Backward, BackwardState
-from syncline.gradients.backward_owner import Ownership
+from syncline.gradients.backward import Backward, BackwardState, GraphTasks, Ownership
 from syncline.gradients.bucket import copy_scaled
-from syncline.gradients.graph_tasks import GraphTasks
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.usage import StaticUsage
-
-__all__ = ["gradient_hook"]
 
 
 class _Reducer(Protocol):

@@ -21,9 +21,6 @@ from syncline.gradients.sparse import SparseBucket
 from syncline.gradients.tail import TailForm, TailMessage
 from syncline.transport.base import Transport
 
-__all__ = ["BucketLayout", "parameter_specs"]
-
-
 POOL_BYTES = 96 * 1024 * 1024
 """Memory that sharded buckets use in turn if they need more in total; at least the memory of three buckets."""
 

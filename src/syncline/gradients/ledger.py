@@ -13,8 +13,6 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.bucket import Lifecycle
 from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """A record of the most recent backward.

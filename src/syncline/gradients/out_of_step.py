@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 
-__all__ = ["OutOfStep"]
-
 _CHECKPOINTING = "torch.utils.checkpoint(..., use_reentrant=False), or static_graph=True"
 
 

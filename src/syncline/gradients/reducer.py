@@ -22,16 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from syncline._torch.autograd import current_graph_task_id, queue_callback
 from syncline._torch.tensors import foreach_div_
 from syncline.errors import SynclineError
-from syncline.gradients.backward import Backward, BackwardState
-from syncline.gradients.backward_owner import Ownership
+from syncline.gradients.backward import Backward, BackwardState, Entry, GraphTasks, Ownership
 from syncline.gradients.comm_hook import CommHook
-from syncline.gradients.controls import Controls
 from syncline.gradients.distributed_autograd import AutogradContexts
-from syncline.gradients.graph_tasks import Entry, GraphTasks
 from syncline.gradients.hooks import gradient_hook
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.ledger import Ledger
-from syncline.gradients.options import GradientOptions
+from syncline.gradients.options import Controls, GradientOptions
 from syncline.gradients.reduction import Reduction
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.replica_watch import ReplicaWatch
@@ -40,8 +37,6 @@ from syncline.gradients.usage import is_accumulating
 from syncline.session.registry import REGISTRY
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-
-__all__ = ["GradientSync", "reducers_of"]
 
 
 class GradientSync:

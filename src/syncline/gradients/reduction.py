@@ -19,8 +19,6 @@ from syncline.gradients.sparse import SparseBucket
 from syncline.gradients.usage import Usage
 from syncline.transport.base import Transport
 
-__all__ = ["Reduction"]
-
 
 class Reduction:
     """Sends the buckets of a backward in index order, waits for them, and hands out the result.

@@ -34,8 +34,6 @@ from syncline.gradients.shard_plan import Piece, bounds_of, gaps_in
 from syncline.tensors.targets import is_dense
 from syncline.transport.base import Transport
 
-__all__ = ["BucketShard", "Shard", "ShardGradient", "StandIn", "order_of", "view_like"]
-
 
 class StandIn(Tensor):
     """`.grad` of a parameter whose reduced gradient lies in shards.

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 
 from syncline.gradients.bucket_plan import BucketPlan
 
-__all__ = ["ALIGNMENT_NUMEL", "Piece", "bounds_of", "gaps_in", "pieces_of", "spans_in"]
-
-
 ALIGNMENT_NUMEL = 32
 """Spans and parameters begin at multiples of this many elements: 64 bytes, a cache line, in bfloat16.
 

@@ -17,8 +17,6 @@ from syncline.gradients.comm_hook import CommHook, GradBucket
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
-__all__ = ["SparseBucket"]
-
 
 class SparseBucket(Lifecycle):
     """A bucket that sums one sparse gradient over ranks; each rank has other rows.

@@ -23,8 +23,6 @@ import torch
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
-__all__ = ["TailForm", "TailMessage"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailForm:

@@ -19,8 +19,6 @@ from torch import Tensor
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.transport.base import Transport
 
-__all__ = ["ReplicaProtocol", "SynchronizedModule", "replica_of"]
-
 
 class ReplicaProtocol(Protocol):
     """The methods of a wrapped module's `Replica` that the library calls."""

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from syncline.liveness.store import decode
 
-__all__ = ["EVAL_FORWARD", "FORWARD", "MAIN_LANE", "Board", "Place", "Wait", "who_is_where"]
-
-
 MAIN_LANE = "main"
 """The first lane of every transport; see `Transport.lane`."""
 
@@ -72,7 +69,7 @@ class Wait:
     blocks_rank: bool = True
     """Whether the rank does nothing else meanwhile, because no other thread of it has ever started a collective."""
     is_torchs: bool = False
-    """Whether torch.distributed itself was called. The lane is then a group of torch's, see `torch_calls.py`."""
+    """Whether torch.distributed itself was called. The lane is then a group of torch's, see `calls.py`."""
 
     def __str__(self) -> str:
         if self.is_torchs:

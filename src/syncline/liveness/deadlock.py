@@ -11,9 +11,6 @@ from dataclasses import replace
 
 from syncline.liveness.board import Place, Wait
 
-__all__ = ["absent_ranks", "different_calls", "left_ranks", "steady", "stuck_among", "stuck_ranks"]
-
-
 Places = Mapping[int, Place]
 
 

@@ -30,8 +30,6 @@ from syncline.liveness.health import Health, Waiting
 from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
 from syncline.user_code import user_code
 
-__all__ = ["FailedWait", "is_of_backend"]
-
 
 class FailedWait:
     """The search for the cause of a failed wait.

@@ -17,13 +17,10 @@ from typing import Protocol
 from syncline._torch.process_groups import is_living
 from syncline.errors import SynclineError
 from syncline.liveness.board import Board, Place, Wait
-from syncline.liveness.calls import Failure
+from syncline.liveness.calls import Failure, num_started
 from syncline.liveness.notices import Notices
 from syncline.liveness.processes import FORKED, RankProcess, refuse_in_forks
-from syncline.liveness.torch_calls import num_started
 from syncline.user_code import user_code
-
-__all__ = ["CLOSED", "Health", "Lane", "Waiting"]
 
 
 class Lane:

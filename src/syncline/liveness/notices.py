@@ -25,14 +25,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from syncline.errors import SynclineError
 from syncline.liveness.board import Place
-from syncline.liveness.calls import Failure
+from syncline.liveness.calls import Failure, call_in_dump
 from syncline.liveness.processes import RankProcess
 from syncline.liveness.store import SignedStore, clone_of
-from syncline.liveness.torch_calls import call_in_dump
 from syncline.user_code import dump_of_main_thread, user_code_in_dump
-
-__all__ = ["SIGN_OF_LIFE_SECONDS", "Notices", "Published", "Publisher", "publisher"]
-
 
 T = TypeVar("T")
 

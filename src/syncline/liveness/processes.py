@@ -21,9 +21,6 @@ from syncline.errors import SynclineError
 from syncline.liveness.calls import Failure
 from syncline.liveness.store import decode
 
-__all__ = ["FORKED", "RankProcess", "host_key", "is_inherited", "refuse_in_forks"]
-
-
 _STAT_BYTES = 4096
 
 

@@ -36,9 +36,6 @@ from typing import Any, NoReturn, TypeVar
 from syncline import environment
 from syncline.errors import SynclineError
 
-__all__ = ["SignedStore", "StoreLine", "clone_of", "decode", "open_sockets"]
-
-
 T = TypeVar("T")
 
 _MAX_BYTES = 1 << 20

@@ -2,9 +2,8 @@
 
 Imports: errors, words, trees, _torch.
 
-attached.py      an attached optimizer: its steps are counted, its settings compared
-contents.py      the tensors and Python numbers of an optimizer
-weak_methods.py  methods that do not keep their object alive
+attached.py  an attached optimizer: its steps are counted, its settings compared
+contents.py  the tensors and Python numbers of an optimizer
 """
 
 from __future__ import annotations

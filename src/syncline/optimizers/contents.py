@@ -11,15 +11,6 @@ from torch.optim import Optimizer
 
 from syncline.trees import leaves, map_leaves
 
-__all__ = [
-    "OptimizerNumbers",
-    "floating_state",
-    "is_setting",
-    "keep_saved_types",
-    "optimizer_leaves",
-    "parameters_of",
-]
-
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups, in order."""

@@ -1,18 +1,17 @@
 """The session of a process: its rank, and how it joins and leaves the other ranks.
 
-`init` calls these modules in order: arguments, rendezvous, transports. One object, of the class in session.py, holds
-all state of the process; world.py makes it.
+`init` checks its arguments (session.py), then calls rendezvous.py and transports.py. One object, of the class in
+session.py, holds all state of the process; world.py makes it.
 
-Imports: errors, faces, differences, checks, environment, user_code, _torch, liveness, transport.
+Imports: errors, faces, words, checks, environment, user_code, _torch, liveness, transport.
 
-arguments.py     check the arguments of `sl.init`, and write them as lines that ranks compare
 ending.py        the end of the process: report an exception to the launcher and the peers, end without a hang
 listening.py     sockets that listen at one address, for stores; needs no torch
 process.py       what a rank leaves for its launcher: an error file; and its end when the launcher ends
 ranks.py         World: the rank of a process, from a launcher's variables, from a process group, or alone
 registry.py      what is attached to a user's modules, found by kind: the only such registry
 rendezvous.py    how ranks wait for each other at the store, compare arguments and agree on a backend
-session.py       the session: the steps of init and of shutdown, and the state in between
+session.py       the session of this process: its states, the arguments of `init`
 stop_request.py  was this process asked to stop?
 transports.py    the transport of each process group, selected by all of its ranks together
 world.py         init, shutdown, world, and the transport of a group

@@ -19,9 +19,6 @@ from syncline.session import process
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
 
-__all__ = ["Destroyer", "ReportingHook", "has_failed", "keep_groups", "report_to_peers", "uncaught_exception"]
-
-
 _DESTROY_SECONDS = 10.0
 
 

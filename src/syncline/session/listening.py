@@ -6,8 +6,6 @@ import ipaddress
 import socket
 import struct
 
-__all__ = ["LOOPBACK", "bound_socket", "interface_of", "is_loopback"]
-
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 

@@ -21,9 +21,6 @@ import time
 import traceback
 from types import TracebackType
 
-__all__ = ["end_with_parent", "exit_code_of", "is_agreed_stop", "record_failure"]
-
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -12,16 +12,6 @@ from syncline import environment
 from syncline.environment import Environment
 from syncline.errors import SynclineError
 
-__all__ = [
-    "World",
-    "check_that_ranks_were_joined",
-    "default_group",
-    "is_alive",
-    "world_alone",
-    "world_from",
-    "world_of_default_group",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class World:

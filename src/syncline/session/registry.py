@@ -19,9 +19,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-__all__ = ["REGISTRY", "Registry"]
-
-
 T = TypeVar("T")
 
 

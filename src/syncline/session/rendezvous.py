@@ -25,15 +25,12 @@ import torch
 import torch.distributed as dist
 
 from syncline._torch.process_groups import PrefixStore, Store, TCPStore
-from syncline.differences import describe_difference, refusal_of
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, ContractMismatch, PeerLost, SynclineError
 from syncline.liveness.store import SignedStore, decode
 from syncline.session.listening import bound_socket, is_loopback
 from syncline.user_code import warn_user
-
-__all__ = ["REMEDY", "TITLE", "Presence", "Stores", "backend_for", "connect", "wait_for_all"]
-
+from syncline.words import describe_difference, refusal_of
 
 TITLE = "sl.init"
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from syncline import environment
+from syncline.checks import checked_choice, checked_seconds
 from syncline.environment import Environment
 from syncline.errors import CollectiveTimeout, PeerLost, SynclineError
 from syncline.session import process
-from syncline.session.arguments import Asked
 from syncline.session.ending import (
     Destroyer,
     ReportingHook,
@@ -44,7 +44,72 @@ from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.transport.c10d import C10dTransport
 
-__all__ = ["Session", "State"]
+TRANSPORTS = ("auto", "c10d", "shm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The arguments of one call of `sl.init`."""
+
+    transport: str = "auto"
+    timeout_seconds: float = 300.0
+    device: torch.device | None = None
+
+    @staticmethod
+    def of(transport: str, timeout: timedelta | float, device: torch.device | str | int | None) -> Asked:
+        """Check the arguments and return them as one object.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+        """
+        return Asked(
+            transport=checked_choice("transport", transport, TRANSPORTS),
+            timeout_seconds=checked_seconds("timeout", timeout),
+            device=_checked_device(device),
+        )
+
+    def lines(self, device: torch.device) -> list[str]:
+        """Return the lines that must be equal on all ranks.
+
+        Args:
+            device: the device on which this rank computes; only its type is compared.
+        """
+        return [
+            f"transport: {self.transport!r}",
+            f"timeout: {self.timeout_seconds:g} s",
+            f"device: {device.type!r}",
+        ]
+
+    def __str__(self) -> str:
+        device = None if self.device is None else str(self.device)
+        return f"transport={self.transport!r}, timeout={self.timeout_seconds:g} s, device={device!r}"
+
+
+def _checked_device(value: object) -> torch.device | None:
+    """Return `value` as a device of this machine, or None if it is None.
+
+    Raises:
+        TypeError: `value` is not a device, a device's name or its number.
+        ValueError: this machine has no such device.
+    """
+    if value is None:
+        return None
+    present = torch.accelerator.current_accelerator(check_available=True)
+    kinds = ["cpu"] if present is None else ["cpu", present.type]
+    text = f"expected device to be a device of this machine ({' or '.join(map(repr, kinds))}), got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, str | int | torch.device):
+        raise TypeError(text)
+    try:
+        device = torch.device(value)  # torch takes a number as the index of an accelerator
+    except RuntimeError as error:
+        raise ValueError(text) from error
+    if device.type not in kinds:
+        raise ValueError(text)
+    if device.type != "cpu" and device.index is not None:
+        num_devices = torch.accelerator.device_count()
+        if device.index >= num_devices:
+            raise ValueError(f"{text}: this process sees {num_devices}")
+    return device
 
 
 _REFUSAL_SECONDS = 10.0

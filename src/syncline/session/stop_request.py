@@ -27,15 +27,6 @@ from typing import Any
 
 from syncline.checks import did_you_mean
 
-__all__ = [
-    "EXIT_STOPPED",
-    "STOP_SIGNALS",
-    "StopRequest",
-    "Stopped",
-    "checked_signals",
-]
-
-
 EXIT_STOPPED: int = 75
 """The exit code of ranks that were asked to stop, agreed on a step and saved there (EX_TEMPFAIL: try again)."""
 

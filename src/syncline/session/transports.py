@@ -22,8 +22,6 @@ from syncline.transport.shared_memory.transport import SharedMemoryTransport
 from syncline.transport.threads import ThreadGroup
 from syncline.user_code import warn_user
 
-__all__ = ["Transports"]
-
 
 @dataclass
 class _Entry:

@@ -14,13 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from syncline.session.arguments import Asked
 from syncline.session.ranks import World
-from syncline.session.session import Session
+from syncline.session.session import Asked, Session
 from syncline.transport.base import Transport
-
-__all__ = ["World", "before_shutdown", "init", "shutdown", "transport_of", "world"]
-
 
 _SESSION = Session()
 

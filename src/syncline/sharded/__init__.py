@@ -1,12 +1,11 @@
 """sharded=True: each rank steps its shard of the parameters, and each host keeps one copy.
 
-Imports: errors, differences, checks, _torch, transport, session, optimizers, tensors, gradients.
+Imports: errors, words, checks, _torch, transport, session, optimizers, tensors, gradients.
 
 attached.py   an optimizer whose parameters are this rank's shards
-one_copy.py   when ranks may write parameters that have one copy per host
 optimizer.py  the step of a sharded module
 part.py       tensors of which each rank has a part
-sharing.py    `share_` and `write_shared`
+sharing.py    `share_`, `write_shared`, and when ranks may write parameters that have one copy per host
 state.py      an optimizer's state, from torch's format to shards and back
 """
 

@@ -16,14 +16,11 @@ from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hoo
 from syncline.errors import SynclineError
 from syncline.gradients.shard import BucketShard, Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
+from syncline.optimizers.attached import unbound, weakly_bound
 from syncline.optimizers.contents import keep_saved_types
-from syncline.optimizers.weak_methods import unbound, weakly_bound
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
 from syncline.sharded.state import gather_state, shard_state, slice_state
 from syncline.transport.base import Transport
-
-__all__ = ["AttachedShards", "is_sharded"]
-
 
 _METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 """The methods of an attached optimizer that are replaced."""

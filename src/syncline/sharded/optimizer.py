@@ -26,13 +26,10 @@ from torch.optim import Optimizer
 
 from syncline.gradients.shard import BucketShard
 from syncline.gradients.shard_plan import bounds_of
-from syncline.optimizers.weak_methods import weakly
+from syncline.optimizers.attached import weakly
 from syncline.sharded.attached import AttachedShards
-from syncline.sharded.one_copy import OneCopy, one_copy_of, remember_one_copy
+from syncline.sharded.sharing import OneCopy, one_copy_of, remember_one_copy
 from syncline.transport.base import Transport
-
-__all__ = ["Sharding", "is_elementwise"]
-
 
 _ELEMENTWISE = (
     optim.SGD,

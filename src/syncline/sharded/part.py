@@ -12,18 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "PartedTensor",
-    "ShardedState",
-    "TensorPart",
-    "attach_sharded_state",
-    "has_sharded_state",
-    "join_parts",
-    "sharded_state_of",
-    "whole_of",
-]
-
-
 _ATTRIBUTE = "_syncline_sharded_state"
 """The attribute of an optimizer that holds its `ShardedState`."""
 

@@ -20,9 +20,6 @@ from syncline.gradients.shard_plan import spans_in
 from syncline.sharded.part import PartedTensor, TensorPart
 from syncline.transport.base import Transport
 
-__all__ = ["gather_state", "shard_state", "slice_state"]
-
-
 ParameterState = dict[str, Any]
 """The state that an optimizer keeps of one parameter, or of one shard."""
 

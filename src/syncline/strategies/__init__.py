@@ -3,8 +3,7 @@
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.
 
-actions.py           the messages and actions of strategies: plain values
-base.py              Strategy: an immutable description with pure methods
+base.py              Strategy: an immutable description with pure methods; its messages and actions
 diloco.py            DiLoCo, and how parameters are divided into fragments
 every_step.py        EveryStep: gradients are averaged in each backward
 gossip.py            Gossip, and which rank sends to which

@@ -15,20 +15,18 @@ from torch import Tensor
 
 from syncline.checks import checked_count, checked_function, checked_number, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.actions import (
+from syncline.strategies.base import (
     Action,
     AdvanceOuter,
     Average,
     AverageBuffers,
+    Mechanism,
     Message,
+    OuterCopies,
+    Progress,
     ReceiveOuter,
     RestartOuter,
     SendOuter,
-)
-from syncline.strategies.base import (
-    Mechanism,
-    OuterCopies,
-    Progress,
     Spec,
     Strategy,
     every_words,
@@ -45,8 +43,6 @@ from syncline.strategies.workers import (
     workers_of,
 )
 from syncline.words import format_count
-
-__all__ = ["DiLoCo", "OuterFactory", "plan_fragments"]
 
 
 def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:

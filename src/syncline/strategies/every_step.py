@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.strategies.actions import Action, Message, ReduceGradients
-from syncline.strategies.base import Progress, Spec, Strategy
-
-__all__ = ["EveryStep"]
+from syncline.strategies.base import Action, Message, Progress, ReduceGradients, Spec, Strategy
 
 
 class _State(NamedTuple):

@@ -11,12 +11,19 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 from syncline.checks import checked_choice, checked_count, checked_number, did_you_mean, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.actions import Action, Average, Message, Push
-from syncline.strategies.base import Mechanism, Progress, PushSumWeight, Spec, Strategy, every_words
+from syncline.strategies.base import (
+    Action,
+    Average,
+    Mechanism,
+    Message,
+    Progress,
+    Push,
+    PushSumWeight,
+    Spec,
+    Strategy,
+    every_words,
+)
 from syncline.strategies.workers import OWN_OPTIMIZER, gradients_rule
-
-__all__ = ["Gossip", "Topology", "neighbours"]
-
 
 Topology = Literal["ring", "exponential", "pairs"]
 

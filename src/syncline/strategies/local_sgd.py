@@ -8,8 +8,16 @@ from typing import ClassVar, NamedTuple
 
 from syncline.checks import checked_count, checked_flag, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.actions import Action, Average, AverageBuffers, Message
-from syncline.strategies.base import Progress, Spec, Strategy, every_words
+from syncline.strategies.base import (
+    Action,
+    Average,
+    AverageBuffers,
+    Message,
+    Progress,
+    Spec,
+    Strategy,
+    every_words,
+)
 from syncline.strategies.workers import (
     OWN_OPTIMIZER,
     EverythingWithin,
@@ -21,8 +29,6 @@ from syncline.strategies.workers import (
     workers_of,
 )
 from syncline.words import format_count
-
-__all__ = ["LocalSGD"]
 
 
 class _State(NamedTuple):

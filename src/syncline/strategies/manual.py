@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from syncline.contract import Rule, Rules
-from syncline.strategies.actions import Action, Average, Message
-from syncline.strategies.base import Progress, Spec, Strategy
-
-__all__ = ["Manual"]
+from syncline.strategies.base import Action, Average, Message, Progress, Spec, Strategy
 
 
 class _State(NamedTuple):

@@ -8,12 +8,22 @@ from typing import Any, ClassVar, NamedTuple
 
 from syncline.checks import checked_count, store
 from syncline.contract import Rule, Rules
-from syncline.strategies.actions import Action, Adopt, AverageBuffers, Await, Close, Message, Update
-from syncline.strategies.base import Mechanism, Progress, ServerShard, Spec, Strategy
+from syncline.strategies.base import (
+    Action,
+    Adopt,
+    AverageBuffers,
+    Await,
+    Close,
+    Mechanism,
+    Message,
+    Progress,
+    ServerShard,
+    Spec,
+    Strategy,
+    Update,
+)
 from syncline.strategies.workers import OWN_OPTIMIZER, gradients_rule
 from syncline.words import format_count
-
-__all__ = ["ParameterServer"]
 
 
 class _State(NamedTuple):

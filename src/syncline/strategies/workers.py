@@ -6,21 +6,8 @@ from typing import Literal
 
 from syncline.checks import checked_count, did_you_mean
 from syncline.contract import Rule
-from syncline.strategies.actions import Action, ReduceGradients
-from syncline.strategies.base import Progress, Spec
+from syncline.strategies.base import Action, Progress, ReduceGradients, Spec
 from syncline.words import format_count
-
-__all__ = [
-    "OWN_OPTIMIZER",
-    "EverythingWithin",
-    "after_warmup",
-    "checked_within",
-    "gradients_rule",
-    "warmup_backward",
-    "warmup_words",
-    "workers_of",
-]
-
 
 EverythingWithin = Literal["host"] | int | None
 """Which ranks average gradients in every step: those of a host, groups of so many consecutive ranks, or none."""

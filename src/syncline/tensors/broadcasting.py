@@ -14,8 +14,6 @@ from syncline.tensors.targets import as_bytes, is_plain, mark_written
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
-__all__ = ["TensorBroadcaster"]
-
 
 class TensorBroadcaster:
     """A broadcast of the same tensors that can be repeated; it is planned once, and its memory is reused.

@@ -11,9 +11,6 @@ from typing import Protocol, TypeVar
 
 from syncline.transport.work import Work
 
-__all__ = ["Piece", "run_pieces"]
-
-
 _MAX_COPIES = 2
 """The next copy is packed while the previous one is sent; more copies in flight gain nothing."""
 

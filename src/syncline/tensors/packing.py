@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ALONE_BYTES", "CAP_BYTES", "plan_pieces"]
-
-
 CAP_BYTES = 32 * 1024 * 1024
 """Size of the largest chunk of packed tensors."""
 

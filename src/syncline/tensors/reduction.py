@@ -15,9 +15,6 @@ from syncline.tensors.targets import as_flat, is_plain, mark_written, parts_of
 from syncline.transport.base import REDUCE_OPS, ReduceOp, Transport, reductions_of, unknown_op
 from syncline.transport.work import CombinedWork, Work
 
-__all__ = ["ReductionPlan", "TensorReducer", "check_reducible"]
-
-
 _HALVES = (torch.float16, torch.bfloat16)
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]

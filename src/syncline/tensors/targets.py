@@ -14,21 +14,6 @@ from syncline.checks import what_it_is
 from syncline.optimizers.contents import optimizer_leaves
 from syncline.trees import leaves
 
-__all__ = [
-    "as_bytes",
-    "as_flat",
-    "as_real",
-    "check_dense",
-    "distinct_tensors",
-    "is_dense",
-    "is_plain",
-    "mark_written",
-    "named_tensors",
-    "parts_of",
-    "walk",
-]
-
-
 _OWN_MEMORY = (Tensor, nn.Parameter)
 """Types that are neither lazy nor wrappers of other tensors; other subclasses may be."""
 

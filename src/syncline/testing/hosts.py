@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from syncline import environment
 from syncline.environment import Environment
 
-__all__ = ["HostsUnavailable", "TwoHosts", "two_hosts"]
-
-
 _LETTERS = ("a", "b")
 
 _INTERFACE = "lan"

@@ -28,9 +28,6 @@ from typing import Any, Literal, NamedTuple
 
 from syncline.testing.ports import held_port
 
-__all__ = ["FORKS", "WORKER", "ForkedProcess", "Outcome", "RankPool", "Request", "Task", "Template"]
-
-
 WORKER = "syncline.testing.worker"
 
 FORKS = "--fork"

@@ -9,9 +9,6 @@ from contextlib import contextmanager
 
 from syncline.environment import Environment
 
-__all__ = ["held_port", "variables_of_rank"]
-
-
 _CAN_HOLD = sys.platform == "linux"
 
 

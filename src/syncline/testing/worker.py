@@ -29,14 +29,11 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config, parse_warning_filter
 
 from syncline import environment
-from syncline._torch.compilation import import_compiler
+from syncline._torch.modules import import_compiler
 from syncline.session.process import end_with_parent
 from syncline.session.world import shutdown
 from syncline.testing.pool import FORKS, Outcome, Request, Task
 from syncline.testing.ports import variables_of_rank
-
-__all__ = ["main"]
-
 
 _SLOW_TO_IMPORT = (
     "syncline.ddp.wrapper",

@@ -19,9 +19,6 @@ from syncline.torch_backend.work import ENDED, BackendWork, Finisher
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
-__all__ = ["BACKEND", "Group", "asynchronous", "copy_back", "fillable", "flat", "with_option"]
-
-
 BACKEND = "syncline"
 
 

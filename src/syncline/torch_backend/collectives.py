@@ -26,9 +26,6 @@ from syncline.torch_backend.work import ENDED
 from syncline.transport.base import ReduceOp
 from syncline.transport.work import DONE, CombinedWork
 
-__all__ = ["Collectives", "Reductions"]
-
-
 _SUM = dist.ReduceOp.SUM
 
 _NAMES: dict[Any, ReduceOp] = {

@@ -33,9 +33,6 @@ from syncline.torch_backend.base import BACKEND
 from syncline.torch_backend.collectives import Collectives
 from syncline.transport.base import Transport
 
-__all__ = ["SynclineProcessGroup"]
-
-
 _CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split")  # torch 2.15
 
 

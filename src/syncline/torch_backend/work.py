@@ -22,9 +22,6 @@ from torch.futures import Future
 from syncline.errors import CollectiveTimeout
 from syncline.transport.work import Work
 
-__all__ = ["ENDED", "BackendWork", "Finisher"]
-
-
 _POLL_SECONDS = 0.0005
 
 

@@ -1,11 +1,11 @@
 """A few operations on flat tensors, each of which returns a Work. Engines are interchangeable.
 
-Imports: errors, differences, user_code, _torch, liveness.
+Imports: errors, words, user_code, _torch, liveness.
 
 agreement.py          compare on all ranks what they are about to do, before any data is sent
 base.py               Transport: final public methods; engines implement `_start_*`
 c10d.py               engine: any torch.distributed process group
-c10d_groups.py        process groups: options of their calls, creation, destruction
+c10d_groups.py        process groups: options of their calls, creation, destruction, dtypes
 c10d_work.py          an operation of a process group: waiting, and errors in our words
 caller_lock.py        which thread of a rank may use a transport now
 faulty.py             engine: fails on purpose, for tests
@@ -16,7 +16,6 @@ statistics.py         counts, and the bytes that each operation sends: pure func
 thread_rendezvous.py  matches the calls of ranks that are threads: one state machine per collective
 threads.py            engine: ranks as threads of one process
 watched_work.py       a wait that checks for failed peers, deadlock and timeout
-wire_types.py         dtypes that torch's backends can move, and the conversion back
 work.py               an operation under way; several of them as one, against one deadline
 """
 

@@ -19,16 +19,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from syncline.differences import DEFAULT_REMEDY, describe_difference, refusal_of
 from syncline.errors import CollectiveMismatch, ContractMismatch
 from syncline.liveness.board import Place
 from syncline.liveness.calls import SAME_CALLS
 from syncline.transport.base import Transport
 from syncline.transport.work import Disagreement
 from syncline.user_code import called_in, user_code
-
-__all__ = ["PAYLOAD_BYTES", "agree", "describe_tensors", "exchange", "fingerprint", "gather_rows"]
-
+from syncline.words import DEFAULT_REMEDY, describe_difference, refusal_of
 
 PAYLOAD_BYTES = 72
 """Size of the payload in a record."""

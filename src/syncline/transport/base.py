@@ -25,16 +25,6 @@ from syncline.transport.caller_lock import Turn
 from syncline.transport.statistics import Counts, Statistics
 from syncline.transport.work import DONE, CombinedWork, MeasuredWork, Work
 
-__all__ = [
-    "REDUCE_OPS",
-    "ReduceOp",
-    "Team",
-    "Transport",
-    "reductions_of",
-    "unknown_op",
-]
-
-
 ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)

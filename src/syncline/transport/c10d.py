@@ -4,7 +4,7 @@ The process group's methods are called directly, because this is the hot path of
 `torch.distributed.all_reduce` and similar functions add 3 to 50 us of checks per call, depending on the version of
 torch.
 
-This file and `wire_types.py` hide the differences between backends. MPI, for instance, has no mean.
+This file and `c10d_groups.py` hide the differences between backends. MPI, for instance, has no mean.
 
 Gloo does not report different calls: if sizes do not match, it ends the *process* ("terminate called ...
 EnforceNotMet"), and its peers raise `PeerLost`. So the ranks have to agree on sizes first.
@@ -35,15 +35,21 @@ from syncline.liveness.notices import Notices, publisher
 from syncline.liveness.processes import FORKED, is_inherited
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
-from syncline.transport.c10d_groups import CallOptions, backends_of, destroy, group_timeout_seconds, new_group
+from syncline.transport.c10d_groups import (
+    CallOptions,
+    backends_of,
+    destroy,
+    group_timeout_seconds,
+    movable,
+    new_group,
+    put_back,
+    reducible,
+    writing,
+)
 from syncline.transport.c10d_work import C10dWork, MessageWork
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.watched_work import MESSAGES
-from syncline.transport.wire_types import movable, put_back, reducible, writing
 from syncline.transport.work import DONE, Work
-
-__all__ = ["C10dTransport"]
-
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 

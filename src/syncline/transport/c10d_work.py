@@ -17,12 +17,9 @@ from torch import distributed as dist
 from syncline._torch.autograd import call_without_context
 from syncline.errors import SynclineError
 from syncline.liveness.board import Wait
+from syncline.liveness.calls import TorchCall
 from syncline.liveness.failed_wait import FailedWait, is_of_backend
-from syncline.liveness.torch_calls import TorchCall
 from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
-
-__all__ = ["C10dWork", "CallOfTorch", "MessageWork"]
-
 
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 

@@ -13,9 +13,6 @@ import weakref
 from collections import Counter
 from types import TracebackType
 
-__all__ = ["Turn"]
-
-
 _NUMBERS = re.compile(r"\d+")
 
 

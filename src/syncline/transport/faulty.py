@@ -19,9 +19,6 @@ from syncline.errors import CollectiveTimeout, PeerLost
 from syncline.transport.base import ReduceOp, Team, Transport
 from syncline.transport.work import Work
 
-__all__ = ["Fault", "FaultyTransport"]
-
-
 _OPERATIONS = (
     *("all_reduce", "reduce_scatter", "reduce_spans", "all_gather", "broadcast", "send", "recv", "barrier"),
     "split",

@@ -30,6 +30,7 @@ from syncline.liveness.health import CLOSED, Lane
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Team, Transport
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.c10d_groups import writing
 from syncline.transport.hosts import (
     Hosts,
     host_key_or_random,
@@ -40,11 +41,7 @@ from syncline.transport.hosts import (
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.wire_types import writing
 from syncline.transport.work import Work
-
-__all__ = ["HierarchicalTransport"]
-
 
 _TOKEN_BYTES = 8
 

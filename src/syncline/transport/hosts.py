@@ -14,12 +14,10 @@ from syncline.liveness.calls import named_ranks
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import host_key
 from syncline.transport.c10d import C10dTransport
+from syncline.transport.c10d_groups import writing
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
 from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
-from syncline.transport.wire_types import writing
-
-__all__ = ["Hosts", "host_key_or_random", "raise_if_any", "shared_memory_inside", "trouble_on_host"]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,6 @@ from syncline.transport.c10d_work import C10dWork
 from syncline.transport.watched_work import WatchedWork, under_way
 from syncline.transport.work import Work
 
-__all__ = ["Phase", "PhaseQueue", "PhasedWork"]
-
-
 _NAP_SECONDS = 0.0005
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Counts", "Statistics", "sent_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:

@@ -29,8 +29,6 @@ from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
 
-__all__ = ["CallMatcher", "Rendezvous", "State"]
-
 
 class State(enum.Enum):
     """The state of a rendezvous."""

@@ -20,13 +20,10 @@ from syncline.errors import PeerFailed, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Call, Failure
 from syncline.transport.base import ReduceOp, Transport
+from syncline.transport.c10d_groups import writing
 from syncline.transport.caller_lock import Turn
 from syncline.transport.thread_rendezvous import CallMatcher, Rendezvous, State
-from syncline.transport.wire_types import writing
 from syncline.transport.work import DONE, Work
-
-__all__ = ["ThreadGroup", "ThreadsTransport", "run_ranks"]
-
 
 T = TypeVar("T")
 

@@ -29,18 +29,6 @@ from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
 from syncline.transport.work import Work
 from syncline.user_code import user_code, warn_user
 
-__all__ = [
-    "MESSAGES",
-    "SLICE_SECONDS",
-    "Driven",
-    "LongWait",
-    "UnderWay",
-    "Watched",
-    "WatchedWork",
-    "under_way",
-]
-
-
 SLICE_SECONDS = 0.25
 """How long a wait lasts before it checks for failures."""
 

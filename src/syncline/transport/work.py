@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from syncline.errors import CollectiveMismatch
 from syncline.transport.statistics import Counts
 
-__all__ = ["DONE", "CombinedWork", "Disagreement", "MeasuredWork", "Work"]
-
 
 class Disagreement(CollectiveMismatch):
     """An error for ranks whose calls have different terms. Nothing was written, and the transport remains usable."""

@@ -2,8 +2,8 @@
 
 Each function is a collective: every rank of the group must call it, in the same order.
 
-Imports: errors, words, differences, checks, trees, user_code, _torch, transport, session, optimizers, tensors,
-equality, gradients, sharded, buffers, checkpoint.
+Imports: errors, words, checks, trees, user_code, _torch, transport, session, optimizers, tensors, equality, gradients,
+sharded, buffers, checkpoint.
 
 all_reduce.py      all_reduce_
 average.py         average_

@@ -20,9 +20,6 @@ from syncline.transport.base import ReduceOp, Transport, reductions_of
 from syncline.transport.work import Disagreement, Work
 from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_one_copy, refuse_sharded
 
-__all__ = ["all_reduce_"]
-
-
 T = TypeVar("T")
 
 _SAME_TREE = "Call it with the same tree of tensors and the same op on every rank."

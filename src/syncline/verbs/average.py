@@ -33,8 +33,6 @@ from syncline.verbs.common import (
 )
 from syncline.verbs.diverge import record_equal
 
-__all__ = ["Likeness", "average_"]
-
 
 class Likeness:
     """A record of named tensors, used to recognize them later when only their values have changed.

@@ -18,9 +18,6 @@ from syncline.transport.work import CombinedWork, Work
 from syncline.verbs.common import Group, Prepared, agree_on_call, rank_of_source, refuse_sharded
 from syncline.verbs.diverge import record_equal
 
-__all__ = ["Replaced", "broadcast_"]
-
-
 T = TypeVar("T")
 
 _REMEDY = (

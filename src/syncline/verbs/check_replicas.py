@@ -27,9 +27,6 @@ from syncline.verbs.common import Group, Prepared, agree_on_call, refuse_sharded
 from syncline.verbs.diverge import divergences_around, record_equal
 from syncline.words import format_names
 
-__all__ = ["ReplicaReport", "check_replicas"]
-
-
 _TITLE = "sl.check_replicas"
 
 _DIGEST_BYTES = 32

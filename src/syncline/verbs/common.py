@@ -10,23 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.checks import checked_count
-from syncline.differences import describe_ranks
 from syncline.sharded.attached import is_sharded
-from syncline.sharded.one_copy import has_one_copy
+from syncline.sharded.sharing import has_one_copy
 from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
-
-__all__ = [
-    "Group",
-    "Prepared",
-    "agree_on_call",
-    "checked_total",
-    "global_rank",
-    "rank_of_source",
-    "refuse_one_copy",
-    "refuse_sharded",
-]
-
+from syncline.words import describe_ranks
 
 Group = dist.ProcessGroup | Transport | None
 

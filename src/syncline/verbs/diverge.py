@@ -16,8 +16,6 @@ from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 from syncline.verbs.common import refuse_one_copy
 
-__all__ = ["Divergence", "diverge", "divergences_around", "record_equal"]
-
 
 class Divergence:
     """The record of whether the replicas of one wrapped module drift, or have drifted, apart on purpose.

@@ -13,9 +13,6 @@ from syncline.session.world import transport_of
 from syncline.verbs.broadcast import Replaced
 from syncline.verbs.common import Group, Prepared, agree_on_call, global_rank, refuse_one_copy
 
-__all__ = ["keep_best_"]
-
-
 _TITLE = "sl.keep_best_"
 
 _REMEDY = "Call it with the same tree of tensors and the same mode on every rank."

@@ -24,9 +24,6 @@ from syncline.transport.work import Work
 from syncline.trees import leaves, map_leaves
 from syncline.verbs.common import Group, Prepared, agree_on_call, checked_total
 
-__all__ = ["barrier", "mean", "weighted_mean"]
-
-
 _LARGE_NUMEL = 4096
 """Tensors with at least this many elements are reduced instead of gathered."""
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from syncline.checks import checked_flag, checked_kind
-from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.reducer import GradientSync, reducers_of
@@ -22,9 +21,7 @@ from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, gather
 from syncline.transport.base import Transport
 from syncline.transport.work import DONE, CombinedWork, Work
 from syncline.verbs.common import Group, Prepared, agree_on_call
-
-__all__ = ["sync_gradients_"]
-
+from syncline.words import describe_ranks
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from syncline.gradients.backward import Backward
 from syncline.transport.base import Transport
 
-__all__ = ["Holder", "Reduced", "Rider", "Riders", "Words"]
-
 
 class Holder(Protocol):
     """A bucket, dense or sparse, as riders see it."""

@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from syncline.equality.fingerprint import SliceHash
 from syncline.equality.leaves import Leaf, optimizer_leaves_of
 
-__all__ = ["Coverage", "Listing", "Piece", "Turns", "rotation", "spread"]
-
-
 _OVERHEAD_BYTES = 1 << 14
 """Fixed cost of hashing one more tensor of any size, as the number of bytes that take as long to hash."""
 

@@ -7,9 +7,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["DiscardedGradients"]
-
-
 _MARK = "_syncline_discarded"
 
 _numbers = itertools.count(1)

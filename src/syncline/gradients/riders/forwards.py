@@ -16,13 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from syncline.differences import describe_ranks
 from syncline.gradients.backward import Backward
-from syncline.gradients.outputs import tensors_in, when_backward_reaches
 from syncline.gradients.riders.base import Rider, Words
+from syncline.gradients.usage import tensors_in, when_backward_reaches
 from syncline.user_code import warn_user
-
-__all__ = ["Forwards"]
+from syncline.words import describe_ranks
 
 _MAX_WATCHED_TENSORS = 8
 """An output of more tensors is not watched, because each tensor costs a microsecond."""

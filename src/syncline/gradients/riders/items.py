@@ -23,12 +23,10 @@ from torch import Tensor
 
 from syncline._torch.tensors import foreach_mul_, stored_values, version_of
 from syncline.checks import checked_count
-from syncline.differences import describe_ranks
 from syncline.errors import SynclineError
 from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
-
-__all__ = ["MAX_ITEMS", "ItemCount", "ItemNormalizer", "Items", "Standing", "checked_num_items"]
+from syncline.words import describe_ranks
 
 MAX_ITEMS: int = 2**48 - 1
 """The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""

@@ -19,8 +19,6 @@ from syncline.checks import number_in, what_it_is
 from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 
-__all__ = ["Metrics", "check_metric"]
-
 _BITS = 64
 """Bits of a metric: its mean and its weight."""
 

@@ -9,8 +9,6 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 from syncline.gradients.usage import StaticUsage
 
-__all__ = ["MissingGradients", "StaticGraph"]
-
 
 class MissingGradients(Rider):
     """Report of whether a parameter that should get a gradient got none.

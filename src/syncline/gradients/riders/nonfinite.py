@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from syncline._torch.grad_scaler import ScalerFinder
+from syncline._torch.optimizers import ScalerFinder
 from syncline._torch.tensors import foreach_norm, stored_values
 from syncline.errors import NonFiniteGradient
 from syncline.gradients.backward import Backward
@@ -30,14 +30,6 @@ from syncline.gradients.riders.discarded import DiscardedGradients
 from syncline.records import NonFiniteRecord
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-
-__all__ = [
-    "NonFinite",
-    "NonFiniteWatch",
-    "describe",
-    "is_finite",
-]
-
 
 _Parts = Sequence[tuple[int, Tensor]]
 """Gradients with their parameter indices; several tensors of one index are parts of one gradient."""

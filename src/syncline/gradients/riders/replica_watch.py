@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline.checks import checked_choice, checked_count, store
-from syncline.differences import describe_ranks
 from syncline.equality.fingerprint import mixed
 from syncline.equality.leaves import Leaf, parameter_leaves
 from syncline.equality.locate import Difference, divergence_error, locate
@@ -29,13 +28,7 @@ from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import distinct_tensors
 from syncline.transport.base import Transport
 from syncline.user_code import warn_user
-
-__all__ = [
-    "NUM_FINGERPRINT_BITS",
-    "ReplicaCheck",
-    "ReplicaWatch",
-]
-
+from syncline.words import describe_ranks
 
 OnDivergence = Literal["raise", "repair", "warn"]
 

@@ -6,8 +6,6 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Reduced, Rider, Words
 from syncline.gradients.riders.replica_watch import NUM_FINGERPRINT_BITS, ReplicaWatch
 
-__all__ = ["Replicas"]
-
 _NUM_SAMPLES = 64
 """Number of elements of each bucket that are checked for finiteness."""
 

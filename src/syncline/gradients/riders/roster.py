@@ -20,8 +20,6 @@ from syncline.gradients.riders.stop import Stop
 from syncline.gradients.usage import StaticUsage
 from syncline.transport.base import Transport
 
-__all__ = ["Roster"]
-
 
 class Roster(Riders):
     """All riders of a reducer; the same on all ranks.

@@ -16,11 +16,6 @@ from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Holder, Rider, Words
 from syncline.user_code import warn_user
 
-__all__ = [
-    "SameData",
-]
-
-
 _NUM_STEPS = 10
 """Number of steps with equal hashes after which chance is ruled out."""
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import zlib
 
-from syncline.differences import describe_difference
 from syncline.errors import ContractMismatch
 from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
 from syncline.optimizers.attached import AttachedOptimizer
-
-__all__ = ["Settings"]
+from syncline.words import describe_difference
 
 _NUM_BITS = 24
 _MAX: int = 2**_NUM_BITS - 1

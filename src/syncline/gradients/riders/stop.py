@@ -16,8 +16,6 @@ from syncline.session.stop_request import StopRequest
 from syncline.transport.agreement import gather_rows
 from syncline.transport.base import Transport
 
-__all__ = ["Stop", "StopVote", "VoteRoute"]
-
 
 class VoteRoute(Enum):
     """The way in which the votes travel; the same on all ranks."""

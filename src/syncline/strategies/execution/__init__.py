@@ -2,9 +2,8 @@
 
 driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
 effects.py     what actions do, as facts and in words: pure
-executor.py    carries out actions on the tensors of one rank
+executor.py    carries out actions on the tensors and optimizers of one rank
 flat.py        parameters as flat tensors
-optimizers.py  the attached optimizers of one module: completed steps, and their state
 outer_step.py  the outer optimizer of DiLoCo
 push_sum.py    one round of gossip
 server.py      the shards of a parameter server

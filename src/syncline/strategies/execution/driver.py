@@ -16,18 +16,22 @@ from syncline.equality.fingerprint import digest_of, fingerprints
 from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.records import RoundRecord
-from syncline.strategies.actions import Action, Average, Await, Message, ReduceGradients
-from syncline.strategies.base import Progress, Spec, Strategy
+from syncline.strategies.base import (
+    Action,
+    Average,
+    Await,
+    Message,
+    Progress,
+    ReduceGradients,
+    Spec,
+    Strategy,
+)
 from syncline.strategies.execution.effects import are_blocking, in_words, make_equal, sends, synchronized_by
-from syncline.strategies.execution.executor import Executor
-from syncline.strategies.execution.optimizers import Optimizers
+from syncline.strategies.execution.executor import Executor, Optimizers
 from syncline.strategies.execution.server import ShardedServer
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
-
-__all__ = ["ALLOWED_MOVES", "Rounds", "State"]
-
 
 _WEIGHT = struct.Struct("<d")
 

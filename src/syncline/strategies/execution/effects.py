@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from syncline.strategies.actions import (
+from syncline.strategies.base import (
     Action,
     Adopt,
     Average,
@@ -16,8 +16,6 @@ from syncline.strategies.actions import (
     SendOuter,
     Update,
 )
-
-__all__ = ["are_blocking", "in_words", "make_equal", "sends", "synchronized_by"]
 
 
 def sends(action: Action, *, has_buffers: bool) -> bool:

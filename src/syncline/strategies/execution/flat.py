@@ -10,8 +10,6 @@ from torch import Tensor
 from syncline._torch.tensors import foreach_copy_
 from syncline.tensors.targets import as_real
 
-__all__ = ["FlatGroup", "flat_groups"]
-
 
 class FlatGroup:
     """Tensors of one dtype and device, read and written as one flat tensor with at least 32 bits per value.

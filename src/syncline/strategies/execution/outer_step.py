@@ -14,8 +14,6 @@ from syncline.strategies.execution.flat import FlatGroup, flat_groups
 from syncline.transport.base import Transport
 from syncline.user_code import calling
 
-__all__ = ["OuterLoop"]
-
 
 class OuterLoop:
     """A copy of the parameters that is equal on all ranks, stepped by an optimizer of its own.

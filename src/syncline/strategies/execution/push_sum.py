@@ -12,8 +12,6 @@ from syncline.strategies.execution.flat import FlatGroup, flat_groups
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
-__all__ = ["PushSum"]
-
 
 class PushSum:
     """A rank's values and their push-sum weight.

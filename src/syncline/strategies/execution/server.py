@@ -11,13 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from syncline.strategies.actions import Message
+from syncline.strategies.base import Message
 from syncline.strategies.execution.flat import flat_groups
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
-
-__all__ = ["ShardedServer"]
-
 
 _SHORTEST_PAUSE_SECONDS = 20e-6
 

@@ -8,8 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine", "num_cores", "total_memory_bytes"]
-
 
 def num_cores() -> int:
     """The cores that this process may use."""

@@ -23,9 +23,6 @@ from typing import Any, Literal, TextIO
 from syncline.tools.bench.timing import Timer
 from syncline.transport.base import Transport
 
-__all__ = ["MPI", "MPIPeer", "find_mpi", "short_name"]
-
-
 _PEER = Path(__file__).with_name("mpi_peer.py")
 
 _START_SECONDS = 60.0

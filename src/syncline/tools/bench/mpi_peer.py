@@ -17,8 +17,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main(path: str) -> None:
     """Serve requests from the process that listens at the socket `path`."""

@@ -16,21 +16,6 @@ from typing import Any
 
 from syncline.tools.bench.tables import table
 
-__all__ = [
-    "SUFFIXES",
-    "Pace",
-    "Row",
-    "can_plot",
-    "crossover",
-    "frontier",
-    "frontier_table",
-    "interval_text",
-    "plot",
-    "plot_frontier",
-    "rate_text",
-]
-
-
 # ---------------------------------------------------------------------- loss against bytes
 
 

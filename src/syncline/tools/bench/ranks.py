@@ -25,8 +25,6 @@ from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of
 from syncline.transport.base import Transport
 
-__all__ = ["Plan", "RoundsParser", "main", "measure"]
-
 
 class RoundsParser(argparse.ArgumentParser):
     """A parser with --rounds, --quick and --json; a program adds its own arguments.

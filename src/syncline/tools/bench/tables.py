@@ -7,9 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["judged", "parse_size", "report", "seconds_text", "size_text", "table"]
-
-
 _MAX_WIDTH = 110
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from syncline.session.world import World, transport_of
+from syncline.session.ranks import World
+from syncline.session.world import transport_of
 from syncline.transport.base import Transport
-
-__all__ = ["Timer", "alternate", "calls_for", "median_interval", "ratio", "summarize", "take_turns", "timer"]
-
 
 Timer = Callable[[int], float]
 """A function that makes the given number of calls and returns their seconds on this rank; all ranks call it at once."""

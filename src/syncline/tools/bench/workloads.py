@@ -22,29 +22,6 @@ from syncline.torch_backend import register_backend
 from syncline.transport.base import ReduceOp, Transport
 from syncline.verbs import all_reduce_
 
-__all__ = [
-    "COPY",
-    "GLOO",
-    "GPT",
-    "IN_PLACE",
-    "LOCAL",
-    "OURS",
-    "OURS_SUM",
-    "SHARDED",
-    "SIZES",
-    "Block",
-    "GPTConfig",
-    "backend_group",
-    "can_shard",
-    "checked",
-    "engines",
-    "num_parameters_of",
-    "random_batch",
-    "steps_of",
-    "wrappers",
-]
-
-
 OURS = "syncline"
 
 OURS_SUM = "syncline, sum only"

@@ -26,8 +26,6 @@ from syncline.tools.launch.guardian import Guardian
 if TYPE_CHECKING:
     from syncline.tools.bench.ranks import Plan
 
-__all__ = ["main"]
-
 
 _HELP = """\
 usage: syncline bench [-n RANKS] [options]
@@ -171,8 +169,7 @@ def _mpis() -> list[dict[str, str]]:
 
 
 def _launch(num_ranks: int, arguments: Sequence[str], guardian: Guardian) -> int:
-    from syncline.tools.launch.rendezvous import config_for_this_host
-    from syncline.tools.launch.supervise import Job, supervise, worker_command
+    from syncline.tools.launch.supervise import Job, config_for_this_host, supervise, worker_command
 
     config = config_for_this_host(num_ranks, log_line_prefix_template="syncline bench: ")
     before = environment.export({"OMP_NUM_THREADS": "1"}, replace=True)

@@ -17,9 +17,6 @@ from syncline.tools.cli.options import CommandParser, UsageError
 from syncline.tools.cli.run import check_program
 from syncline.tools.launch.guardian import Guardian
 
-__all__ = ["main"]
-
-
 _HELP = """\
 usage: syncline doctor
        syncline doctor [-n RANKS] [--step K] [--continue] SCRIPT [arguments]
@@ -125,8 +122,7 @@ def _examine(args: argparse.Namespace, guardian: Guardian) -> int:
 
 
 def _launch(num_ranks: int, command: Sequence[str], guardian: Guardian) -> int:
-    from syncline.tools.launch.rendezvous import config_for_this_host
-    from syncline.tools.launch.supervise import Job, supervise
+    from syncline.tools.launch.supervise import Job, config_for_this_host, supervise
 
     config = config_for_this_host(num_ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

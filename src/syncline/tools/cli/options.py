@@ -17,9 +17,6 @@ from typing import Any, NoReturn
 
 from syncline import environment
 
-__all__ = ["CommandParser", "UsageError", "parse"]
-
-
 _HELP = """\
 usage: syncline run [-n N] [options] SCRIPT [arguments]
        syncline run [-n N] [options] -m MODULE [arguments]

@@ -30,8 +30,6 @@ from syncline.tools.launch.guardian import Guardian
 if TYPE_CHECKING:
     from syncline.tools.launch.supervise import Job
 
-__all__ = ["check_program", "main"]
-
 
 _GRACE_SECONDS = 5.0
 
@@ -258,8 +256,7 @@ def _why_not_listen(address: str | None, port: int) -> str | None:
 def _job(args: argparse.Namespace, guardian: Guardian) -> Job:
     from torch.distributed.run import config_from_args, get_args_parser
 
-    from syncline.tools.launch.rendezvous import listen_at
-    from syncline.tools.launch.supervise import Job, worker_command
+    from syncline.tools.launch.supervise import Job, listen_at, worker_command
 
     wants_torch_logs = (
         args.tee != "0"

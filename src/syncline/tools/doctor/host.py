@@ -17,9 +17,6 @@ from syncline.session.world import init, shutdown, transport_of
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import available_bytes
 
-__all__ = ["Finding", "findings", "main"]
-
-
 _SMALL_SHM_BYTES = 1 << 30
 
 _FEW_FILES = 1024

@@ -22,19 +22,16 @@ import torch
 import torch.nn.parallel
 from torch import Tensor, nn
 
-from syncline._torch.compilation import NotTraced
+from syncline._torch.modules import NotTraced
 from syncline._torch.tensors import tree_map_only
 from syncline.ddp.wrapper import DistributedDataParallel
 from syncline.debug.repeated_runs import Step, examine
 from syncline.debug.run_state import Subject, synchronization_of
-from syncline.gradients.outputs import tensors_in
+from syncline.gradients.usage import tensors_in
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 from syncline.user_code import calling
-
-__all__ = ["Orders", "main"]
-
 
 _NOT_BY_GRAD = "Checkpointing is not compatible with .grad()"
 """The error of a re-entrant checkpoint. It needs a backward that reaches `.grad`, which would start a reduction."""

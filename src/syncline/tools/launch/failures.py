@@ -11,9 +11,6 @@ from pathlib import Path
 
 from syncline.session.stop_request import EXIT_STOPPED
 
-__all__ = ["Failure", "LastWords", "describe", "first_failure", "read_last_words"]
-
-
 _MAX_TAIL_LINES = 20
 
 _MAX_OTHERS = 4

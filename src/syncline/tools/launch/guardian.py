@@ -30,9 +30,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Guardian", "main"]
-
-
 _READ_BYTES = 1 << 16
 
 _SAME_END_SECONDS = 1.0

@@ -28,9 +28,6 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from syncline.tools.launch.failures import Failure, first_failure, read_last_words
 from syncline.tools.launch.stopping import Ended
 
-__all__ = ["DEFAULT_PREFIX", "Forwarder", "Lines", "RankLogs", "TorchLogs"]
-
-
 DEFAULT_PREFIX = "[rank ${rank}] "
 
 _PROGRESS_SECONDS = 5.0  # the shortest time between two lines of one progress bar

@@ -41,18 +41,6 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Subpro
 from syncline._torch import elastic
 from syncline.session.stop_request import EXIT_STOPPED
 
-__all__ = [
-    "Ended",
-    "Interruption",
-    "PassOn",
-    "Stops",
-    "kill_left_behind",
-    "kill_workers",
-    "time_for_last_words",
-    "worker_groups",
-]
-
-
 Ended = dict[int, tuple[int, int]]
 """Process number and exit code by local rank, in the order in which the ends were detected."""
 

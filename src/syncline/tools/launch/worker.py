@@ -33,9 +33,6 @@ import sys
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["main"]
-
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 

@@ -4,9 +4,8 @@ core.py       find and load the native core
 engine.py     calls of the native core, and their codes
 hub.py        connections between the ranks of a host, over which memory is passed on
 memory.py     create and map memory; how much is left
-peers.py      do the processes of the other ranks still exist?
 regions.py    tensors in shared memory: reduced in place, or one copy for all ranks
-sockets.py    Unix sockets between two ranks: who may connect, bytes, files
+sockets.py    Unix sockets between two ranks: who may connect, bytes, files, which process has ended
 transport.py  the engine itself
 work.py       an operation in shared memory, and how it is waited for
 """

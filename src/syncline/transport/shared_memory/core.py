@@ -14,17 +14,6 @@ from pathlib import Path
 
 from syncline.errors import SynclineError
 
-__all__ = [
-    "MAX_ABORT_BYTES",
-    "MAX_RANKS",
-    "Library",
-    "Outcome",
-    "SharedMemoryUnavailable",
-    "find_library",
-    "library",
-]
-
-
 _NAME = "libsyncline_core.so"
 
 

@@ -21,17 +21,6 @@ from syncline.transport.base import REDUCE_OPS
 from syncline.transport.shared_memory.core import MAX_ABORT_BYTES, library
 from syncline.transport.shared_memory.memory import SharedMemory
 
-__all__ = [
-    "REDUCED_DTYPES",
-    "Engine",
-    "EngineLane",
-    "Kind",
-    "LaneSizes",
-    "call_of",
-    "code_of",
-    "reduction_codes",
-]
-
 
 class Kind:
     """The kinds of operations."""

@@ -28,8 +28,8 @@ from syncline.liveness.processes import host_key
 from syncline.liveness.store import SignedStore, decode
 from syncline.transport.shared_memory.core import MAX_RANKS, SharedMemoryUnavailable, library
 from syncline.transport.shared_memory.memory import SharedMemory
-from syncline.transport.shared_memory.peers import Peers
 from syncline.transport.shared_memory.sockets import (
+    Peers,
     RankOnSocket,
     accepted,
     address_of,
@@ -40,9 +40,6 @@ from syncline.transport.shared_memory.sockets import (
     send_file,
     send_rows,
 )
-
-__all__ = ["NUM_EXCHANGES", "Exchange", "Hub", "store_exchange"]
-
 
 Exchange = Callable[[bytes], list[bytes]]
 """A collective function that gathers every rank's bytes, in rank order."""

@@ -23,9 +23,6 @@ from typing import Any, NamedTuple
 
 from syncline.errors import SynclineError
 
-__all__ = ["SharedMemory", "available_bytes"]
-
-
 _PROCESS = Path("/proc/self/cgroup")
 
 _MACHINE = Path("/proc/meminfo")

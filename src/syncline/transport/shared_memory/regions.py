@@ -10,9 +10,6 @@ from torch import Tensor
 
 from syncline.transport.shared_memory.hub import Hub
 
-__all__ = ["IN_PLACE_BYTES", "Region", "Regions"]
-
-
 IN_PLACE_BYTES = 64 * 1024
 """Size from which tensors are reduced in place; smaller ones are faster with copies through a lane's memory."""
 

@@ -1,4 +1,4 @@
-"""Unix sockets between two ranks of one host: who may connect, and how bytes and files are sent.
+"""Unix sockets between the ranks of one host: who may connect, how bytes and files are sent, which process has ended.
 
 While the ranks connect, each rank listens for the next one at an abstract address. The address vanishes with its
 process, so a killed process leaves no file behind. A connection is accepted only from the expected process of the same
@@ -7,26 +7,73 @@ user, as reported by the kernel, and only with the random token of the group.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import named_ranks
+from syncline.liveness.processes import RankProcess
 
-__all__ = [
-    "RankOnSocket",
-    "accepted",
-    "address_of",
-    "connected",
-    "listener_for_next",
-    "receive_file",
-    "receive_rows",
-    "send_file",
-    "send_rows",
-]
+
+class Peers:
+    """The processes of the other ranks, identified so that a reused process number is not mistaken for a rank.
+
+    A process is identified by its number and its start time, which needs no open file. If `/proc` does not show the
+    start time, a process descriptor (pidfd) identifies it.
+
+    Args:
+        pids: process numbers by rank.
+        rank: this rank, which is not watched.
+
+    Raises:
+        OSError: this kernel has no process descriptors, or a process has ended already.
+    """
+
+    def __init__(self, pids: Sequence[int], rank: int) -> None:
+        self.pids = list(pids)
+        self._processes: dict[int, RankProcess] = {}
+        self._rank_of: dict[int, int] = {}
+        try:
+            for peer, pid in enumerate(pids):
+                if peer == rank:
+                    continue
+                process = RankProcess.here(pid)
+                if process is None:
+                    self._rank_of[os.pidfd_open(pid)] = peer
+                else:
+                    self._processes[peer] = process
+        except BaseException:
+            self.close()
+            raise
+
+    def gone(self) -> list[int]:
+        """Return the ranks whose process has ended. Any thread may call this."""
+        gone = [peer for peer, process in self._processes.items() if process.has_ended()]
+        rank_of = self._rank_of
+        if rank_of:
+            poll = select.poll()  # a new object per call, because two threads cannot use one at once
+            for descriptor in rank_of:
+                poll.register(descriptor, select.POLLIN)
+            gone += [rank_of[descriptor] for descriptor, events in poll.poll(0) if events & select.POLLIN]
+        return sorted(gone)
+
+    def close(self) -> None:
+        """Stop watching all processes."""
+        self._processes = {}
+        rank_of, self._rank_of = self._rank_of, {}
+        for descriptor in rank_of:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
 
 
 _CREDENTIALS = struct.Struct("3i")

@@ -44,9 +44,6 @@ from syncline.transport.shared_memory.work import SharedMemoryWork
 from syncline.transport.threads import ThreadGroup
 from syncline.transport.work import DONE, Work
 
-__all__ = ["SharedMemoryTransport"]
-
-
 _CODES = {
     kind: reduction_codes(kind, REDUCED_DTYPES)
     for kind in (

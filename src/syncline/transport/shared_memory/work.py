@@ -9,12 +9,9 @@ from syncline.liveness.calls import Call, Failure
 from syncline.liveness.failed_wait import FailedWait
 from syncline.transport.shared_memory.core import Outcome, library
 from syncline.transport.shared_memory.engine import EngineLane, call_of
-from syncline.transport.shared_memory.peers import Peers
+from syncline.transport.shared_memory.sockets import Peers
 from syncline.transport.watched_work import WatchedWork
 from syncline.transport.work import Disagreement
-
-__all__ = ["SharedMemoryWork"]
-
 
 _GLANCE_SECONDS = 0.05
 """How long a wait sleeps before it checks whether the peers' processes still exist."""

@@ -11,8 +11,6 @@ import torch.utils.data as torch_data
 from syncline.checks import checked_count, checked_flag, checked_state, checked_truth, what_it_is
 from syncline.session.world import world
 
-__all__ = ["DistributedSampler", "place_to_resume"]
-
 
 class DistributedSampler(torch_data.DistributedSampler[int]):
     """A sampler that deals a dataset's indices out to the ranks; per epoch, the same indices as torch's class.
