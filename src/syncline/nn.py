@@ -29,6 +29,8 @@ from syncline.checks import checked_count, checked_kind, checked_number, checked
 from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 
+__all__ = ["SyncBatchNorm"]
+
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` for every device and transport.
