@@ -1,10 +1,10 @@
 """Data-parallel PyTorch whose synchronization you can read, choose and trust.
 
-The public names. docs/architecture.md shows the rooms of the house, in the order of their imports.
+This file lists the public names. docs/architecture.md shows the packages of the library, in the order of their imports.
 
-`import syncline` imports only faces.py: `sl.Checkpointer` imports the module of `Checkpointer` when it is asked for the
-first time. So a program waits only for what it uses, and `syncline --help` does not wait for torch. Type checkers and
-editors read the imports below; `tests/architecture` holds them, `_NAMES` and `__all__` against each other.
+`import syncline` imports only faces.py. `sl.Checkpointer` imports the module of `Checkpointer` when a program uses
+`sl.Checkpointer` for the first time. So a program waits only for what it uses, and `syncline --help` does not wait for
+torch. To add a public name, add one import below: `__all__` consists of the names of these imports.
 """
 
 from __future__ import annotations
@@ -14,161 +14,60 @@ from typing import TYPE_CHECKING
 from syncline.faces import hand_out
 
 if TYPE_CHECKING:
-    from syncline import compression, debug, nn
-    from syncline.checkpoint.checkpointer import Checkpointer
-    from syncline.checkpoint.train_state import TrainState
-    from syncline.contract import Contract, Row
-    from syncline.data import DistributedSampler
-    from syncline.ddp.wrapper import DistributedDataParallel
-    from syncline.errors import (
-        CheckpointCorrupt,
-        CollectiveMismatch,
-        CollectiveTimeout,
-        ContractMismatch,
-        NonFiniteGradient,
-        PeerFailed,
-        PeerLost,
-        ReplicaDivergence,
-        SameDataWarning,
-        SynclineError,
-        UnevenInputs,
-        UnreducedGradients,
-    )
-    from syncline.evolution.strategy import EvolutionStrategy
-    from syncline.gradients.riders.replica_watch import ReplicaCheck
-    from syncline.records import (
-        BackwardRecord,
-        BucketRecord,
-        BufferRecord,
-        EvolutionRecord,
-        NonFiniteRecord,
-        RoundRecord,
-    )
-    from syncline.session.ranks import World
-    from syncline.session.stop_request import EXIT_STOPPED
-    from syncline.session.world import init, shutdown, world
-    from syncline.sharded.sharing import share_, write_shared
-    from syncline.strategies import DiLoCo, EveryStep, Gossip, LocalSGD, Manual, ParameterServer
-    from syncline.torch_backend import register_backend
-    from syncline.transport.statistics import Statistics
-    from syncline.verbs import (
-        all_reduce_,
-        average_,
-        barrier,
-        broadcast_,
-        keep_best_,
-        mean,
-        sync_gradients_,
-    )
-    from syncline.verbs.check_replicas import check_replicas
-    from syncline.verbs.diverge import diverge
+    from syncline import compression as compression
+    from syncline import debug as debug
+    from syncline import nn as nn
+    from syncline.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from syncline.checkpoint.train_state import TrainState as TrainState
+    from syncline.contract import Contract as Contract
+    from syncline.contract import Row as Row
+    from syncline.data import DistributedSampler as DistributedSampler
+    from syncline.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
+    from syncline.errors import CheckpointCorrupt as CheckpointCorrupt
+    from syncline.errors import CollectiveMismatch as CollectiveMismatch
+    from syncline.errors import CollectiveTimeout as CollectiveTimeout
+    from syncline.errors import ContractMismatch as ContractMismatch
+    from syncline.errors import NonFiniteGradient as NonFiniteGradient
+    from syncline.errors import PeerFailed as PeerFailed
+    from syncline.errors import PeerLost as PeerLost
+    from syncline.errors import ReplicaDivergence as ReplicaDivergence
+    from syncline.errors import SameDataWarning as SameDataWarning
+    from syncline.errors import SynclineError as SynclineError
+    from syncline.errors import UnevenInputs as UnevenInputs
+    from syncline.errors import UnreducedGradients as UnreducedGradients
+    from syncline.evolution.strategy import EvolutionStrategy as EvolutionStrategy
+    from syncline.gradients.riders.replica_watch import ReplicaCheck as ReplicaCheck
+    from syncline.records import BackwardRecord as BackwardRecord
+    from syncline.records import BucketRecord as BucketRecord
+    from syncline.records import BufferRecord as BufferRecord
+    from syncline.records import EvolutionRecord as EvolutionRecord
+    from syncline.records import NonFiniteRecord as NonFiniteRecord
+    from syncline.records import RoundRecord as RoundRecord
+    from syncline.session.ranks import World as World
+    from syncline.session.stop_request import EXIT_STOPPED as EXIT_STOPPED
+    from syncline.session.world import init as init
+    from syncline.session.world import shutdown as shutdown
+    from syncline.session.world import world as world
+    from syncline.sharded.sharing import share_ as share_
+    from syncline.sharded.sharing import write_shared as write_shared
+    from syncline.strategies import DiLoCo as DiLoCo
+    from syncline.strategies import EveryStep as EveryStep
+    from syncline.strategies import Gossip as Gossip
+    from syncline.strategies import LocalSGD as LocalSGD
+    from syncline.strategies import Manual as Manual
+    from syncline.strategies import ParameterServer as ParameterServer
+    from syncline.torch_backend import register_backend as register_backend
+    from syncline.transport.statistics import Statistics as Statistics
+    from syncline.verbs import all_reduce_ as all_reduce_
+    from syncline.verbs import average_ as average_
+    from syncline.verbs import barrier as barrier
+    from syncline.verbs import broadcast_ as broadcast_
+    from syncline.verbs import keep_best_ as keep_best_
+    from syncline.verbs import mean as mean
+    from syncline.verbs import sync_gradients_ as sync_gradients_
+    from syncline.verbs.check_replicas import check_replicas as check_replicas
+    from syncline.verbs.diverge import diverge as diverge
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "EXIT_STOPPED",
-    "BackwardRecord",
-    "BucketRecord",
-    "BufferRecord",
-    "CheckpointCorrupt",
-    "Checkpointer",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "Contract",
-    "ContractMismatch",
-    "DiLoCo",
-    "DistributedDataParallel",
-    "DistributedSampler",
-    "EveryStep",
-    "EvolutionRecord",
-    "EvolutionStrategy",
-    "Gossip",
-    "LocalSGD",
-    "Manual",
-    "NonFiniteGradient",
-    "NonFiniteRecord",
-    "ParameterServer",
-    "PeerFailed",
-    "PeerLost",
-    "ReplicaCheck",
-    "ReplicaDivergence",
-    "RoundRecord",
-    "Row",
-    "SameDataWarning",
-    "Statistics",
-    "SynclineError",
-    "TrainState",
-    "UnevenInputs",
-    "UnreducedGradients",
-    "World",
-    "all_reduce_",
-    "average_",
-    "barrier",
-    "broadcast_",
-    "check_replicas",
-    "compression",
-    "debug",
-    "diverge",
-    "init",
-    "keep_best_",
-    "mean",
-    "nn",
-    "register_backend",
-    "share_",
-    "shutdown",
-    "sync_gradients_",
-    "world",
-    "write_shared",
-]
-
-_NAMES = {
-    "syncline": ("compression", "debug", "nn"),
-    "syncline.contract": ("Contract", "Row"),
-    "syncline.data": ("DistributedSampler",),
-    "syncline.errors": (
-        "CheckpointCorrupt",
-        "CollectiveMismatch",
-        "CollectiveTimeout",
-        "ContractMismatch",
-        "NonFiniteGradient",
-        "PeerFailed",
-        "PeerLost",
-        "ReplicaDivergence",
-        "SameDataWarning",
-        "SynclineError",
-        "UnevenInputs",
-        "UnreducedGradients",
-    ),
-    "syncline.records": (
-        "BackwardRecord",
-        "BucketRecord",
-        "BufferRecord",
-        "EvolutionRecord",
-        "NonFiniteRecord",
-        "RoundRecord",
-    ),
-    "syncline.evolution.strategy": ("EvolutionStrategy",),
-    "syncline.ddp.wrapper": ("DistributedDataParallel",),
-    "syncline.sharded.sharing": ("share_", "write_shared"),
-    "syncline.checkpoint.checkpointer": ("Checkpointer",),
-    "syncline.checkpoint.train_state": ("TrainState",),
-    "syncline.session.stop_request": ("EXIT_STOPPED",),
-    "syncline.strategies": ("DiLoCo", "EveryStep", "Gossip", "LocalSGD", "Manual", "ParameterServer"),
-    "syncline.gradients.riders.replica_watch": ("ReplicaCheck",),
-    "syncline.torch_backend": ("register_backend",),
-    "syncline.transport.statistics": ("Statistics",),
-    "syncline.verbs": (
-        "all_reduce_",
-        "average_",
-        "barrier",
-        "broadcast_",
-        "keep_best_",
-        "mean",
-        "sync_gradients_",
-    ),
-    "syncline.verbs.check_replicas": ("check_replicas",),
-    "syncline.verbs.diverge": ("diverge",),
-    "syncline.session.ranks": ("World",),
-    "syncline.session.world": ("init", "shutdown", "world"),
-}
-hand_out(__name__, _NAMES)
+hand_out(__name__)

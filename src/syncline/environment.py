@@ -1,12 +1,13 @@
 """All access of the package to environment variables.
 
-A launcher passes rank and world size to a process in variables. `parse` turns them into an `Environment`. It is a pure
-function of the given mapping. There are three sources, in this order:
+A launcher passes the rank and the world size to a process in environment variables. `parse` reads the first of these
+that is present:
 
 1. torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ..., TORCHELASTIC_*), which `syncline run`, Ray and
    Kubeflow set as well;
-2. SLURM's variables, if the process is a task that `srun` started;
-3. neither, which means a world of one process.
+2. SLURM's variables, if `srun` started the process.
+
+Without either, the process is a world of one rank.
 
 This module needs only the standard library, so that `tools/launch/worker.py` can load it before torch.
 """
@@ -21,23 +22,27 @@ from typing import Literal
 
 Launcher = Literal["syncline run", "torchrun", "environment", "slurm", "alone"]
 
-RUN_MARK = "SYNCLINE_RUN"  # set by `syncline run` for its workers, different for each job
+RUN_MARK = "SYNCLINE_RUN"
+"""The variable that `syncline run` sets for its workers, with a different value for each job."""
 
-TOKEN = "SYNCLINE_TOKEN"  # a secret that the processes of a job share, see docs/security.md
+TOKEN = "SYNCLINE_TOKEN"
+"""The variable with a secret that the processes of a job share; see docs/security.md."""
 
-_TOKEN_CHARS = 16
+_MIN_TOKEN_CHARS = 16
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-
-_ALONE = "start it with `syncline run` or torchrun, which set these variables, or unset {name} to run alone"
+_REMEDY = (
+    "start the program with `syncline run` or torchrun, which set these variables; "
+    "to run on a single process, unset RANK, WORLD_SIZE and SLURM_PROCID"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The identity of this process, as passed by its launcher."""
+    """The rank of a process among the others of its job, as passed by the launcher."""
 
     launcher: Launcher
-    """The launcher that set the variables. "environment": torchrun's variables without torchrun (Ray, a script)."""
+    """The launcher that set the variables. "environment" means torchrun's variables without torchrun (Ray, a script).
+    """
     rank: int = 0
     """Rank of this process, from 0 to `size - 1`, over all hosts."""
     size: int = 1
@@ -47,16 +52,16 @@ class Environment:
     local_size: int = 1
     """Number of processes of the job on this host."""
     master_addr: str | None = None
-    """Host of the store at which the ranks meet; None only if `size` is 1."""
+    """Host of the store through which the ranks find each other; None only if `size` is 1."""
     master_port: int | None = None
-    """Port of that store."""
+    """Port of that store; None only if `size` is 1."""
     generation: int = 0
     """Number of times that the launcher has restarted the workers."""
     launcher_has_store: bool = False
-    """Whether the launcher itself listens at that port. If not, rank 0 opens the store."""
+    """Whether the launcher has opened the store. Otherwise rank 0 opens it."""
 
     def variables(self) -> dict[str, str]:
-        """Return this environment as torchrun's variables, for libraries that read only those."""
+        """Return torchrun's variables for this process, for libraries that read only those."""
         found = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -72,35 +77,35 @@ class Environment:
 
 
 def current() -> Environment:
-    """Parse the variables of this process."""
+    """Return the environment that the variables of this process describe; see `parse`."""
     return parse(os.environ)
 
 
 def error_file() -> str | None:
-    """Return the path of the file in which the launcher expects this process's last exception; None if not set."""
-    return os.environ.get(_ERROR_FILE) or None
+    """Return the path of the file to which an uncaught exception is written for the launcher; None if there is none."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
 
 
 def token() -> str | None:
-    """Return the secret of this job, with which its processes sign their messages at a store; None if there is none.
+    """Return the secret with which the processes of this job sign their messages at a store; None if there is none.
 
     Raises:
         ValueError: the secret is so short that it could be guessed.
     """
-    found = os.environ.get(TOKEN) or None
-    if found is not None and len(found) < _TOKEN_CHARS:
+    found = os.environ.get(TOKEN)
+    if found and len(found) < _MIN_TOKEN_CHARS:
         raise ValueError(
-            f"{TOKEN} has {len(found)} characters: expected at least {_TOKEN_CHARS} random ones, the same on "
+            f"{TOKEN} has {len(found)} characters: expected at least {_MIN_TOKEN_CHARS} random ones, the same on "
             "all ranks, for example from `openssl rand -hex 32`"
         )
-    return found
+    return found or None
 
 
 def torchrun_default(dest: str) -> str | None:
-    """Return the environment's value of an option of torchrun, which the command line overrides.
+    """Return the default that the environment sets for an option of torchrun; None if it sets none.
 
     Args:
-        dest: the option's name with underscores, "nproc_per_node".
+        dest: the option's name with underscores, such as "nproc_per_node".
     """
     return os.environ.get(f"PET_{dest.upper()}")
 
@@ -109,11 +114,11 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
     """Set `variables` for this process and its children.
 
     Args:
-        variables: names and values.
+        variables: the values, by the names of the variables.
         replace: whether to replace variables that are already set.
 
     Returns:
-        The previous values of the variables that were set. Pass them to `restore` to undo the call.
+        The previous values of the variables that this call has set. Pass them to `restore` to undo the call.
     """
     names = [name for name in variables if replace or name not in os.environ]
     before = {name: os.environ.get(name) for name in names}
@@ -122,13 +127,13 @@ def export(variables: Mapping[str, str], *, replace: bool = False) -> dict[str, 
 
 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this process's, without Syncline's variables, and with `variables`."""
+    """Return this process's variables for a child process, without Syncline's own variables, and with `variables`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE")}
     return inherited | dict(variables)
 
 
 def restore(before: Mapping[str, str | None]) -> None:
-    """Undo an `export`."""
+    """Undo a call of `export`, which returned `before`."""
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
@@ -146,8 +151,8 @@ def parse(variables: Mapping[str, str]) -> Environment:
         variables: names and values, such as `os.environ`.
 
     Raises:
-        ValueError: a variable is missing, not a number, or contradicts another one. The text names the variable, its
-            value and the remedy.
+        ValueError: a variable is missing, is not a number, or contradicts another variable. The text names the
+            variable, its value and the remedy.
 
     Example:
         >>> parse({"SHELL": "/bin/sh"}).size
@@ -169,16 +174,12 @@ def _parse_torchrun(variables: Mapping[str, str]) -> Environment:
     if "WORLD_SIZE" not in variables:
         raise _missing("WORLD_SIZE", because="RANK", variables=variables)
     size = _number(variables, "WORLD_SIZE", at_least=1)
-    rank = _number(variables, "RANK", below=size, limit="WORLD_SIZE")
+    rank = _number(variables, "RANK", at_most=size - 1)
     # LOCAL_RANK and LOCAL_WORLD_SIZE are missing if a user sets RANK and WORLD_SIZE by hand. Assume one host then.
-    local_size = _number(
-        variables, "LOCAL_WORLD_SIZE", at_least=1, below=size + 1, default=size, limit="WORLD_SIZE + 1"
-    )
-    local_rank = _number(variables, "LOCAL_RANK", below=local_size, default=rank, limit="LOCAL_WORLD_SIZE")
-    if size > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not variables.get(name):
-                raise _missing(name, because="WORLD_SIZE", variables=variables)
+    local_size = _number(variables, "LOCAL_WORLD_SIZE", at_least=1, at_most=size, default=size)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if size > 1 and not variables.get(name):
+            raise _missing(name, because="WORLD_SIZE", variables=variables)
     launcher: Launcher = "environment"
     if "TORCHELASTIC_RUN_ID" in variables:
         launcher = "syncline run" if RUN_MARK in variables else "torchrun"
@@ -186,71 +187,63 @@ def _parse_torchrun(variables: Mapping[str, str]) -> Environment:
         launcher=launcher,
         rank=rank,
         size=size,
-        local_rank=local_rank,
+        local_rank=_number(variables, "LOCAL_RANK", at_most=local_size - 1, default=rank),
         local_size=local_size,
         master_addr=variables.get("MASTER_ADDR") or None,
-        master_port=_port(variables) if variables.get("MASTER_PORT") else None,
+        master_port=_master_port(variables),
         generation=_number(variables, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher_has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-# ---------------------------------------------------------------------- SLURM
-
-
 def _is_srun_task(variables: Mapping[str, str]) -> bool:
     # A batch script and an interactive shell have SLURM_NTASKS too, and a batch script even SLURM_PROCID=0, although
     # they are not ranks. Only srun creates a job step, and only a step has the variables below.
-    in_step = any(
-        f"SLURM_{name}" in variables for name in ("STEP_ID", "STEPID", "STEP_NUM_TASKS", "STEP_NODELIST")
-    )
+    marks = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    in_step = any(name in variables for name in marks)
     return in_step and "SLURM_PROCID" in variables and _slurm_size(variables) > 1
 
 
 def _slurm_size(variables: Mapping[str, str]) -> int:
-    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
-    return _number(variables, name, at_least=1, default=1)
+    default = _number(variables, "SLURM_NTASKS", at_least=1, default=1)
+    return _number(variables, "SLURM_STEP_NUM_TASKS", at_least=1, default=default)
 
 
 def _parse_slurm(variables: Mapping[str, str]) -> Environment:
     size = _slurm_size(variables)
-    rank = _number(variables, "SLURM_PROCID", below=size, limit="SLURM_NTASKS")
+    rank = _number(variables, "SLURM_PROCID", at_most=size - 1)
     if _number(variables, "WORLD_SIZE", at_least=1, default=size) != size:
         raise ValueError(
             f"WORLD_SIZE={variables['WORLD_SIZE']!r} contradicts srun, which started {size} tasks: "
-            f"unset it, or set it to {size}"
+            f"unset WORLD_SIZE, or set it to {size}"
         )
     if "SLURM_LOCALID" not in variables:
         raise _missing("SLURM_LOCALID", because="SLURM_PROCID", variables=variables)
     local_size = _slurm_local_size(variables, rank=rank, size=size)
-    address = variables.get("MASTER_ADDR") or first_host(_slurm_nodes(variables))
+    # The port is equal on all ranks, differs between jobs and between steps of one job, and is below ephemeral ports.
+    job_and_step = 16 * _number(variables, "SLURM_JOB_ID", default=0) + _number(
+        variables, "SLURM_STEP_ID", default=0
+    )
     return Environment(
         launcher="slurm",
         rank=rank,
         size=size,
-        local_rank=_number(variables, "SLURM_LOCALID", below=local_size, limit="tasks on this node"),
+        local_rank=_number(variables, "SLURM_LOCALID", at_most=local_size - 1),
         local_size=local_size,
-        master_addr=address,
-        master_port=_port(variables) if variables.get("MASTER_PORT") else _slurm_port(variables),
+        master_addr=variables.get("MASTER_ADDR") or _first_node(variables),
+        master_port=_master_port(variables) or 20000 + job_and_step % 12000,
         generation=_number(variables, "SLURM_RESTART_COUNT", default=0),
     )
 
 
-def _slurm_nodes(variables: Mapping[str, str]) -> str:
+def _first_node(variables: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if variables.get(name):
-            return variables[name]
+            return first_host(variables[name])
     raise ValueError(
-        "SLURM_STEP_NODELIST is not set, though SLURM_PROCID says that srun started this process: pass the "
-        "environment on (srun --export=ALL), or set MASTER_ADDR to the first host"
+        "SLURM_STEP_NODELIST is not set, although SLURM_PROCID is, so srun started this process: pass all variables "
+        "on to the tasks (srun --export=ALL), or set MASTER_ADDR to the first host"
     )
-
-
-def _slurm_port(variables: Mapping[str, str]) -> int:
-    # The port is equal on all ranks, differs between jobs and between steps of one job, and is below ephemeral ports.
-    job = _number(variables, "SLURM_JOB_ID", default=0)
-    step = _number(variables, "SLURM_STEP_ID", default=0)
-    return 20000 + (job * 16 + step) % 12000
 
 
 def _slurm_local_size(variables: Mapping[str, str], *, rank: int, size: int) -> int:
@@ -261,12 +254,15 @@ def _slurm_local_size(variables: Mapping[str, str], *, rank: int, size: int) -> 
     else:
         return _number(variables, "SLURM_NTASKS_PER_NODE", at_least=1, default=size)
     if "SLURM_NODEID" in variables:
-        return per_node[_number(variables, "SLURM_NODEID", below=len(per_node), limit=f"nodes in {name}")]
-    for num_tasks in per_node:  # by default, srun fills one node after the other
-        if rank < num_tasks:
-            return num_tasks
-        rank -= num_tasks
-    raise ValueError(f"{name}={variables[name]!r} counts fewer tasks than SLURM_NTASKS={size}: unset {name}")
+        return per_node[_number(variables, "SLURM_NODEID", at_most=len(per_node) - 1)]
+    by_rank = [
+        num_tasks for num_tasks in per_node for _ in range(num_tasks)
+    ]  # srun fills one node after the other
+    if rank >= len(by_rank):
+        raise ValueError(
+            f"{name}={variables[name]!r} counts fewer tasks than SLURM_NTASKS={size}: unset {name}"
+        )
+    return by_rank[rank]
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
@@ -281,7 +277,7 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not found:
             raise ValueError(
-                f"{name}={text!r}: expected the form '2(x3),1'; unset it if it is not SLURM's own"
+                f"{name}={text!r}: expected the form '2(x3),1'; unset {name} if SLURM has not set it"
             )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
@@ -294,21 +290,12 @@ def first_host(nodes: str) -> str:
         >>> first_host("node[007-010,12],login1")
         'node007'
     """
-    first, in_brackets = "", False
-    skipping = False  # whether this is the rest of a bracket, after its first number
-    for char in nodes:
-        if char == "," and not in_brackets:
-            break
-        if char in "[]":
-            in_brackets, skipping = char == "[", False
-        elif in_brackets and char in ",-":
-            skipping = True
-        elif not skipping:
-            first += char
-    return first
+    first_of_each_range = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
+    return first_of_each_range.partition(",")[0]
 
 
-# ---------------------------------------------------------------------- values
+def _master_port(variables: Mapping[str, str]) -> int | None:
+    return _number(variables, "MASTER_PORT", at_least=1, at_most=65535, default=0) or None
 
 
 def _number(
@@ -316,30 +303,19 @@ def _number(
     name: str,
     *,
     at_least: int = 0,
-    below: int | None = None,
+    at_most: int | None = None,
     default: int | None = None,
-    limit: str = "",
 ) -> int:
-    """Return `variables[name]` as an integer in [at_least, below). `limit` names the source of `below` in the error."""
+    """Return a variable as an integer from `at_least` to `at_most`; `default` if the variable is not set or empty."""
     text = variables.get(name, "")
     if not text and default is not None:
         return default
-    remedy = _ALONE.format(name=name)
-    if not re.fullmatch(r"\s*[+-]?\d+\s*", text):
-        raise ValueError(f"{name}={text!r}: expected a whole number; {remedy}")
-    value = int(text)
-    if value < at_least:
-        raise ValueError(f"{name}={text!r}: expected at least {at_least}; {remedy}")
-    if below is not None and value >= below:
-        raise ValueError(f"{name}={text!r}: expected less than {below} ({limit}); {remedy}")
-    return value
-
-
-def _port(variables: Mapping[str, str]) -> int:
-    return _number(variables, "MASTER_PORT", at_least=1, below=65536, limit="ports end at 65535")
+    is_number = re.fullmatch(r"\s*[+-]?\d+\s*", text) is not None
+    if not is_number or int(text) < at_least or (at_most is not None and int(text) > at_most):
+        bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name}={text!r}: expected a whole number {bounds}; {_REMEDY}")
+    return int(text)
 
 
 def _missing(name: str, *, because: str, variables: Mapping[str, str]) -> ValueError:
-    return ValueError(
-        f"{name} is not set, but {because}={variables[because]!r} is: {_ALONE.format(name=because)}"
-    )
+    return ValueError(f"{name} is not set, although {because}={variables[because]!r} is: {_REMEDY}")

@@ -1,22 +1,33 @@
-"""Packages whose names are imported when they are asked for, so that a program waits only for what it uses."""
+"""Packages that import a name only when a program asks for the name, so that the program waits only for what it uses.
+
+Such a package lists its names once, as imports for type checkers:
+
+    if TYPE_CHECKING:
+        from syncline.data import DistributedSampler as DistributedSampler
+
+    hand_out(__name__)
+
+Python compiles these imports but does not run them. `hand_out` reads them from the compiled code.
+"""
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterator
+from types import CodeType, ModuleType
 from typing import Any
 
 _IMPORTING = threading.RLock()
-"""Ranks may be threads: two that import modules of one package at once can make Python's import locks a deadlock."""
+"""Ranks may be threads. If two threads import modules of one package at once, Python's import locks can deadlock."""
 
 
 class _Face(ModuleType):
-    """A package that imports the module of a name when the name is asked for the first time."""
+    """A package that imports the module of a name when a program asks for the name for the first time."""
 
-    _module_of: Mapping[str, str]
+    _module_of: dict[str, str]
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._module_of:
@@ -34,13 +45,29 @@ class _Face(ModuleType):
         return sorted({*super().__dir__(), *self._module_of})
 
 
-def hand_out(package: str, names: Mapping[str, Sequence[str]]) -> None:
-    """Make names attributes of a package, each of which is imported when it is asked for.
+def hand_out(package: str) -> None:
+    """Make the names in a package's imports for type checkers attributes of the package, and set its `__all__`.
+
+    Call this function at the end of the package's `__init__`.
 
     Args:
         package: the package's `__name__`.
-        names: for each module, the names that it defines. Under the package's own name: modules right in it.
     """
     face = sys.modules[package]
+    root = package.partition(".")[0]
+    imported = _imports_in(sys._getframe(1).f_code)
+    module_of = {
+        name: module for module, name in imported if module.partition(".")[0] == root and module != __name__
+    }
     face.__class__ = _Face
-    vars(face)["_module_of"] = {name: module for module, of_module in names.items() for name in of_module}
+    vars(face).update(_module_of=module_of, __all__=sorted(module_of))
+
+
+def _imports_in(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of every `from module import name` in compiled code."""
+    module = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            module = instruction.argval
+        elif instruction.opname == "IMPORT_FROM":
+            yield module, instruction.argval

@@ -10,7 +10,16 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.architecture.test_imports import LEVELS, PACKAGE, SOURCES, imports_of, is_package, parsed, part_of
+from tests.architecture.test_imports import (
+    LEVELS,
+    PACKAGE,
+    SOURCES,
+    imports_of,
+    is_package,
+    nodes_of,
+    parsed,
+    part_of,
+)
 
 ROOMS = sorted(module for module in SOURCES if module != "syncline" and is_package(module, SOURCES))
 _FILE = re.compile(r"^(\w+)\.py  *(\S.*)$", re.MULTILINE)
@@ -72,7 +81,7 @@ TESTS = Path(__file__).parents[1]
 def insides_imported_by(source: str) -> set[str]:
     """The rooms whose modules a source imports directly, and not by way of the room's face."""
     found = set()
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("syncline"):
             continue
         for alias in node.names:

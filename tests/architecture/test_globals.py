@@ -12,10 +12,11 @@ not named as a constant or that some code of the module changes. Variables of a 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 import pytest
-from tests.architecture.test_imports import SOURCES, Sources, assert_none, parsed
+from tests.architecture.test_imports import SOURCES, Sources, assert_none, nodes_of, parsed
 
 ALLOWED = {
     "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
@@ -46,19 +47,24 @@ MUTATORS = frozenset(
 
 def frozen_classes(sources: Sources) -> dict[str, bool]:
     """Return for each class of the tree whether its instances keep their fields: frozen, a tuple, or set once."""
+    return {name: is_frozen for source in sources.values() for name, is_frozen in classes_in(source).items()}
+
+
+@functools.cache
+def classes_in(source: str) -> dict[str, bool]:
+    """Return the classes of one source, see `frozen_classes`."""
     found = {}
-    for source in sources.values():
-        for node in ast.walk(parsed(source)):
-            if isinstance(node, ast.ClassDef):
-                is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
-                is_tuple = any("NamedTuple" in ast.unparse(base) for base in node.bases)
-                assigns = any(
-                    isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-                    for method in node.body
-                    if getattr(method, "name", "") != "__init__" or list(containers_in(method))
-                    for one in ast.walk(method)
-                )
-                found[node.name] = is_frozen or is_tuple or not assigns
+    for node in nodes_of(source):
+        if isinstance(node, ast.ClassDef):
+            is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+            is_tuple = any("NamedTuple" in ast.unparse(base) for base in node.bases)
+            assigns = any(
+                isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+                for method in node.body
+                if getattr(method, "name", "") != "__init__" or list(containers_in(method))
+                for one in ast.walk(method)
+            )
+            found[node.name] = is_frozen or is_tuple or not assigns
     return found
 
 
@@ -83,10 +89,11 @@ def is_container(value: ast.expr) -> bool:
     return isinstance(value, kinds) or is_made
 
 
-def changed_names(tree: ast.Module) -> set[str]:
+@functools.cache
+def changed_names(source: str) -> set[str]:
     """Return the names of variables on which some code calls a mutator, or whose items or itself it assigns anew."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Global):
             found.update(node.names)
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
@@ -100,10 +107,10 @@ def changed_names(tree: ast.Module) -> set[str]:
     return found
 
 
-def variables_of(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def variables_of(source: str) -> Iterator[tuple[str, ast.expr]]:
     """Yield the variables of a module and of its classes, with their first values."""
-    bodies = [("", tree.body)]
-    bodies += [(f"{node.name}.", node.body) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bodies = [("", parsed(source).body)]
+    bodies += [(f"{node.name}.", node.body) for node in nodes_of(source) if isinstance(node, ast.ClassDef)]
     for prefix, body in bodies:
         for node in body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -118,9 +125,8 @@ def mutable_globals(sources: Sources) -> list[str]:
     frozen = frozen_classes(sources)
     found = []
     for module, source in sources.items():
-        tree = parsed(source)
-        changed = changed_names(tree)
-        for name, value in variables_of(tree):
+        changed = changed_names(source)
+        for name, value in variables_of(source):
             last = name.rpartition(".")[2]
             if last == "__all__":
                 continue

@@ -12,6 +12,8 @@ Methods and attributes of torch's classes may be replaced in `_torch/` only, als
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.architecture.test_imports import parsed
+from tests.architecture.test_imports import nodes_of
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -64,26 +66,29 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
 
 
-def defined_in(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def defined_in(source: str) -> frozenset[str]:
     """Names of functions, classes, variables and attributes that a file defines."""
-    for node in ast.walk(tree):
+    found = set()
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
+            found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
-            yield node.attr
+            found.add(node.attr)
         elif isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__slots__" for t in node.targets):
-            yield from (str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant))
+            found |= {str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
+    return frozenset(found)
 
 
 def _is_own(node: ast.expr) -> bool:
     return ast.unparse(node) in ("self", "cls", "super()")
 
 
-def torch_imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def torch_imports(source: str) -> Iterator[tuple[int, str, str]]:
     """(line, name in this file, path in torch) of every import of torch."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
@@ -101,13 +106,12 @@ def private_names(source: str, defined: frozenset[str], *, offers: bool = False)
         defined: what Syncline defines anywhere.
         offers: strings are names that the file defines.
     """
-    tree = parsed(source)
     found, roots = [], set()
-    for line, name, path in torch_imports(tree):
+    for line, name, path in torch_imports(source):
         roots.add(name)
         if any(map(is_private, path.split("."))):
             found.append((line, path))
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute):
             chain = ast.unparse(node)
             is_of_torch = chain.partition(".")[0] in roots
@@ -131,7 +135,7 @@ def private_names(source: str, defined: frozenset[str], *, offers: bool = False)
 
 def wrong_uses(sources: dict[str, str]) -> list[str]:
     """Uses of private names of torch outside of `_torch/`, by dotted module name below syncline."""
-    defined = frozenset(name for source in sources.values() for name in defined_in(parsed(source)))
+    defined = frozenset(name for source in sources.values() for name in defined_in(source))
     return [
         f"{module}:{line} uses {text}: it belongs in _torch/"
         for module, source in sources.items()
@@ -173,21 +177,19 @@ def test_the_list_of_files_is_complete() -> None:
 
 def test_every_name_is_there_in_this_torch() -> None:
     """Otherwise a feature is off, or raises: write that down, or repair it."""
-    program = (
-        "import sys, syncline\n"
-        "for name, module in list(sys.modules.items()):\n"
-        "    if name.startswith('syncline._torch.'):\n"
-        "        for key, value in vars(module).items():\n"
-        "            if type(value).__name__ == '_Missing': print(name, key)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert set(result.stdout.splitlines()) <= _missing_here()
+    missing = {
+        f"{module} {name}"
+        for module in SOURCES
+        if module.startswith("_torch.")
+        for name, value in vars(importlib.import_module(f"syncline.{module}")).items()
+        if not is_there(value)
+    }
+    assert missing <= _missing_here()
 
 
 def _missing_here() -> set[str]:
     is_old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
-    return {"syncline._torch.autograd _remove"} if is_old else set()
+    return {"_torch.autograd _remove"} if is_old else set()
 
 
 # ---------------------------------------------------------------------- a name that is missing

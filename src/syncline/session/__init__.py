@@ -24,17 +24,11 @@ from typing import TYPE_CHECKING
 from syncline.faces import hand_out
 
 if TYPE_CHECKING:
-    from syncline.session.process import end_with_parent, record_failure
-    from syncline.session.registry import REGISTRY
-    from syncline.session.rendezvous import Presence, wait_for_all
-    from syncline.session.world import transport_of
+    from syncline.session.process import end_with_parent as end_with_parent
+    from syncline.session.process import record_failure as record_failure
+    from syncline.session.registry import REGISTRY as REGISTRY
+    from syncline.session.rendezvous import Presence as Presence
+    from syncline.session.rendezvous import wait_for_all as wait_for_all
+    from syncline.session.world import transport_of as transport_of
 
-__all__ = ["REGISTRY", "Presence", "end_with_parent", "record_failure", "transport_of", "wait_for_all"]
-
-_NAMES = {  # not imported at once: a launcher imports modules of this room, and does not wait for torch
-    "syncline.session.process": ("end_with_parent", "record_failure"),
-    "syncline.session.registry": ("REGISTRY",),
-    "syncline.session.rendezvous": ("Presence", "wait_for_all"),
-    "syncline.session.world": ("transport_of",),
-}
-hand_out(__name__, _NAMES)
+hand_out(__name__)

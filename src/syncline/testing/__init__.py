@@ -16,26 +16,13 @@ from typing import TYPE_CHECKING
 from syncline.faces import hand_out
 
 if TYPE_CHECKING:
-    from syncline.testing.hosts import HostsUnavailable, TwoHosts, two_hosts
-    from syncline.testing.pool import Outcome, RankPool
-    from syncline.testing.ports import held_port, variables_of_rank
-    from syncline.transport.threads import run_ranks
+    from syncline.testing.hosts import HostsUnavailable as HostsUnavailable
+    from syncline.testing.hosts import TwoHosts as TwoHosts
+    from syncline.testing.hosts import two_hosts as two_hosts
+    from syncline.testing.pool import Outcome as Outcome
+    from syncline.testing.pool import RankPool as RankPool
+    from syncline.testing.ports import held_port as held_port
+    from syncline.testing.ports import variables_of_rank as variables_of_rank
+    from syncline.transport.threads import run_ranks as run_ranks
 
-__all__ = [
-    "HostsUnavailable",
-    "Outcome",
-    "RankPool",
-    "TwoHosts",
-    "held_port",
-    "run_ranks",
-    "two_hosts",
-    "variables_of_rank",
-]
-
-_NAMES = {  # not imported at once: pytest imports the plugin in every project, and does not wait for torch
-    "syncline.testing.hosts": ("HostsUnavailable", "TwoHosts", "two_hosts"),
-    "syncline.testing.pool": ("Outcome", "RankPool"),
-    "syncline.testing.ports": ("held_port", "variables_of_rank"),
-    "syncline.transport.threads": ("run_ranks",),
-}
-hand_out(__name__, _NAMES)
+hand_out(__name__)
