@@ -59,6 +59,7 @@ check: $(STAMP) ## lint, format, strict types, import direction
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/architecture
 
 format: $(STAMP) ## let ruff rewrite what it can

@@ -1,52 +1,36 @@
 """The shape of the house, enforced: who may import whom, what is pure, who reads the environment, what is exported.
 
-The rules are functions of a tree of sources, so that each is shown to fail on a made-up tree before it is
-applied to the real one.
+The linter of imports checks the direction; its contracts are in pyproject.toml. The other rules are functions of a tree
+of sources, so that each is shown to fail on a made-up tree before it is applied to the real one.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import graphlib
 import importlib
 import json
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "syncline"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "syncline"
 
-LEVELS = (
-    ("errors", "faces"),
-    ("words", "checks", "environment"),
-    ("records", "contract", "trees", "user_code"),
-    ("_torch",),
-    ("liveness",),
-    ("transport",),
-    ("torch_backend",),
-    ("session",),
-    ("optimizers",),
-    ("tensors",),
-    ("equality",),
-    ("gradients",),
-    ("sharded",),
-    ("buffers",),
-    ("data",),
-    ("nn",),
-    ("compression",),
-    ("strategies",),
-    ("checkpoint",),
-    ("evolution",),
-    ("verbs",),
-    ("ddp",),
-    ("debug",),
-    ("tools",),
-    ("testing",),
-)
+
+def order_of_imports(pyproject: str) -> list[list[str]]:
+    """Return the modules and rooms right below syncline, low to high, as the linter of imports has them."""
+    contracts = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
+    layers = next(contract for contract in contracts if contract["id"] == "downwards")["layers"]
+    return [layer.split(" | ") for layer in reversed(layers)]
+
+
+LEVELS = order_of_imports((ROOT / "pyproject.toml").read_text())
 """Modules and rooms of syncline, low to high. One imports only what is below it, never its neighbour."""
 
 IMPURE = (
@@ -149,11 +133,16 @@ def imports_in(source: str) -> list[tuple[int, int, str, str | None]]:
             found += [(node.lineno, 0, alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             found += [(node.lineno, node.level, node.module or "", alias.name) for alias in node.names]
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+    return found + [(line, 0, module, None) for line, module in imports_by_string(source)]
+
+
+def imports_by_string(source: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of every call of import_module or __import__ with the name of a module."""
+    for node in nodes_of(source):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                found.append((node.lineno, 0, node.args[0].value, None))
-    return found
+                yield node.lineno, node.args[0].value
 
 
 def part_of(module: str) -> str:
@@ -164,46 +153,20 @@ def part_of(module: str) -> str:
 # ---------------------------------------------------------------------- the rules
 
 
-def wrong_directions(sources: Sources, levels: tuple[tuple[str, ...], ...] = LEVELS) -> list[str]:
-    """Imports that do not point downwards."""
-    level_of = {part: level for level, parts in enumerate(levels) for part in parts}
-    found = []
-    for module in sources:
-        part = part_of(module)
-        if not part:
-            continue  # syncline/__init__.py re-exports from everywhere
-        if part not in level_of:
-            found.append(f"{module}: {part} has no level: give it one in LEVELS")
-            continue
-        for line, imported, _ in imports_of(module, sources):
-            if imported.partition(".")[0] != "syncline":
-                continue
-            other = part_of(imported)
-            if other == part:
-                continue
-            if not other:
-                found.append(f"{module}:{line} imports syncline itself, which imports everything")
-            elif other in level_of and level_of[other] >= level_of[part]:
-                where = "beside" if level_of[other] == level_of[part] else "above"
-                found.append(f"{module}:{line} imports {imported}, which stands {where} it")
-    return found
+_LINT = """
+import sys
+sys.meta_path = [one for one in sys.meta_path if "editable" not in one.__module__]  # an editable install comes first
+sys.path.insert(0, sys.argv.pop(1))
+from importlinter.cli import lint_imports_command
+lint_imports_command()
+"""
 
 
-def circles(sources: Sources) -> list[str]:
-    """A circle of modules that import each other, wherever the imports stand (also for types); at most one is found."""
-    graph = {
-        module: {
-            imported
-            for _, imported, _ in imports_of(module, sources)
-            if imported in sources and imported != module
-        }
-        for module in sources
-    }
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return [" imports ".join(reversed(error.args[1]))]
-    return []
+def linted(sources: Path = PACKAGE.parent) -> subprocess.CompletedProcess[str]:
+    """Run the linter of imports, whose contracts are in pyproject.toml, on a tree of sources."""
+    options = ("--config", str(ROOT / "pyproject.toml"), "--no-cache", "--no-logo")
+    command = [sys.executable, "-c", _LINT, str(sources), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def is_pure(module: str) -> bool:
@@ -351,17 +314,21 @@ def assert_none(found: list[str]) -> None:
     assert not found, "\n".join(["", *found])
 
 
-def test_imports_point_downwards() -> None:
-    assert_none(wrong_directions(SOURCES))
+def test_imports_run_downwards_and_in_no_circle() -> None:
+    result = linted()
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert_none(circles(SOURCES))
-
-
-def test_every_level_names_something_that_exists() -> None:
-    parts = {part_of(module) for module in SOURCES}
-    assert_none([part for level in LEVELS for part in level if part not in parts])
+def test_no_module_of_ours_is_imported_by_a_string() -> None:
+    """The linter of imports would not see it."""
+    assert_none(
+        [
+            f"{module}:{line} imports {imported} by a string"
+            for module, source in SOURCES.items()
+            for line, imported in imports_by_string(source)
+            if imported.startswith("syncline")
+        ]
+    )
 
 
 def test_every_pure_module_exists() -> None:
@@ -505,57 +472,33 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 # ---------------------------------------------------------------------- the rules can fail
 
 
-MADE_UP_LEVELS = (("errors",), ("plan", "contract"), ("transport",), ("cli",))
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "complaint"),
-    [
-        (
-            "syncline.errors",
-            "from syncline.transport import base",
-            "syncline.transport.base, which stands above",
-        ),
-        ("syncline.errors", "import syncline.plan", "imports syncline.plan, which stands above it"),
-        ("syncline.plan.a", "from syncline.contract import X", "syncline.contract, which stands beside it"),
-        ("syncline.plan.a", "from ..transport.base import X", "syncline.transport.base, which stands above"),
-        ("syncline.plan.a", "from .. import cli", "imports syncline.cli, which stands above it"),
-        ("syncline.plan.a", "def f():\n    from syncline.cli import x", "plan.a:2 imports syncline.cli"),
-        (
-            "syncline.plan.a",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from syncline.cli import x",
-            "plan.a:3 imports syncline.cli",
-        ),
-        (
-            "syncline.plan.a",
-            "import importlib\nimportlib.import_module('syncline.cli')",
-            "imports syncline.cli",
-        ),
-        ("syncline.plan", "from ..cli import x", "imports syncline.cli"),
-        ("syncline.cli", "import syncline as sl", "imports syncline itself"),
-        ("syncline.cli", "from syncline import x", "imports syncline itself"),
-        ("syncline.newcomer", "", "newcomer has no level"),
-    ],
-)
-def test_a_wrong_direction_is_found(module: str, source: str, complaint: str) -> None:
-    parts = ("errors", "plan", "plan.a", "contract", "transport", "transport.base", "cli")
-    tree = dict.fromkeys(["syncline", *(f"syncline.{part}" for part in parts)], "")
-    assert wrong_directions(tree, MADE_UP_LEVELS) == []
-    found = wrong_directions({**tree, module: source}, MADE_UP_LEVELS)
-    assert len(found) == 1
-    assert complaint in found[0]
-
-
-def test_imports_that_point_downwards_are_fine() -> None:
-    tree = {
-        "syncline": "from syncline.cli import x",
-        "syncline.errors": "import os",
-        "syncline.plan": "from syncline.plan.a import x\nfrom . import a",
-        "syncline.plan.a": "from ..errors import x\nfrom .b import y",
-        "syncline.plan.b": "",
-        "syncline.cli": "from syncline.plan import a",
+def test_imports_upwards_circles_and_rooms_without_a_place_are_found(tmp_path: Path) -> None:
+    package = shutil.copytree(
+        PACKAGE, tmp_path / "syncline", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
+    wrong = {
+        "words.py": "\ndef f() -> None:\n    from syncline import checks\n",
+        "checks.py": "\nimport syncline\n",
+        "trees.py": "\nif TYPE_CHECKING:\n    from syncline.transport.base import Transport\n",
+        "transport/work.py": "\nif TYPE_CHECKING:\n    from .watched_work import under_way\n",
+        "newcomer.py": "\n",
     }
-    assert wrong_directions(tree, MADE_UP_LEVELS) == []
+    for name, text in wrong.items():
+        with (package / name).open("a") as file:
+            file.write(text)
+    found = linted(sources=tmp_path).stdout
+    assert "newcomer" in found
+    (package / "newcomer.py").unlink()
+    found = linted(sources=tmp_path).stdout
+    for place in ("words -> syncline.checks", "checks -> syncline ", "trees -> syncline.transport.base"):
+        assert f"syncline.{place}" in found
+    assert "No cycles are allowed in syncline.transport." in found
+
+
+def test_an_import_by_a_string_is_found() -> None:
+    assert [*imports_by_string("import importlib\nimportlib.import_module('syncline.cli')")] == [
+        (2, "syncline.cli")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -581,17 +524,6 @@ def test_a_pure_plan_is_fine() -> None:
     assert (
         impure_plans({"syncline.strategies.a": "import torch, math\nfrom collections import Counter"}) == []
     )
-
-
-def test_a_circle_is_found() -> None:
-    sources = {
-        "syncline.a": "def f():\n    from syncline.b import g",
-        "syncline.b": "import syncline.c",
-        "syncline.c": "if TYPE_CHECKING:\n    from syncline.a import f",
-    }
-    (found,) = circles(sources)
-    assert {*found.split(" imports ")} == {*sources}
-    assert circles({"syncline.a": "", "syncline.b": "import syncline.a"}) == []
 
 
 @pytest.mark.parametrize(
