@@ -35,7 +35,7 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
-@pytest.mark.parametrize("seeds", [SEEDS[:20], pytest.param(SEEDS[20:], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [SEEDS[:12], pytest.param(SEEDS[12:], marks=pytest.mark.slow)], ids=len)
 def test_drawn_programs_end_as_under_torchs_class_or_right_or_with_a_named_error(
     seeds: range, runner: Runner, capsys: pytest.CaptureFixture[str]
 ) -> None:

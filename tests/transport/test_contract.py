@@ -558,17 +558,19 @@ def run_all(transport: Transport, name: str) -> None:
             raise
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120)) for n in (1, 2, 3)]
-)
-def test_gloo(size: int) -> None:
+def processes(hosts: str, *, is_slow: bool = False) -> object:
+    """One rank in a process of its own for each letter; equal letters are ranks of one host."""
+    marks = [pytest.mark.ranks(len(hosts), timeout=120), *([pytest.mark.slow] if is_slow else [])]
+    return pytest.param(hosts, marks=marks)
+
+
+@pytest.mark.parametrize("hosts", [processes("a"), processes("aa", is_slow=True), processes("aaa")])
+def test_gloo(hosts: str) -> None:
     run_all(C10dTransport(timeout_seconds=60), "gloo")
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120)) for n in (2, 3, 5)]
-)
-def test_shared_memory(size: int) -> None:
+@pytest.mark.parametrize("hosts", [processes("aa"), processes("aaa"), processes("aaaaa", is_slow=True)])
+def test_shared_memory(hosts: str) -> None:
     run_all(SharedMemoryTransport.over(C10dTransport(timeout_seconds=60)), "shared memory")
 
 
@@ -579,10 +581,7 @@ def test_a_rank_that_is_alone_needs_no_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     "hosts",
-    [
-        pytest.param(hosts, marks=pytest.mark.ranks(len(hosts), timeout=120))
-        for hosts in ("aab", "abba", "abcac", "aabb")
-    ],
+    [processes("aab"), processes("abba"), processes("abcac", is_slow=True), processes("aabb", is_slow=True)],
 )
 def test_hierarchy(hosts: str) -> None:
     beneath = C10dTransport(timeout_seconds=60)
