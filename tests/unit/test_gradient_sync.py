@@ -610,7 +610,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
             backward(ddp, inputs(t))
         num_calls = 0
         # Comprehensions are no calls from Python 3.12 on; a wrapper of an earlier test may be freed in this thread.
-        not_counted = ("<listcomp>", "<genexpr>", "remove_hooks", "withdraw")
+        not_counted = ("<listcomp>", "<genexpr>", "remove_hooks", "remove", "withdraw", "_living_rivals")
 
         def profile(frame: Any, event: str, _: Any) -> None:
             nonlocal num_calls
@@ -634,7 +634,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
         gc.enable()
     for num_calls, num_buckets in counted:
         assert num_buckets == 1
-        assert 100 <= num_calls <= 100 + 95, (
+        assert 100 <= num_calls <= 100 + 91, (
             "one call for each of 100 parameters, and a fixed number beside them"
         )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from syncline.gradients.backward import Backward
-from syncline.gradients.bucket import Lifecycle
+from syncline.gradients.bucket import Bucket
 from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
 
 
@@ -89,7 +89,7 @@ class Ledger:
             metrics=self._metrics,
         )
 
-    def _bucket(self, bucket: Lifecycle, position: Mapping[int, int], began_at: float) -> BucketRecord:
+    def _bucket(self, bucket: Bucket, position: Mapping[int, int], began_at: float) -> BucketRecord:
         in_order = sorted(bucket.plan.parameters, key=lambda i: position.get(i, len(position)))
         return BucketRecord(
             index=bucket.plan.index,
