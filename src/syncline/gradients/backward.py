@@ -35,14 +35,14 @@ from torch import Tensor
 
 from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward
 from syncline.gradients.bucket import Bucket
-from syncline.gradients.usage import GraphUsage, when_backward_reaches_any
+from syncline.gradients.usage import num_reached, when_backward_reaches_any
 
 _NO_TASK = -1
 """A number that no graph task has."""
 
 
 class Entry(enum.Enum):
-    """The meaning of a gradient that is the first one of its graph task."""
+    """The relation of a gradient's graph task to the present backward."""
 
     BEGINS = "a backward begins"
     CONTINUES = "the present backward continues in another graph task"
@@ -81,7 +81,7 @@ class GraphTasks:
         return bool(self._tasks)
 
     def enter(self, task: int) -> Entry:
-        """Classify the first gradient from `task` since a gradient came from another task."""
+        """Return the relation of `task` to the present backward, if the last gradient came from another task."""
         if self._tasks:
             if task in self._tasks:
                 self.current = task
@@ -158,7 +158,7 @@ class Ownership:
         self._successor: Ownership | None = None
 
     def replace(self, former: Ownership) -> None:
-        """Replace `former`. Outputs of earlier forwards still refer to it, so it forwards their calls from now on."""
+        """Replace `former`. Hooks on outputs of earlier forwards still call `former`, which then calls this object."""
         former._successor = self
         self._reached_in = former._reached_in
 
@@ -169,7 +169,7 @@ class Ownership:
             other.rivals.append(weakref.ref(self, other.rivals.remove))
 
     def withdraw(self) -> None:
-        """Remove this wrapper from the rivals of the others, because it no longer reduces gradients."""
+        """Remove this wrapper from the rivals of other wrappers, because it no longer reduces gradients."""
         for rival in self._living_rivals():
             rival.rivals[:] = [other for other in rival.rivals if other() is not self]
         self.rivals.clear()
@@ -209,7 +209,7 @@ class Ownership:
         trainable = [
             p for p in self._parameters if p.requires_grad
         ]  # some may have been frozen since construction
-        return GraphUsage(trainable).num_reached(), self.birth
+        return num_reached(trainable), self.birth
 
 
 NO_INDICES: frozenset[int] = frozenset()
@@ -251,7 +251,7 @@ class Backward:
     step: int
     """The step that this backward ends."""
     state: BackwardState
-    """The present state. A backward that is not reduced begins in LOCAL and is never in another state until its end."""
+    """The present state. A backward that is not reduced stays in LOCAL until its end."""
     num_items: int | None = None
     """Number of items behind this rank's gradients, under `normalize_by`; None if items are not counted."""
     num_ranks: int = 1
@@ -263,8 +263,8 @@ class Backward:
     keeps_tensors: bool = False
     """Whether `.grad` must stay the same tensor when it receives the result, see `Bucket.hand_out`."""
     missing: frozenset[int] = NO_INDICES
-    """Indices of the parameters that get no gradient: those that the autograd engine excluded when the backward began;
-    once all buckets are filled, those that have none."""
+    """Indices of the parameters that get no gradient. Until all buckets are filled, these are only the parameters that
+    the backward does not reach according to the autograd engine."""
     num_launched: int = 0
     """Number of buckets, in index order, that were sent or left out because no rank uses their parameters."""
     began_at: float = field(default_factory=time.perf_counter)
@@ -273,7 +273,7 @@ class Backward:
     sent: list[Bucket] = field(default_factory=list)
 
     def move(self, to: BackwardState) -> None:
-        """Enter another state."""
+        """Move the backward to another state, which the table of states must allow."""
         assert to in ALLOWED_MOVES[self.state], (
             f"the backward of step {self.step}: {self.state.value} -> {to.value}"
         )

@@ -42,20 +42,13 @@ class Bucket(ABC):
     Args:
         plan: the parameters and their places in the bucket.
         parameters: all parameters of the module, by index.
-        comm_hook: a hook that reduces the bucket in place of the transport; None if there is no hook.
-        is_last: whether no bucket follows this one, as hooks are told by `GradBucket.is_last`.
     """
 
     is_sparse = False
+    views: Sequence[Tensor] = ()
+    """The part of the bucket's memory for each member; empty if the bucket has no memory of its own."""
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[Tensor],
-        *,
-        comm_hook: CommHook | None = None,
-        is_last: bool = False,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor]) -> None:
         self.plan = plan
         self.members = [parameters[index] for index in plan.parameters]
         """The parameters of the plan, in its order."""
@@ -66,12 +59,21 @@ class Bucket(ABC):
         """The parameter whose gradient completed the bucket; None if the end of backward completed it."""
         self.launched_at = 0.0
         self.waited_seconds = 0.0
-        self._comm_hook = comm_hook
-        self._is_last = is_last
         self._work: Work | None = None
+        self._comm_hook: CommHook | None = None
+        self._is_last = False
+
+    def reduce_by(self, comm_hook: CommHook | None, *, is_last: bool) -> None:
+        """Let a communication hook reduce the bucket. None: let the transport reduce it.
+
+        Args:
+            comm_hook: the hook.
+            is_last: whether no bucket follows this one; passed to the hook as `GradBucket.is_last`.
+        """
+        self._comm_hook, self._is_last = comm_hook, is_last
 
     def reset(self) -> None:
-        """Prepare the bucket for the next backward. Refused while the transport uses its memory."""
+        """Prepare the bucket for the next backward. The transport must not be using its memory."""
         self._enter(BucketState.FILLING)
         self.num_pending = len(self.members)
 
@@ -113,17 +115,10 @@ class Bucket(ABC):
         )
 
     @abstractmethod
-    def view_of(self, position: int) -> Tensor | None:
-        """Return the view into which the gradient of the member at `position` is copied as soon as it is ready.
-
-        None means that the gradient is copied when the bucket is launched.
-        """
-
-    @abstractmethod
     def fill(self, scale: float, missing: frozenset[int]) -> None:
         """Copy the gradients that are not in the bucket yet. Then the bucket holds this rank's gradients.
 
-        A missing gradient counts as zero, unless earlier backwards without synchronization left one in `.grad`.
+        A missing gradient counts as zero, unless earlier backwards without synchronization left a gradient in `.grad`.
 
         Args:
             scale: the factor by which gradients are multiplied.
@@ -132,11 +127,11 @@ class Bucket(ABC):
 
     @abstractmethod
     def _start(self, tail: Sequence[int] | None) -> Work:
-        """Start the reduction, with control data behind the gradients."""
+        """Start to reduce the bucket, with the control data `tail` behind the gradients."""
 
     @abstractmethod
-    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
-        """Send zeros, on a rank that has no inputs left. `.grad` stays as it is."""
+    def fill_zeros(self) -> None:
+        """Fill the bucket with zeros, on a rank that has no inputs left. `.grad` stays as it is."""
 
     @abstractmethod
     def own(self) -> Tensor:
@@ -180,8 +175,6 @@ class DenseBucket(Bucket):
         transport: the transport that reduces the flat tensor.
         flat: the flat tensor, with the padding and the tail of the plan.
         as_view: whether `.grad` becomes a view of the flat tensor, instead of getting its values copied.
-        comm_hook: a hook that reduces the flat tensor in place of the transport's all_reduce.
-        is_last: whether no bucket follows this one.
     """
 
     def __init__(
@@ -192,18 +185,15 @@ class DenseBucket(Bucket):
         flat: Tensor,
         *,
         as_view: bool = False,
-        comm_hook: CommHook | None = None,
-        is_last: bool = False,
     ) -> None:
-        super().__init__(plan, parameters, comm_hook=comm_hook, is_last=is_last)
+        super().__init__(plan, parameters)
         self._transport = transport
         self._as_view = as_view
         self.flat = flat
-        self.views = [
+        self.views: Sequence[Tensor] = [
             view_like(flat, offset, parameter)
             for offset, parameter in zip(plan.offsets, self.members, strict=True)
         ]
-        """For each member, its part of the flat tensor."""
         # Slices are kept because creating one costs more than many of the operations on it.
         small_from = plan.offsets[plan.num_large] if plan.num_large < len(plan.offsets) else plan.numel
         self._small = flat[small_from : plan.numel]
@@ -212,9 +202,6 @@ class DenseBucket(Bucket):
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         self._gradients = real[: plan.numel]
         self._tail = real[plan.numel + plan.padding_numel :].flatten()
-
-    def view_of(self, position: int) -> Tensor | None:
-        return self.views[position] if position < self.plan.num_large else None
 
     def fill(self, scale: float, missing: frozenset[int]) -> None:
         num_large = self.plan.num_large
@@ -253,11 +240,10 @@ class DenseBucket(Bucket):
         if result is not self.flat:
             self.flat.copy_(result.view(-1))
 
-    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
-        if self._as_view:  # the values of `.grad` must not change, so it needs memory of its own
+    def fill_zeros(self) -> None:
+        if self._as_view:  # the values of `.grad` must not change, so it needs other memory than the bucket
             self.give_back_views()
         self.flat.zero_()
-        self.send(tail=tail, trigger=None)
 
     def give_back_views(self) -> None:
         """Replace each `.grad` that is a view of the flat tensor by a copy."""

@@ -55,7 +55,7 @@ class BucketCaps:
 
     @property
     def largest_bytes(self) -> int:
-        """The largest of all caps that a bucket may have, apart from that of the first bucket."""
+        """The larger of `cap_bytes` and all `listed_bytes`."""
         return max((self.cap_bytes, *self.listed_bytes))
 
     def of(self, position: int) -> int:
@@ -182,7 +182,9 @@ def plan_buckets(
         [(2,), (1, 0)]
     """
     if sorted(order) != list(range(len(specs))):
-        raise ValueError(f"expected order to name each of {len(specs)} parameters once, got {list(order)}")
+        raise ValueError(
+            f"expected `order` to contain the index of each of {len(specs)} parameters once, got {list(order)}"
+        )
     plans: list[BucketPlan] = []
     groups = _group(specs, order, caps)
     for group in groups:
@@ -202,7 +204,7 @@ def plan_buckets(
                 device=first.device,
                 parameters=tuple(indices),
                 offsets=tuple(offsets),
-                num_large=sum(specs[index].numel >= LARGE_GRADIENT_NUMEL for index in group),
+                num_large=sum(not first.sparse and specs[i].numel >= LARGE_GRADIENT_NUMEL for i in group),
                 numel=numel,
                 tail_numel=tail_numel if group is groups[-1] else 0,
                 itemsize_bytes=first.itemsize_bytes,

@@ -87,13 +87,13 @@ class CommHook:
         return self.label or qualified_name(self.hook)
 
     def refuse_own_division(self, remedy: str) -> None:
-        """Raise if the hook divides the gradients, so that they cannot be divided by a number of items.
+        """Check that the hook returns a mean over all ranks, which can be turned into a mean over items.
 
         Args:
             remedy: the end of the message, which states what to do.
 
         Raises:
-            ValueError: the hook divides the gradients.
+            ValueError: the hook may divide the gradients by another number.
         """
         if not self.averages:
             raise ValueError(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
-from torch.autograd import graph
 
 from syncline._torch.autograd import (
     current_context_id,
@@ -28,7 +27,7 @@ from syncline.errors import SynclineError
 from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
 from syncline.gradients.bucket import copy_scaled
 from syncline.gradients.reduction import Reduction
-from syncline.gradients.usage import is_accumulating
+from syncline.gradients.usage import accumulation_nodes, is_accumulating
 
 
 def gradient_hook(
@@ -98,9 +97,9 @@ class ParameterHooks:
     def __init__(
         self, reduction: Reduction, tasks: GraphTasks, ownership: Ownership, begin: Callable[..., bool]
     ) -> None:
+        # `begin` is not stored, because the reducer holds this object and a cycle would keep its buckets in memory.
         self._parameters = reduction.parameters
         self._tasks = tasks
-        self._begin = begin
         self._handles = [
             parameter.register_post_accumulate_grad_hook(
                 gradient_hook(index, reduction, tasks, begin=begin, rivals=ownership.rivals)
@@ -121,10 +120,11 @@ class ParameterHooks:
             handle.remove()
         self._handles.clear()
 
-    def outermost_hook(self) -> Callable[[object], None]:
-        """Return a hook for the outputs of a forward.
+    def outermost_hook(self, begin: Callable[[], bool]) -> Callable[[object], None]:
+        """Return a hook for the outputs of a forward, which are reached by the outermost graph task of a backward.
 
-        A graph task that reaches such an output is the outermost task of its backward.
+        Args:
+            begin: registers the running graph task.
         """
         tasks, current_task = self._tasks, current_graph_task_id
 
@@ -132,7 +132,7 @@ class ParameterHooks:
             if current_task() != tasks.outermost and self._handles:  # no handles: the hooks were removed
                 tasks.outermost = current_task()
                 if is_accumulating(self._parameters):
-                    self._begin()
+                    begin()
 
         return backward_begins
 
@@ -151,12 +151,11 @@ class AutogradContexts:
     def __init__(self, reduction: Reduction, tasks: GraphTasks, begin: Callable[[int], bool]) -> None:
         self._reduction = reduction
         self._tasks = tasks
-        self._begin = begin
         self._ids: set[int] = set()
-        # The nodes are held here, because the engine knows them by identity and a parameter holds its own weakly.
-        parameters = reduction.parameters if is_rpc_in_use() else []
-        self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
-        self.handles = [node.register_hook(self._make_hook(index)) for index, node in enumerate(self._nodes)]
+        self._nodes = accumulation_nodes(reduction.parameters if is_rpc_in_use() else [])
+        self.handles = [
+            node.register_hook(self._make_hook(index, begin)) for index, node in enumerate(self._nodes)
+        ]
 
     def forward_begins(self) -> None:
         """Store the context of this thread, because a backward runs in threads that cannot look up their context."""
@@ -167,7 +166,7 @@ class AutogradContexts:
         if here is not None:
             self._ids.add(here)
 
-    def _make_hook(self, index: int) -> Callable[..., None]:
+    def _make_hook(self, index: int, begin: Callable[[int], bool]) -> Callable[..., None]:
         parameter = self._reduction.parameters[index]
 
         def gradient_is_ready(*_: object) -> None:
@@ -175,7 +174,7 @@ class AutogradContexts:
                 return  # an ordinary backward, whose own hook has reported the gradient
             for context_id in self._ids:
                 if parameter in (gradients_in_context(context_id) or ()):
-                    if current_graph_task_id() == self._tasks.current or self._begin(context_id):
+                    if current_graph_task_id() == self._tasks.current or begin(context_id):
                         self._reduction.backward.ready.append(index)
                     return
 

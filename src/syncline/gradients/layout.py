@@ -104,8 +104,7 @@ class BucketLayout:
         if self.message is not None:
             self.message = TailMessage(self._transport, form.numel)
             return
-        in_place = self.order_is_learnt and self._transport.reduces_in_place and self.comm_hook is None
-        self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters], in_place=in_place)
+        self._build_anew([i for bucket in self.buckets for i in bucket.plan.parameters])
 
     def build(self, comm_hook: CommHook | None) -> None:
         """Lay out the buckets in reverse order of the parameters; a collective call if they are sharded.
@@ -114,9 +113,7 @@ class BucketLayout:
         """
         self.comm_hook = comm_hook
         self.order_is_learnt = False
-        # Shards keep their place from the start, so these buckets do not wait for an order to be learnt.
-        in_place = self._options.sharded and self._transport.reduces_in_place
-        self._build(list(reversed(range(len(self._parameters)))), in_place=in_place)
+        self._build(range(len(self._parameters))[::-1])
 
     def learn_order(self, ready: Sequence[int]) -> None:
         """Lay the buckets out again, in the order in which rank 0's gradients were ready.
@@ -132,7 +129,6 @@ class BucketLayout:
         self.order_is_learnt = True
         if self._options.sharded:
             return
-        in_place = self._transport.reduces_in_place and self.comm_hook is None
         order = [i for bucket in self.buckets for i in bucket.plan.parameters]
         if len(self.buckets) > 1:
             seen = set(ready)
@@ -140,15 +136,21 @@ class BucketLayout:
             sent = torch.tensor([*ready, *rest], device=self._transport.control_device)
             self._transport.broadcast(sent, 0).wait()
             order = sent.tolist()
-        elif not in_place:
+        elif not self._uses_transport_memory:
             return
-        self._build_anew(order, in_place=in_place)
+        self._build_anew(order)
 
-    def _build_anew(self, order: Sequence[int], *, in_place: bool) -> None:
+    @property
+    def _uses_transport_memory(self) -> bool:
+        """Whether buckets are in memory of the transport. Sharded ones always are, because they keep their places."""
+        can_use = self._transport.reduces_in_place and self.comm_hook is None
+        return can_use and (self.order_is_learnt or self._options.sharded)
+
+    def _build_anew(self, order: Sequence[int]) -> None:
         """Build the buckets; replace each `.grad` that was a view of a former bucket by a view of the new one."""
         former = self._dense()  # held, so that no new tensor gets the id of a former view
         former_views = {id(view) for bucket in former for view in bucket.views}
-        self._build(order, in_place=in_place)
+        self._build(order)
         if self._options.as_bucket_view:
             for bucket in self._dense():
                 for parameter, view in zip(bucket.members, bucket.views, strict=True):
@@ -167,7 +169,7 @@ class BucketLayout:
         """
         return all(p.dtype is dtype and p.device == device for p, dtype, device in self._kinds)
 
-    def _build(self, order: Sequence[int], *, in_place: bool = False) -> None:
+    def _build(self, order: Sequence[int]) -> None:
         numel, sharded = self.form.numel, self._options.sharded
         # A separate message carries the tail in four cases: a communication hook's buffer must hold gradients only;
         # beside sparse gradients the last dense bucket may be sent too early; the last bucket may be unused and not be
@@ -186,12 +188,13 @@ class BucketLayout:
             multiple_of=num_shards * ALIGNMENT_NUMEL if sharded else 1,
         )
         if sharded:
-            self.buckets = self._make_sharded_buckets(plans, in_place=in_place)
+            self.buckets = self._make_sharded_buckets(plans)
         else:
-            last = plans[-1]
-            self.buckets = [self._make_bucket(p, is_last=p is last, in_place=in_place) for p in plans]
+            self.buckets = [self._make_bucket(plan) for plan in plans]
+        for bucket in self.buckets:
+            bucket.reduce_by(self.comm_hook, is_last=bucket is self.buckets[-1])
         places = {
-            index: (bucket, bucket.view_of(at))
+            index: (bucket, bucket.views[at] if at < bucket.plan.num_large else None)
             for bucket in self.buckets
             for at, index in enumerate(bucket.plan.parameters)
         }
@@ -199,36 +202,27 @@ class BucketLayout:
         firsts = [bucket.members[0] for bucket in self.buckets]
         self._kinds = [(first, first.dtype, first.device) for first in firsts]
 
-    def _make_bucket(self, plan: BucketPlan, *, is_last: bool, in_place: bool) -> Bucket:
+    def _make_bucket(self, plan: BucketPlan) -> Bucket:
         if plan.sparse:
-            return SparseBucket(
-                plan, self._parameters, self._transport, comm_hook=self.comm_hook, is_last=is_last
-            )
+            return SparseBucket(plan, self._parameters, self._transport)
         # `.grad` cannot be a view of a bucket if the parameters' dtype is another one.
         has_views = self._options.as_bucket_view and all(
             spec.dtype != plan.dtype or str(parameter.dtype) == f"torch.{plan.dtype}"
             for spec, parameter in zip(self._specs, self._parameters, strict=True)
         )
-        return DenseBucket(
-            plan,
-            self._parameters,
-            self._transport,
-            self._allocate(plan, in_place=in_place),
-            as_view=has_views,
-            comm_hook=self.comm_hook,
-            is_last=is_last,
-        )
+        flat = self._allocate(plan)
+        return DenseBucket(plan, self._parameters, self._transport, flat, as_view=has_views)
 
-    def _allocate(self, plan: BucketPlan, *, in_place: bool) -> Tensor:
+    def _allocate(self, plan: BucketPlan) -> Tensor:
         """Return the flat tensor of a bucket; a collective call if the transport allocates it."""
         numel = plan.numel + plan.padding_numel + plan.tail_numel
         dtype: torch.dtype = getattr(torch, plan.dtype)
         device = self._parameters[plan.parameters[0]].device
-        if in_place:
+        if self._uses_transport_memory:
             return self._transport.allocate(numel, dtype, device)
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def _make_sharded_buckets(self, plans: Sequence[BucketPlan], *, in_place: bool) -> list[Bucket]:
+    def _make_sharded_buckets(self, plans: Sequence[BucketPlan]) -> list[Bucket]:
         """Make sharded buckets. If they need much memory in total, they use a pool of memory in turn.
 
         This is possible because a rank need not keep the parts of a bucket outside of its shard. A bucket of a pool is
@@ -242,13 +236,13 @@ class BucketLayout:
         if uses_pool:
             for turn in range(num_turns):
                 largest = max(plans[turn::num_turns], key=lambda plan: plan.numel + plan.padding_numel)
-                pool.append(self._allocate(largest, in_place=in_place))
+                pool.append(self._allocate(largest))
         buckets: list[Bucket] = []
         for at, plan in enumerate(plans):
             if uses_pool:
                 flat = self._transport.narrow(pool[at % num_turns], plan.numel + plan.padding_numel)
             else:
-                flat = self._allocate(plan, in_place=in_place)
+                flat = self._allocate(plan)
             buckets.append(
                 ShardedBucket(
                     replace(plan, num_large=0) if uses_pool else plan,

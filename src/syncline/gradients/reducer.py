@@ -1,10 +1,10 @@
 """Gradient synchronization: hooks fill buckets, and buckets are reduced while backward is running.
 
-One backward, in order (`docs/architecture.md` has the picture, `backward.py` the table of its states):
+`docs/architecture.md` has a picture of one backward, and `backward.py` has the table of its states. In order:
 
-1. The first gradient that is ready begins the backward. This decides if the backward synchronizes, and a callback for
-   its end is queued in the autograd engine.
-2. Each ready gradient is counted and copied into its bucket (large ones at once, small ones at launch).
+1. The first gradient that is ready begins the backward. At this point it is decided whether the backward synchronizes,
+   and a callback for its end is queued in the autograd engine.
+2. Each ready gradient is counted and copied into its bucket, a large one at once and a small one at launch.
 3. A bucket whose gradients are all ready is launched, strictly in index order.
 4. At the end of backward the remaining buckets are launched, with zeros for missing gradients. All buckets are waited
    for, the tail of the last one is read, and `.grad` gets the mean (`reduction.py`).
@@ -81,7 +81,7 @@ class GradientSync:
         self.layout: BucketLayout = self.reduction.layout
         self.ledger = Ledger(self.names)
         self.ownership = Ownership(self.parameters)
-        """Tells backwards of this wrapper apart from those of another wrapper with some of the same parameters."""
+        """The decision of whether a backward belongs to this wrapper or to another one with the same parameters."""
         if former is not None:
             self.ownership.replace(former.ownership)
         self._hooks = ParameterHooks(self.reduction, self.tasks, self.ownership, self.begin)
@@ -95,6 +95,7 @@ class GradientSync:
 
     @property
     def options(self) -> GradientOptions:
+        """The options of gradient synchronization."""
         return self.reduction.options
 
     @property
@@ -158,7 +159,7 @@ class GradientSync:
         self.layout.build(hook)
 
     def compare_replicas_by(self, watch: ReplicaWatch | None) -> None:
-        """Compare replicas by `watch` in each synchronized backward from now on, or not at all if it is None."""
+        """Compare replicas by `watch` in each synchronized backward from now on. None: do not compare replicas."""
         self.riders.replicas.use(watch)
 
     def resume_from_step(self, step: int) -> None:
@@ -188,12 +189,10 @@ class GradientSync:
         self.reduction.unreduced.difference_update(indices)
         if not self.reduction.unreduced:
             self.normalizer.was_reduced_outside(is_known=num_items is not None or not was_changed)
-        divisor = self.reduction.transport.size if num_items is None else num_items
         nonfinite = self.riders.nonfinite
         nonfinite.conclude_outside([(i, self.parameters[i].grad) for i in indices], step=self.step)
-        self.ledger.note_reduction(
-            divisor=divisor, counted_items=num_items is not None, nonfinite=nonfinite.last
-        )
+        self.ledger.note_reduction(num_items=num_items, num_ranks=self.reduction.transport.size)
+        self.ledger.note_nonfinite(nonfinite.last)
         nonfinite.act()
 
     def discards_step(self) -> bool:
@@ -203,7 +202,7 @@ class GradientSync:
             # In a world of one rank, gradients of backwards under no_sync may be applied without any reduction.
             reduction.unreduced.clear()
             reduction.check_finite_alone(self.step)
-            self.ledger.note_judgement(nonfinite.last)
+            self.ledger.note_nonfinite(nonfinite.last)
             nonfinite.act()
         return nonfinite.discards_step()
 
@@ -221,7 +220,7 @@ class GradientSync:
 
     def outermost_hook(self) -> Callable[[object], None]:
         """Return a hook for the outputs of a forward, which are reached by the outermost graph task of a backward."""
-        return self._hooks.outermost_hook()
+        return self._hooks.outermost_hook(self.begin)
 
     def begin(self, context_id: int | None = None) -> bool:
         """Register the running graph task, which begins a backward or continues one in an inner or outer task.
@@ -236,8 +235,7 @@ class GradientSync:
         if self.ownership.rivals and not self.tasks.knows(task) and not self.ownership.owns(task):
             return False
         reduction = self.reduction
-        if reduction.out_of_step.text is not None:
-            reduction.out_of_step.raise_again()
+        reduction.out_of_step.raise_again()
         entry = self.tasks.enter(task)
         if entry is Entry.CONTINUES:
             if not self.tasks.knows(task):
@@ -271,9 +269,7 @@ class GradientSync:
             if has_graph or context_id is not None or is_learning:
                 state = BackwardState.DEFERRED
         num_items = reduction.normalizer.count.take_for_reduction() if controls.enabled else None
-        num_ranks = reduction.transport.size
-        if controls.num_contributing is not None:
-            num_ranks = controls.take_num_contributing()
+        num_ranks = controls.take_num_contributing() or reduction.transport.size
         is_sum = num_items is not None or reduction.layout.comm_hook is not None
         return Backward(
             step=self.step + 1,

@@ -70,9 +70,8 @@ class Reduction:
         self._has_warned_of_graph = False
         comm_hook, text = None, None
         if former is not None:
-            self.normalizer = (
-                former.normalizer
-            )  # a block of normalize_by may have begun before the module changed
+            # A block of normalize_by may have begun before the module changed, so the normalizer stays the same object.
+            self.normalizer = former.normalizer
             self.normalizer.follow(self.parameters, transport.size)
             self._has_warned_of_graph = former._has_warned_of_graph
             comm_hook, text = former.layout.comm_hook, former.out_of_step.text
@@ -104,17 +103,18 @@ class Reduction:
         rank = self.transport.rank
         if self.options.sharded:
             raise SynclineError(
-                f"rank {rank}, step {step}: backward(create_graph=True) is not possible with sharded=True, "
-                "where reduced gradients lie in shards without a graph. Use torch.autograd.grad for the inner "
-                "gradients, or wrap the module without sharded=True"
+                f"rank {rank}, step {step}: backward(create_graph=True) is not possible with sharded=True, because "
+                "reduced gradients in shards have no graph. Compute inner gradients by torch.autograd.grad(..., "
+                "create_graph=True), or wrap the module without sharded=True"
             )
         if rank == 0 and not self._has_warned_of_graph:
             self._has_warned_of_graph = True
             warn_user(
-                f"step {step}: backward(create_graph=True): the values of .grad are the mean over ranks, but "
-                "its graph is this rank's own, so second derivatives are not averaged. Average what is computed from "
-                "them (sl.average_), or take an inner gradient by torch.autograd.grad(..., create_graph=True) and run "
-                "a plain backward() on the loss, which is averaged. This warning comes once"
+                f"step {step}: backward(create_graph=True) averages the values of .grad over ranks, but the graph of "
+                ".grad belongs to one rank, so second derivatives are not averaged. Either average the values that are "
+                "computed from second derivatives by sl.average_, or compute inner gradients by "
+                "torch.autograd.grad(..., create_graph=True) and run a plain backward() on the loss, which averages "
+                "its gradients. This warning is shown once"
             )
 
     def begin(self, backward: Backward) -> None:
@@ -349,7 +349,8 @@ class Reduction:
         self.usage.exchange(NO_INDICES, NO_INDICES)
         for bucket in self.layout.buckets:
             if not self.usage.is_unused_by_all(bucket.plan.parameters):
-                bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
+                bucket.fill_zeros()
+                bucket.send(tail=tail if bucket.plan.tail_numel else None, trigger=None)
                 backward.sent.append(bucket)
         backward.move(BackwardState.SENT)
         self._launch_message(tail)

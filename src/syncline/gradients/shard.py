@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -179,25 +180,17 @@ _NORMS = {
 }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """One piece in the form of a parameter for the optimizer, in the memory of this rank's span.
+    """One piece in the form of a parameter for the optimizer, in the memory of this rank's span."""
 
-    Args:
-        piece: the range in the bucket.
-        values: the piece's part of the flat tensor of parameters.
-        gradient: the piece's part of the reduced gradients.
-        find_together: see `ShardGradient.of`.
-    """
-
-    __slots__ = ("gradient", "guarded", "parameter", "piece")
-
-    def __init__(
-        self, piece: Piece, values: Tensor, gradient: Tensor, find_together: Callable[[Tensor], None]
-    ) -> None:
-        self.piece = piece
-        self.parameter = nn.Parameter(values)
-        self.gradient = gradient
-        self.guarded = ShardGradient.of(gradient, find_together)
+    piece: Piece
+    parameter: nn.Parameter
+    """The piece's part of the flat tensor of parameters."""
+    gradient: Tensor
+    """The piece's part of the reduced gradients."""
+    guarded: ShardGradient
+    """The same memory as `gradient`; this tensor is `.grad` of `parameter` until the optimizer steps."""
 
 
 class BucketShard:
@@ -263,7 +256,12 @@ class BucketShard:
         self.shards = []
 
     def make_shard(self, piece: Piece, find_together: Callable[[Tensor], None]) -> Shard:
-        """Return a new shard for one piece of this rank's span. `hand_out` sets the gradient of the shard."""
+        """Return a new shard for one piece of this rank's span. `hand_out` sets the gradient of the shard.
+
+        Args:
+            piece: the range in the bucket.
+            find_together: see `ShardGradient.of`.
+        """
         at = piece.start - self.start
         if piece.is_whole:
             assert piece.parameter is not None
@@ -272,7 +270,7 @@ class BucketShard:
         else:
             values = self.values[piece.start : piece.stop]
             gradient = self.gradient[at : at + piece.stop - piece.start]
-        shard = Shard(piece, values, gradient, find_together)
+        shard = Shard(piece, nn.Parameter(values), gradient, ShardGradient.of(gradient, find_together))
         self.shards.append(shard)
         return shard
 
@@ -298,9 +296,8 @@ class BucketShard:
     def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
         """Set `.grad` of each shard to its part of the reduced span, or to None for parameters in `skip`."""
         if any_missing:
-            for index, member, stand_in in zip(
-                self.plan.parameters, self.members, self.stand_ins, strict=True
-            ):
+            triples = zip(self.plan.parameters, self.members, self.stand_ins, strict=True)
+            for index, member, stand_in in triples:
                 if index not in skip:
                     member.grad = stand_in
         if self.gradient is not self._reduced:

@@ -46,7 +46,7 @@ class Piece:
 def bounds_of(
     plans: Sequence[BucketPlan], num_ranks: int, *, whole: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """Return num_ranks + 1 offsets for each bucket: rank r owns the elements from offset r to offset r + 1.
+    """Return num_ranks + 1 offsets for each bucket: rank r owns the elements from the r-th offset to the next.
 
     Buckets without a parameter of `whole` are cut into equal spans. In the other buckets each rank gets a run of whole
     parameters. Buckets are cut one after another. Each is cut so that the largest load of a rank, summed over all

@@ -10,7 +10,6 @@ from torch import Tensor
 from syncline._torch.tensors import num_entries, sparse_tensor, stored_indices, stored_values
 from syncline.gradients.bucket import Bucket
 from syncline.gradients.bucket_plan import BucketPlan
-from syncline.gradients.comm_hook import CommHook
 from syncline.transport.base import Transport
 from syncline.transport.work import CombinedWork, Work
 
@@ -26,31 +25,18 @@ class SparseBucket(Bucket):
         plan: a plan with one parameter.
         parameters: all parameters of the module, by index.
         transport: the transport that sends the rows.
-        comm_hook: a hook that reduces the gradient instead; as in torch, the hook receives a sparse tensor.
-        is_last: whether no bucket follows this one.
     """
 
     is_sparse = True
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[Tensor],
-        transport: Transport,
-        *,
-        comm_hook: CommHook | None = None,
-        is_last: bool = False,
-    ) -> None:
-        super().__init__(plan, parameters, comm_hook=comm_hook, is_last=is_last)
+    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], transport: Transport) -> None:
+        super().__init__(plan, parameters)
         (self._parameter,) = self.members
         self._transport = transport
         self._scale = 1.0
         self._own = _no_rows(self._parameter)
         self._sum: Tensor | None = None
         self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
-
-    def view_of(self, position: int) -> None:
-        return None
 
     def fill(self, scale: float, missing: frozenset[int]) -> None:
         gradient = self._parameter.grad
@@ -60,13 +46,12 @@ class SparseBucket(Bucket):
             self._own = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
         self._scale = scale
 
-    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
+    def fill_zeros(self) -> None:
         self._own = _no_rows(self._parameter)
-        self.send(tail=tail, trigger=None)
 
     def _start(self, tail: Sequence[int] | None) -> Work:
         assert tail is None
-        if self._comm_hook is not None:
+        if self._comm_hook is not None:  # as in torch, the hook receives a sparse tensor
             return self._comm_hook.start(self._grad_bucket(self._own, ()), self._take_sum)
         own = torch.tensor([num_entries(self._own)], device=self._num_rows.device)
         counts = self._transport.all_gather(self._num_rows, own)

@@ -70,7 +70,9 @@ class TailForm:
         number = 0
         for word, width in zip(words or (0,) * len(self.widths), self.widths, strict=True):
             if word >> width:
-                raise OverflowError(f"expected a word of {width} bits, got {word}")
+                raise OverflowError(
+                    f"rank {rank}: expected a rider's word of {width} bits, got the word {word}"
+                )
             number = number << width | word
         number = number << 1 | (words is None)
         tail = [0] * (self.num_ranks * self.num_digits)

@@ -1,8 +1,8 @@
 """The parameters that get a gradient in a backward, and how often: read from the autograd engine, or learnt once.
 
-Three options need this knowledge. With `find_unused_parameters`, the engine reports which parameters a backward reaches
-(`GraphUsage`). With `skip_all_reduce_unused_params`, the ranks exchange these reports. With `static_graph`, the
-gradients of the first backward are counted (`StaticUsage`). `Usage` combines the three for the reducer.
+Three options need this knowledge. With `find_unused_parameters`, the engine reports which parameters a backward
+reaches. With `skip_all_reduce_unused_params`, the ranks exchange these reports. With `static_graph`, the gradients of
+the first backward are counted (`StaticUsage`). `Usage` combines the three for the reducer.
 """
 
 from __future__ import annotations
@@ -76,33 +76,24 @@ def is_accumulating(parameters: Sequence[Tensor]) -> bool:
     if reaches_all_leaves():  # a backward without `inputs=`
         return True
     try:
-        return GraphUsage(parameters).num_reached() > 0
+        return num_reached(parameters) > 0
     except SynclineError:
         raise
     except RuntimeError:  # raised if torch.autograd.grad was called for one of the parameters
         return False
 
 
-class GraphUsage:
-    """The autograd engine's knowledge of which parameters the running backward reaches.
+def accumulation_nodes(parameters: Sequence[Tensor]) -> list[graph.Node]:
+    """Return the graph node that accumulates into `.grad` of each parameter.
 
-    The engine is asked for each parameter, so outputs of a forward may have any type.
-
-    Args:
-        parameters: the parameters to look up.
+    The caller must hold the nodes: the engine knows them by identity, and a parameter holds its node weakly.
     """
+    return [graph.get_gradient_edge(parameter).node for parameter in parameters]
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        # The nodes are held here, because the engine knows them by identity and a parameter holds its own weakly.
-        self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
 
-    def absent(self) -> frozenset[int]:
-        """Return the indices of the parameters that get no gradient in the running graph task."""
-        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
-
-    def num_reached(self) -> int:
-        """Return the number of parameters that get a gradient in the running graph task."""
-        return len(self._nodes) - len(self.absent())
+def num_reached(parameters: Sequence[Tensor]) -> int:
+    """Return the number of parameters that get a gradient in the running graph task."""
+    return sum(will_execute_node(node) for node in accumulation_nodes(parameters))
 
 
 class StaticUsage:
@@ -167,14 +158,19 @@ class Usage:
         self.is_exchanged = options.skip_unused
         """Whether the ranks exchange their use of parameters when a backward begins."""
         self._parameters = parameters
-        self._graph = GraphUsage(parameters if self.reads_graph else ())
+        self._nodes = accumulation_nodes(parameters if self.reads_graph else ())
         self._message = TailMessage(transport, len(parameters) if self.is_exchanged else 0)
         self._own: Sequence[int] = ()
         self._exchanged: Sequence[float] | None = None
 
     def absent(self) -> frozenset[int]:
-        """Return the parameters that the backward that begins now will not reach, as far as they are known."""
-        return frozenset() if is_inside_another_backward() else self._graph.absent()
+        """Return the indices of the parameters that the backward that begins now will not reach.
+
+        In a backward inside of another one, the engine does not know them all. Then the result is empty.
+        """
+        if is_inside_another_backward():
+            return frozenset()
+        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
     def exchange(self, now: Set[int], unreduced: Set[int]) -> None:
         """Start to exchange the use of parameters between the ranks, if the options require it.
