@@ -273,7 +273,9 @@ def test_a_hook_that_returns_something_else_for_a_sparse_gradient_is_an_error() 
 
     ddp = DDP(Sparse())
     ddp.register_comm_hook(None, values)
-    with pytest.raises(sl.SynclineError, match=r"expected its future to hold a tensor of shape \(40, 8\)"):
+    with pytest.raises(
+        sl.SynclineError, match=r"expected the hook.s future to hold a tensor of shape \(40, 8\)"
+    ):
         ddp(torch.tensor([[1, 2]])).sum().backward()
 
 

@@ -644,7 +644,7 @@ def test_who_forgot_to_attach_is_told_so() -> None:
         ddp(batch(transport.rank, 0)).sum().backward()
         with pytest.raises(SynclineError, match=r"first.weight belongs to no attached optimizer.*ddp.attach"):
             SGD(module.first.parameters(), lr=0.1).step()
-        with pytest.raises(SynclineError, match=r"\.grad of middle.weight cannot be read"):
+        with pytest.raises(SynclineError, match=r"\.grad of parameter middle.weight cannot be read"):
             SGD(module.middle.parameters(), lr=0.1).step()
         with pytest.raises(SynclineError, match="cannot be moved or converted"):
             module.to(torch.float64)

@@ -41,15 +41,6 @@ def test_every_other_move_is_refused() -> None:
                 backward.move(to)
 
 
-@pytest.mark.parametrize("state", BackwardState)
-def test_a_backward_knows_from_its_beginning_whether_it_is_reduced(state: BackwardState) -> None:
-    backward = Backward(step=1, state=state)
-    assert backward.is_synchronized is (state in (BackwardState.DEFERRED, BackwardState.FILLING))
-    if BackwardState.FAILED in ALLOWED_MOVES[state]:
-        was, _ = backward.is_synchronized, backward.move(BackwardState.FAILED)
-        assert backward.is_synchronized is was
-
-
 def test_a_rank_names_the_gradients_that_are_missing_in_this_step_and_none_of_an_earlier_one() -> None:
     def rank(t: Transport) -> str:
         rider = MissingGradients(["weight", "bias"], are_allowed=False)

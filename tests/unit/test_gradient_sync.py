@@ -515,7 +515,8 @@ def test_a_backward_that_raised_after_buckets_were_sent_breaks_the_module_by_nam
             model[1](Fails.apply(model[0](inputs(t)))).sum().backward()
         for _ in range(2):
             with pytest.raises(
-                SynclineError, match=r"step 1: a backward began .* 2 bucket\(s\) of it had been sent"
+                SynclineError,
+                match=r"step 1, backward: a backward began .* 2 bucket\(s\) of the previous one had already",
             ):
                 backward(ddp, inputs(t))
 
@@ -610,7 +611,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
             backward(ddp, inputs(t))
         num_calls = 0
         # Comprehensions are no calls from Python 3.12 on; a wrapper of an earlier test may be freed in this thread.
-        not_counted = ("<listcomp>", "<genexpr>", "remove_hooks", "withdraw")
+        not_counted = ("<listcomp>", "<genexpr>", "remove_hooks", "remove", "withdraw", "_living_rivals")
 
         def profile(frame: Any, event: str, _: Any) -> None:
             nonlocal num_calls
@@ -634,7 +635,7 @@ def test_python_calls_are_one_a_parameter_and_few_a_bucket(view: bool) -> None:
         gc.enable()
     for num_calls, num_buckets in counted:
         assert num_buckets == 1
-        assert 100 <= num_calls <= 100 + 95, (
+        assert 100 <= num_calls <= 100 + 93, (
             "one call for each of 100 parameters, and a fixed number beside them"
         )
 

@@ -35,7 +35,7 @@ def test_a_rank_with_nothing_to_report_sends_zeros() -> None:
 
 
 def test_a_word_that_is_too_large_is_refused() -> None:
-    with pytest.raises(OverflowError, match="expected a word of 1 bits, got 2"):
+    with pytest.raises(OverflowError, match="expected a rider's word of 1 bits, got the word 2"):
         TailForm(num_ranks=1, widths=(1,)).encode((2,), rank=0)
 
 

@@ -1,6 +1,6 @@
 """One backward: its state, the graph tasks that make it up, and the wrapper to which it belongs.
 
-A backward is in one of these states. The hooks of parameters act only in FILLING.
+A backward is in one of these states. The hooks of parameters copy gradients only in FILLING.
 
 | state    | meaning                                                                              | next states      |
 |----------|--------------------------------------------------------------------------------------|------------------|
@@ -11,14 +11,15 @@ A backward is in one of these states. The hooks of parameters act only in FILLIN
 | ENDED    | it is over; if it was reduced, `.grad` holds the result                              |                  |
 | FAILED   | it ended with an error, or another backward began before its end                     |                  |
 
-An ordinary backward is one graph task of the autograd engine. A re-entrant checkpoint runs a task inside another one.
-The first gradient of such a backward may therefore come from an inner task; the outer task follows, and more inner
-tasks may come. The engine reports only which task is running now (a growing number) and when a task has ended.
+An ordinary backward is one graph task of the autograd engine. A re-entrant checkpoint runs an inner task inside the
+outer task. The first gradient of such a backward may therefore come from an inner task. The outer task follows, and
+more inner tasks may follow. The engine reports only the number of the task that runs now, and the end of each task. A
+task that begins later has a higher number.
 
 Several wrappers may share parameters: an actor and a critic may share an encoder, and a notebook may wrap the same
 module twice. Then one gradient is ready for several wrappers at once, but only the wrapper whose forward built the
-graph may reduce it. A hook on the outputs of that forward identifies it, because backward reaches an output before any
-parameter behind it.
+graph may reduce it. A hook on the outputs of that forward finds this wrapper, because a backward reaches an output
+before it reaches a parameter behind the output.
 """
 
 from __future__ import annotations
@@ -27,32 +28,34 @@ import enum
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from syncline._torch.autograd import current_graph_task_id, is_inside_another_backward
 from syncline.gradients.bucket import Bucket
-from syncline.gradients.sparse import SparseBucket
-from syncline.gradients.usage import GraphUsage, when_backward_reaches_any
+from syncline.gradients.usage import num_reached, when_backward_reaches_any
 
-_NONE = -1
+_NO_TASK = -1
+"""A number that no graph task has."""
 
 
 class Entry(enum.Enum):
-    """The meaning of a gradient that becomes ready in some task."""
+    """The relation of a gradient's graph task to the present backward."""
 
     BEGINS = "a backward begins"
-    CONTINUES = "the backward continues, perhaps in another of its tasks"
-    INTERRUPTS = "a backward begins, but the one before has not ended"
-    TOO_LATE = "the backward continues, but all its gradients were ready, so that it was ended"
+    CONTINUES = "the present backward continues in another graph task"
+    INTERRUPTS = "a backward begins, but the previous one has not ended"
+    TOO_LATE = "a backward continues that was ended because all its gradients were ready"
 
 
 class GraphTasks:
     """A state machine that assigns graph tasks to one backward after another.
 
     Args:
-        is_inside: returns whether the running task was started inside another one; called a few times per backward.
+        is_inside: a function that returns whether the running task was started inside another one. It is called a few
+            times per backward.
 
     Example:
         >>> tasks = GraphTasks(is_inside=lambda: False)
@@ -64,13 +67,13 @@ class GraphTasks:
     """
 
     def __init__(self, is_inside: Callable[[], bool] = is_inside_another_backward) -> None:
-        self.current = _NONE
-        """The task that gradients currently come from; each gradient compares its task with it."""
+        self.current = _NO_TASK
+        """The task that the last gradient came from. The hook of each parameter compares its own task with it."""
+        self.outermost: int | None = None
+        """The task that is known not to run inside another one; None if no task is known to be the outermost."""
         self._is_inside = is_inside
         self._tasks: set[int] = set()
-        self.outermost: int | None = None
-        """The task known not to run inside another, if the caller has set it."""
-        self._ended_inside = False
+        self._has_ended_inside = False
 
     @property
     def is_running(self) -> bool:
@@ -78,22 +81,22 @@ class GraphTasks:
         return bool(self._tasks)
 
     def enter(self, task: int) -> Entry:
-        """Classify a gradient from `task`, which is not the current one."""
+        """Return the relation of `task` to the present backward, if the last gradient came from another task."""
         if self._tasks:
             if task in self._tasks:
                 self.current = task
                 return Entry.CONTINUES
-            # Ids grow, so a task with a smaller id is the outer one, in which a re-entrant backward began.
+            # Numbers grow, so a task with a smaller number is the outer one, in which a re-entrant backward began.
             if task < max(self._tasks) or self._is_inside():
                 return Entry.CONTINUES
             return Entry.INTERRUPTS
-        if self._ended_inside and self._is_inside():
+        if self._has_ended_inside and self._is_inside():
             return Entry.TOO_LATE
-        self._ended_inside = False
+        self._has_ended_inside = False
         return Entry.BEGINS
 
     def join(self, task: int) -> None:
-        """Add `task` to this backward; the caller must report its end through `ends_backward`."""
+        """Add `task` to this backward. The caller must call `ends_backward` when the task ends."""
         self._tasks.add(task)
         self.current = task
 
@@ -102,10 +105,10 @@ class GraphTasks:
         return task in self._tasks
 
     def ends_backward(self, task: int, *, is_complete: bool) -> bool:
-        """Return whether the backward ended with `task`, which has just ended.
+        """Return whether the end of `task` is also the end of the backward.
 
         Args:
-            task: the id of the task.
+            task: the number of the task that has just ended.
             is_complete: whether every gradient is ready.
         """
         if task not in self._tasks:
@@ -113,110 +116,107 @@ class GraphTasks:
         if self.outermost is not None:
             return task == self.outermost
         if task != min(self._tasks):
-            return False  # it ran inside the smallest task, which is still to end
+            return False  # the task ran inside the one with the smallest number, which has not ended
         if self._is_inside():
             # The task ran inside another one that has produced no gradient yet. If all gradients are ready, no
             # more should follow.
-            self._ended_inside = is_complete
+            self._has_ended_inside = is_complete
             return is_complete
         return True
 
     def forget(self) -> None:
-        """Clear the state after a backward, whether it completed or failed."""
+        """Remove all tasks after a backward, whether the backward completed or failed."""
         self._tasks.clear()
-        self.current = _NONE
+        self.current = _NO_TASK
         self.outermost = None
 
     def forward_begins(self) -> None:
-        """Note that a forward begins, so that the next backward starts a new step."""
-        self._ended_inside = False
+        """Record that a forward begins, so that the next gradient begins a new backward."""
+        self._has_ended_inside = False
 
-
-_NEVER = -1
 
 _births = itertools.count()
 
 
 class Ownership:
-    """Decides whether a backward belongs to one wrapper if that wrapper has rivals.
+    """The decision of whether a backward belongs to one wrapper, if other wrappers share parameters with it.
 
-    A wrapper without rivals owns every backward.
+    These other wrappers are its rivals. A wrapper without rivals owns every backward.
 
     Args:
         parameters: the parameters of the wrapper.
-        is_inside: returns whether the running graph task was started inside another one.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], is_inside: Callable[[], bool] = is_inside_another_backward
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.rivals: list[weakref.ref[Ownership]] = []
-        """The owners of other wrappers that share parameters with this one. The list stays the same object."""
-        self._parameters = parameters
-        self._is_inside = is_inside
+        """The ownerships of the rivals. The list stays the same object, because hooks refer to it."""
         self.birth = next(_births)
-        """A creation number; later wrappers have higher ones."""
-        self._reached_in = _NEVER  # the last graph task that passed through an output of the wrapper
-        self._judged: tuple[int, bool] = (_NEVER, False)
-        self._heir: Ownership | None = None
+        """A number that is higher for wrappers that were created later."""
+        self._parameters = parameters
+        self._reached_in = _NO_TASK  # the last graph task that passed through an output of the wrapper
+        self._refused_task = _NO_TASK  # the last graph task that was found to belong to a rival
+        self._successor: Ownership | None = None
 
-    def continues(self, former: Ownership) -> None:
-        """Replace `former`, which outputs of earlier forwards still refer to."""
-        former._heir = self
+    def replace(self, former: Ownership) -> None:
+        """Replace `former`. Hooks on outputs of earlier forwards still call `former`, which then calls this object."""
+        former._successor = self
         self._reached_in = former._reached_in
 
-    def share_with(self, others: Iterable[Ownership]) -> None:
-        """Register wrappers with shared parameters: each side becomes a rival of the other."""
+    def add_rivals(self, others: Iterable[Ownership]) -> None:
+        """Register the ownerships of wrappers with shared parameters. Each side becomes a rival of the other."""
         for other in others:
             self.rivals.append(weakref.ref(other, self.rivals.remove))
             other.rivals.append(weakref.ref(self, other.rivals.remove))
 
     def withdraw(self) -> None:
-        """Remove this wrapper from its rivals; it reduces nothing from now on."""
-        for rival in [rival for reference in self.rivals if (rival := reference()) is not None]:
-            rival.rivals[:] = [one for one in rival.rivals if one() is not self]
+        """Remove this wrapper from the rivals of other wrappers, because it no longer reduces gradients."""
+        for rival in self._living_rivals():
+            rival.rivals[:] = [other for other in rival.rivals if other() is not self]
         self.rivals.clear()
 
-    def watch(self, output: object) -> None:
-        """Watch an output of the wrapper's forward for the backward that passes through it."""
-        when_backward_reaches_any(output, self._note)
+    def _living_rivals(self) -> list[Ownership]:
+        return [rival for reference in self.rivals if (rival := reference()) is not None]
 
-    def _note(self, gradient: object) -> None:
-        if self._heir is not None:
-            self._heir._note(gradient)
+    def watch(self, output: object) -> None:
+        """Detect each backward that passes through this output of the wrapper's forward."""
+        when_backward_reaches_any(output, self._record_reached)
+
+    def _record_reached(self, gradient: object) -> None:
+        if self._successor is not None:
+            self._successor._record_reached(gradient)
         self._reached_in = current_graph_task_id()
-        self._judged = (_NEVER, False)  # decide again: the backward may have been assigned to another
+        self._refused_task = _NO_TASK  # decide again, because a rival may have been assigned the task before
 
     def owns(self, task: int) -> bool:
-        """Return whether the graph task that runs now belongs to this wrapper.
+        """Return whether `task`, the graph task that runs now, belongs to this wrapper.
 
-        If it passed through no output of any wrapper (the modules were called directly), it belongs to the wrapper with
-        the most parameters in the graph; if there are several, to the latest of them.
+        A task that passed through no output of any wrapper (because the modules were called directly) belongs to the
+        wrapper with the most parameters in the graph. If there are several, it belongs to the latest of them.
         """
-        if self._judged[0] == task and not self._judged[1]:
+        if task == self._refused_task:
             return False
-        rivals = [rival for reference in self.rivals if (rival := reference()) is not None]
-        latest = max(one._reached_in for one in (self, *rivals))
-        # Task ids grow, so a task that runs inside another one has the higher id.
-        if latest == task or (latest != _NEVER and self._is_inside()):
-            is_ours = self._reached_in == latest
+        contenders = [self, *self._living_rivals()]
+        latest = max(contender._reached_in for contender in contenders)
+        # Numbers grow, so a task that runs inside another one has the higher number.
+        if latest == task or (latest != _NO_TASK and is_inside_another_backward()):
+            is_own = self._reached_in == latest
         else:
-            is_ours = max((self, *rivals), key=Ownership._claim) is self
-        self._judged = (task, is_ours)
-        return is_ours
+            is_own = max(contenders, key=Ownership._priority) is self
+        self._refused_task = _NO_TASK if is_own else task
+        return is_own
 
-    def _claim(self) -> tuple[int, int]:
-        trained = [
-            parameter for parameter in self._parameters if parameter.requires_grad
-        ]  # parameters may have been frozen since construction
-        return GraphUsage(trained).num_reached(), self.birth
+    def _priority(self) -> tuple[int, int]:
+        trainable = [
+            p for p in self._parameters if p.requires_grad
+        ]  # some may have been frozen since construction
+        return num_reached(trainable), self.birth
 
 
 NO_INDICES: frozenset[int] = frozenset()
 
 
 class BackwardState(enum.Enum):
-    """The state of a backward; the table of this module states what each means."""
+    """The state of a backward. The table at the top of this module defines each state."""
 
     LOCAL = "local"
     DEFERRED = "deferred"
@@ -236,18 +236,9 @@ ALLOWED_MOVES: dict[BackwardState, frozenset[BackwardState]] = {
 }
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Backward:
     """One backward of a module's parameters, from its first gradient to its end.
-
-    Args:
-        step: the step that this backward ends.
-        state: the state in which it begins.
-        num_items: the items behind this rank's gradients, under `normalize_by`; None if they are not counted.
-        num_ranks: the number of ranks whose gradients count.
-        scale: the factor by which gradients are multiplied when they are copied into buckets.
-        unreduced: indices of parameters that hold gradients of earlier backwards, which were not reduced.
-        context_id: the context of torch's distributed autograd; None for an ordinary backward.
-        has_graph: whether it runs under create_graph=True, so that `.grad` has a graph and must stay the same tensor.
 
     Example:
         >>> backward = Backward(step=1, state=BackwardState.LOCAL)
@@ -257,59 +248,32 @@ class Backward:
         AssertionError: the backward of step 1: ended -> sent
     """
 
-    __slots__ = (
-        "absent",
-        "began_at",
-        "context_id",
-        "has_graph",
-        "is_synchronized",
-        "missing",
-        "num_items",
-        "num_launched",
-        "num_ranks",
-        "ready",
-        "scale",
-        "sent",
-        "state",
-        "step",
-        "unreduced",
-    )
-
-    def __init__(
-        self,
-        *,
-        step: int,
-        state: BackwardState,
-        num_items: int | None = None,
-        num_ranks: int = 1,
-        scale: float = 1.0,
-        unreduced: Set[int] = NO_INDICES,
-        context_id: int | None = None,
-        has_graph: bool = False,
-    ) -> None:
-        self.step = step
-        self.state = state
-        self.num_items = num_items
-        self.num_ranks = num_ranks
-        self.scale = scale
-        self.unreduced = unreduced
-        self.context_id = context_id
-        self.has_graph = has_graph
-        self.is_synchronized = state in (BackwardState.DEFERRED, BackwardState.FILLING)
-        """Whether it is, or was to be, reduced."""
-        self.began_at = time.perf_counter()
-        self.ready: list[int] = []
-        """Indices of the parameters in the order in which their gradients were ready."""
-        self.absent = NO_INDICES
-        """Indices of the parameters that it will not reach, as the autograd engine reported when it began."""
-        self.missing = NO_INDICES
-        """Indices of the parameters that have got no gradient; known once all buckets are filled."""
-        self.num_launched = 0
-        """Number of buckets, in index order, that were sent or left out because no rank uses their parameters."""
-        self.sent: list[Bucket | SparseBucket] = []
+    step: int
+    """The step that this backward ends."""
+    state: BackwardState
+    """The present state. A backward that is not reduced stays in LOCAL until its end."""
+    num_items: int | None = None
+    """Number of items behind this rank's gradients, under `normalize_by`; None if items are not counted."""
+    num_ranks: int = 1
+    """Number of ranks whose gradients count."""
+    scale: float = 1.0
+    """The factor by which gradients are multiplied when they are copied into buckets."""
+    context_id: int | None = None
+    """The context of torch's distributed autograd; None for an ordinary backward."""
+    keeps_tensors: bool = False
+    """Whether `.grad` must stay the same tensor when it receives the result, see `Bucket.hand_out`."""
+    missing: frozenset[int] = NO_INDICES
+    """Indices of the parameters that get no gradient. Until all buckets are filled, these are only the parameters that
+    the backward does not reach according to the autograd engine."""
+    num_launched: int = 0
+    """Number of buckets, in index order, that were sent or left out because no rank uses their parameters."""
+    began_at: float = field(default_factory=time.perf_counter)
+    ready: list[int] = field(default_factory=list)
+    """Indices of the parameters in the order in which their gradients were ready."""
+    sent: list[Bucket] = field(default_factory=list)
 
     def move(self, to: BackwardState) -> None:
-        """Enter another state."""
+        """Move the backward to another state, which the table of states must allow."""
         assert to in ALLOWED_MOVES[self.state], (
             f"the backward of step {self.step}: {self.state.value} -> {to.value}"
         )

@@ -4,9 +4,9 @@ A bucket is one flat tensor that is reduced by one collective. Buckets are launc
 every rank starts the same collectives in the same order, whatever its autograd engine does. All ranks therefore agree
 on a plan before they use it.
 
-Inside a bucket the large gradients come first and the small ones follow. A large gradient is copied into its place
-as soon as it is ready, while it is still in the processor's cache. The small ones are copied in one batched call when
-the bucket is launched, because for them the call costs more than the memory access.
+Inside a bucket the large gradients come first and the small gradients follow. A large gradient is copied into its place
+as soon as it is ready, while it is still in the processor's cache. The small gradients are copied in one batched call
+when the bucket is launched, because a call costs more than the memory access of a small gradient.
 
 Method: gradient bucketing with overlap (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training", VLDB 2020, section 3.2.3). The reasons for the default bucket sizes:
@@ -15,6 +15,7 @@ Parallel Training", VLDB 2020, section 3.2.3). The reasons for the default bucke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,12 +33,12 @@ class ParameterSpec:
     numel: int
     itemsize_bytes: int
     dtype: str
-    """The dtype in which its gradient is reduced."""
+    """The dtype in which the parameter's gradient is reduced."""
     device: str
     sparse: bool = False
-    """Whether its gradient is sparse: rows are gathered, not added up in a flat tensor."""
+    """Whether the gradient is sparse. Then its rows are gathered instead of being added up in a flat tensor."""
     delayed: bool = False
-    """Whether its gradient is reduced after all that are not delayed."""
+    """Whether the gradient is reduced after all gradients that are not delayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,17 +49,17 @@ class BucketCaps:
     first_cap_bytes: int
     """The cap of the first bucket. A smaller first bucket starts the overlap of sending and computing earlier."""
     listed_bytes: tuple[int, ...] = ()
-    """Caps of the first buckets of each kind, one per bucket; later buckets get `cap_bytes`."""
+    """Caps for the first buckets of each dtype and device, one per bucket. Later buckets get `cap_bytes`."""
     is_default: bool = False
-    """Whether the user gave no caps."""
+    """Whether the caps were chosen automatically, because the user gave none."""
 
     @property
     def largest_bytes(self) -> int:
-        """The largest of the caps."""
+        """The larger of `cap_bytes` and all `listed_bytes`."""
         return max((self.cap_bytes, *self.listed_bytes))
 
     def of(self, position: int) -> int:
-        """Return the cap of the bucket at `position` among those of its kind."""
+        """Return the cap of the bucket at `position` among the buckets of one dtype and device."""
         if position < len(self.listed_bytes):
             return self.listed_bytes[position]
         return self.first_cap_bytes if position == 0 else self.cap_bytes
@@ -74,35 +75,35 @@ class BucketPlan:
     parameters: tuple[int, ...]
     """Parameter indices in the order of their places in the flat tensor, the large ones first."""
     offsets: tuple[int, ...]
-    """The offset of each parameter's first element, in elements."""
+    """The offset of each parameter's first element in the flat tensor, in elements."""
     num_large: int
-    """The number of `parameters`, from the front, that are copied one by one as soon as they are ready."""
+    """The number of parameters at the front whose gradients are copied one by one, as soon as they are ready."""
     numel: int
-    """Elements of gradients, including the gaps between them, without padding and control tail."""
+    """Number of elements of all gradients and of the gaps between them, without padding and control tail."""
     tail_numel: int
-    """Elements of control data behind the gradients; 0 in every bucket but the last."""
+    """Number of elements of control data behind the gradients; 0 in every bucket but the last."""
     itemsize_bytes: int
     sparse: bool = False
     """Whether the bucket is one parameter with a sparse gradient, which has no flat tensor."""
     numels: tuple[int, ...] = ()
     """Number of elements of each parameter."""
     padding_numel: int = 0
-    """Padding elements behind the gradients, so that ranks can have equal shards of the bucket."""
+    """Number of padding elements behind the gradients, so that ranks can have equal shards of the bucket."""
 
     @property
     def num_gradient_elements(self) -> int:
-        """Number of gradient elements, without gaps."""
+        """Number of elements of all gradients, without the gaps between them."""
         return sum(self.numels)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the flat tensor, including padding and control tail."""
+        """Size of the flat tensor, including padding and control tail."""
         return (self.numel + self.padding_numel + self.tail_numel) * self.itemsize_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoad:
-    """The load of one host, for `automatic_caps`."""
+    """The number of ranks and cores of one host, by which `automatic_caps` estimates how busy the host is."""
 
     num_ranks: int
     num_cores: int
@@ -110,6 +111,9 @@ class HostLoad:
 
 
 _IN_PLACE_CAP_BYTES = 8 * MIB
+
+_Kind = tuple[str, str, bool]
+"""The dtype, the device, and whether gradients are delayed; equal for all gradients of a bucket."""
 
 
 def automatic_caps(
@@ -120,13 +124,13 @@ def automatic_caps(
     Overlapping communication and computation pays if something other than the computing cores can do the sending: an
     accelerator's copy engines, a network between hosts, or cores that no rank computes on. Then the caps are 1 MiB for
     the first bucket and 25 MiB for the rest, as in torch. On one host whose cores all compute, each further collective
-    only takes time from the computation, so few, large buckets are faster.
+    only takes time from the computation, so a few large buckets are faster.
 
     If the ranks read each other's gradients from memory, a bucket costs little, and a bucket that is reduced soon is
-    still in the last-level cache. Then buckets are of medium size.
+    still in the last-level cache. Then buckets of medium size are faster.
 
     Args:
-        hosts: all hosts.
+        hosts: the load of each host.
         device_type: the device type of the gradients.
         reduces_in_place: whether ranks read each other's gradients from memory.
 
@@ -163,9 +167,9 @@ def plan_buckets(
         specs: the parameters, by index.
         order: a permutation of the indices; the gradient that is ready first comes first.
         caps: the size limits of buckets.
-        tail_numel: elements of control data to add to the last bucket.
-        align_numel: let each parameter begin at a multiple of this many elements.
-        multiple_of: pad each bucket to a multiple of this many elements.
+        tail_numel: the number of elements of control data to add to the last bucket.
+        align_numel: each parameter begins at a multiple of this number of elements.
+        multiple_of: each bucket is padded to a multiple of this number of elements.
 
     Returns:
         The buckets in launch order: a bucket that is complete earlier in `order` comes first, and delayed parameters
@@ -178,78 +182,60 @@ def plan_buckets(
         [(2,), (1, 0)]
     """
     if sorted(order) != list(range(len(specs))):
-        raise ValueError(f"expected order to name each of {len(specs)} parameters once, got {list(order)}")
-    groups = _fill_groups(specs, order, caps)
-    return tuple(
-        _lay_out(
-            specs,
-            group,
-            index=i,
-            tail_numel=tail_numel if i == len(groups) - 1 else 0,
-            align_numel=align_numel,
-            multiple_of=multiple_of,
+        raise ValueError(
+            f"expected `order` to contain the index of each of {len(specs)} parameters once, got {list(order)}"
         )
-        for i, group in enumerate(groups)
-    )
+    plans: list[BucketPlan] = []
+    groups = _group(specs, order, caps)
+    for group in groups:
+        first = specs[group[0]]
+        indices = sorted(
+            group, key=lambda index: specs[index].numel < LARGE_GRADIENT_NUMEL
+        )  # large ones first
+        offsets, numel = [], 0
+        for index in indices:
+            numel += -numel % align_numel
+            offsets.append(numel)
+            numel += specs[index].numel
+        plans.append(
+            BucketPlan(
+                index=len(plans),
+                dtype=first.dtype,
+                device=first.device,
+                parameters=tuple(indices),
+                offsets=tuple(offsets),
+                num_large=sum(not first.sparse and specs[i].numel >= LARGE_GRADIENT_NUMEL for i in group),
+                numel=numel,
+                tail_numel=tail_numel if group is groups[-1] else 0,
+                itemsize_bytes=first.itemsize_bytes,
+                sparse=first.sparse,
+                numels=tuple(specs[index].numel for index in indices),
+                padding_numel=-numel % multiple_of,
+            )
+        )
+    return tuple(plans)
 
 
-def _fill_groups(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Return parameter indices by bucket, with buckets in the order in which they are complete."""
-    filling: dict[tuple[str, str, bool], list[int]] = {}
-    filled_bytes: dict[tuple[str, str, bool], int] = {}
-    position = {index: at for at, index in enumerate(order)}
-    complete: list[list[int]] = []
-    num_complete: dict[tuple[str, str, bool], int] = {}
+def _group(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
+    """Return the parameter indices of each bucket, with buckets in the order in which they are complete."""
+    groups: list[list[int]] = []
+    filling: dict[_Kind, list[int]] = {}
+    filled_bytes: Counter[_Kind] = Counter()
+    num_groups: Counter[_Kind] = Counter()
     for index in order:
         spec = specs[index]
         if spec.sparse:
-            complete.append([index])
+            groups.append([index])
             continue
         kind = (spec.dtype, spec.device, spec.delayed)
         size_bytes = spec.numel * spec.itemsize_bytes
         # Every kind's first bucket gets the small cap, so that each dtype's sending starts early.
-        cap_bytes = caps.of(num_complete.get(kind, 0))
-        if kind in filling and filled_bytes[kind] + size_bytes > cap_bytes:
-            complete.append(filling.pop(kind))
-            num_complete[kind] = num_complete.get(kind, 0) + 1
-        if kind not in filling:
+        if kind not in filling or filled_bytes[kind] + size_bytes > caps.of(num_groups[kind] - 1):
             filling[kind] = []
+            groups.append(filling[kind])
             filled_bytes[kind] = 0
+            num_groups[kind] += 1
         filling[kind].append(index)
         filled_bytes[kind] += size_bytes
-    return sorted(
-        [*complete, *filling.values()], key=lambda group: (specs[group[0]].delayed, position[group[-1]])
-    )
-
-
-def _lay_out(
-    specs: Sequence[ParameterSpec],
-    group: Sequence[int],
-    *,
-    index: int,
-    tail_numel: int,
-    align_numel: int,
-    multiple_of: int,
-) -> BucketPlan:
-    large = [i for i in group if specs[i].numel >= LARGE_GRADIENT_NUMEL]
-    small = [i for i in group if specs[i].numel < LARGE_GRADIENT_NUMEL]
-    offsets = []
-    numel = 0
-    for i in (*large, *small):
-        numel += -numel % align_numel
-        offsets.append(numel)
-        numel += specs[i].numel
-    return BucketPlan(
-        index=index,
-        dtype=specs[group[0]].dtype,
-        device=specs[group[0]].device,
-        parameters=(*large, *small),
-        offsets=tuple(offsets),
-        num_large=len(large),
-        numel=numel,
-        tail_numel=tail_numel,
-        itemsize_bytes=specs[group[0]].itemsize_bytes,
-        sparse=specs[group[0]].sparse,
-        numels=tuple(specs[i].numel for i in (*large, *small)),
-        padding_numel=-numel % multiple_of,
-    )
+    position = {index: at for at, index in enumerate(order)}
+    return sorted(groups, key=lambda group: (specs[group[0]].delayed, position[group[-1]]))

@@ -1,6 +1,6 @@
-"""Communication hooks: a user's function that replaces our all_reduce, with torch's interface.
+"""Communication hooks: a user's function that replaces Syncline's all_reduce, with torch's interface.
 
-`torch.distributed.GradBucket` cannot be created from Python, so hooks get an object with the same methods. torch's
+`torch.distributed.GradBucket` cannot be created from Python, so hooks receive an object with the same methods. torch's
 own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) and hooks written for torch's class work unchanged.
 """
 
@@ -9,23 +9,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncline._torch.tensors import TorchFuture
+from syncline.errors import SynclineError
+from syncline.transport.work import Work
 
 
 class GradBucket:
     """One bucket as passed to a communication hook, with the methods of torch's `GradBucket`.
 
     Args:
-        index: index of the bucket; hooks are called in index order.
-        buffer: all gradients of the bucket, flat, of shape (numel,), not divided.
+        index: index of the bucket. Hooks are called in the order of the indices.
+        buffer: all gradients of the bucket, not divided: a flat tensor of shape (numel,), or one sparse gradient.
         parameters: the bucket's parameters.
-        gradients: views of `buffer` in the parameters' shapes.
+        gradients: views of `buffer` in the parameters' shapes; empty for a sparse gradient, as in torch.
         is_last: whether this is the last bucket of the backward.
     """
 
@@ -49,11 +50,11 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the flat tensor."""
+        """Return the flat tensor of the gradients."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return views of the flat tensor, one per parameter; empty after the buffer was replaced."""
+        """Return views of the flat tensor, one per parameter; an empty list after the flat tensor was replaced."""
         return list(self._gradients)
 
     def parameters(self) -> list[Tensor]:
@@ -72,7 +73,7 @@ class GradBucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommHook:
-    """A registered hook and its state."""
+    """A registered communication hook and its state."""
 
     state: object
     hook: Callable[[Any, Any], Any]
@@ -82,42 +83,90 @@ class CommHook:
 
     @property
     def name(self) -> str:
-        """The label, or else the hook's qualified name; ranks compare their hooks by it."""
+        """The label, or else the hook's qualified name. Ranks compare their hooks by this name."""
         return self.label or qualified_name(self.hook)
 
     def refuse_own_division(self, remedy: str) -> None:
-        """Raise if the hook divides the gradients, so that they cannot be divided by a number of items.
+        """Check that the hook returns a mean over all ranks, which can be turned into a mean over items.
 
         Args:
-            remedy: what to do, the end of the message.
+            remedy: the end of the message, which states what to do.
 
         Raises:
-            ValueError: it does.
+            ValueError: the hook may divide the gradients by another number.
         """
         if not self.averages:
             raise ValueError(
-                f"normalize_by cannot divide what communication hook {self.name} reduces: the hook does its own "
-                f"division. {remedy}"
+                "normalize_by cannot divide the gradients by the number of items, because communication hook "
+                f"{self.name} already divides them. {remedy}"
             )
 
-    def __call__(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+    def start(self, bucket: GradBucket, take_result: Callable[[Tensor], object]) -> Work:
+        """Call the hook for a bucket; return a work whose `wait` passes the hook's result to `take_result`.
+
+        Raises:
+            TypeError: the hook returned no future.
+        """
+        shape, is_flat = (
+            bucket.buffer().shape,
+            not bucket.buffer().is_sparse,
+        )  # the hook may replace the buffer
         future = self.hook(self.state, bucket)
         if not isinstance(future, TorchFuture):
             raise TypeError(
-                f"communication hook {self.name}: expected it to return a torch.futures.Future of the reduced flat "
-                f"tensor, got {type(future).__name__}; `dist.all_reduce(..., async_op=True).get_future()` gives one"
+                f"communication hook {self.name}: expected the hook to return a torch.futures.Future that holds the "
+                f"reduced flat tensor, got {type(future).__name__}. For example, return "
+                "`dist.all_reduce(..., async_op=True).get_future()`"
             )
-        return cast("torch.futures.Future[Any]", future)
+
+        def take(result: object) -> None:
+            if isinstance(result, list | tuple) and len(result) == 1:
+                (result,) = result
+            if isinstance(result, Tensor) and (
+                result.shape == shape or (is_flat and result.numel() == shape.numel())
+            ):
+                take_result(result)
+                return
+            got = (
+                f"one of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            )
+            raise SynclineError(
+                f"communication hook {self.name}, bucket {bucket.index()}: expected the hook's future to hold a tensor "
+                f"of shape {tuple(shape)}, got {got}. Return a future that holds the bucket's buffer, reduced"
+            )
+
+        return _HookWork(future, take)
+
+
+class _HookWork(Work):
+    """The reduction of one bucket by a communication hook, under way.
+
+    Args:
+        future: the future that the hook returned.
+        take: a function to call with the value of the future.
+    """
+
+    __slots__ = ("_future", "_take")
+
+    def __init__(self, future: Any, take: Callable[[object], None]) -> None:
+        self._future = future
+        self._take = take
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        self._take(self._future.wait())
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
 
 
 def qualified_name(hook: Callable[..., Any]) -> str:
-    """Return the name by which ranks compare callables; for a callable object, that of its class."""
+    """Return the name by which ranks compare callables; for a callable object, the name of its class."""
     name: str = getattr(hook, "__qualname__", type(hook).__name__)
     return name
 
 
 def checked_comm_hook(state: object, hook: object, *, label: str = "") -> CommHook:
-    """Return the hook with its state, after a check of its signature.
+    """Return a communication hook with its state, after a check of its signature.
 
     Raises:
         TypeError: the hook is not callable.

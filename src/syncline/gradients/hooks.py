@@ -1,91 +1,207 @@
-"""The hooks of parameters, which run once per gradient: the only code whose cost grows with the number of parameters.
+"""The hooks of parameters, which report each gradient that is ready.
 
-Creating hooks anew in each backward would be slow, so they refer to objects that stay: the lists of the layout, the
-graph tasks, and the reducer, which holds the present backward.
+The hook of a parameter runs once per gradient. Its code is the only code whose cost grows with the number of
+parameters. Creating hooks anew in each backward would be slow, so they refer to objects that stay: the reduction, which
+holds the present backward, the lists of the layout, and the graph tasks.
+
+torch's distributed autograd (over RPC) keeps gradients in a context instead of in `.grad`. Its engine does not run the
+hooks that ordinary backwards run. It only runs hooks on the nodes that would accumulate into `.grad`. So a wrapper that
+is created while RPC is in use also registers hooks on these nodes. When all gradients of such a backward are ready,
+they replace `.grad` until they are reduced. The reduction does not overlap with the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from syncline._torch.autograd import current_graph_task_id
-from syncline.gradients.backward import Backward, BackwardState, GraphTasks, Ownership
+from syncline._torch.autograd import (
+    current_context_id,
+    current_graph_task_id,
+    gradients_in_context,
+    is_rpc_in_use,
+)
+from syncline.errors import SynclineError
+from syncline.gradients.backward import BackwardState, GraphTasks, Ownership
 from syncline.gradients.bucket import copy_scaled
 from syncline.gradients.reduction import Reduction
-from syncline.gradients.usage import StaticUsage
+from syncline.gradients.usage import accumulation_nodes, is_accumulating
 
 
-class _Reducer(Protocol):
-    """What hooks need of the reducer."""
+def gradient_hook(
+    index: int,
+    reduction: Reduction,
+    tasks: GraphTasks,
+    *,
+    begin: Callable[[], bool],
+    rivals: Sequence[object],
+) -> Callable[[Tensor], None]:
+    """Return the hook of a parameter: it counts the gradient, copies it if it is large, and sends complete buckets.
 
-    backward: Backward
-    reduction: Reduction
-    tasks: GraphTasks
-    ownership: Ownership
-
-    def begin(self) -> bool:
-        """Register the running graph task; return whether it belongs to a backward of this wrapper."""
-
-
-def gradient_hook(reducer: _Reducer, index: int) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter: it counts the gradient, copies it if it is large, and sends complete buckets."""
-    reduction, begin = reducer.reduction, reducer.begin
-    if reduction.usage.static is not None:
-        return _static_hook(reducer, index, reduction.usage.static)
-    places, tasks = reduction.layout.places, reducer.tasks
+    Args:
+        index: index of the parameter.
+        reduction: holds the present backward and the buckets.
+        tasks: the graph tasks of the present backward.
+        begin: registers the running graph task; returns False if it belongs to another wrapper.
+        rivals: other wrappers with some of the same parameters, see `Ownership.rivals`.
+    """
+    places, static, reads_graph = reduction.layout.places, reduction.usage.static, reduction.usage.reads_graph
     current_task, filling = current_graph_task_id, BackwardState.FILLING
-    as_view = reduction.options.as_bucket_view and reduction.options.reduce_dtype is None
-    reads_graph, rivals = reduction.usage.reads_graph, reducer.ownership.rivals
-    stand_in = reduction.layout.stand_in_of(index)
+    counts: list[int] = [] if static is None else static.counts
+    expected: list[int] = [] if static is None else static.expected
+    has_views = reduction.options.as_bucket_view and reduction.options.reduce_dtype is None
+    # While `.grad` may still get another gradient, or be read by another wrapper, it must not become a view.
+    as_view = has_views and static is None and not reads_graph
+    stand_in = None if static is not None else reduction.layout.stand_in_of(index)
 
     def gradient_is_ready(parameter: Tensor) -> None:
         if current_task() != tasks.current and not begin():
             return
-        backward = reducer.backward
+        if counts:  # in a static graph, a parameter may get several gradients in one backward
+            counts[index] += 1
+            if counts[index] != expected[index]:
+                return
+        backward = reduction.backward
         backward.ready.append(index)
         if backward.state is not filling:
             return
-        if reads_graph and index in backward.absent:
+        if reads_graph and index in backward.missing:
             raise reduction.out_of_step.from_outside(backward.step, index)
         bucket, view = places[index]
         if view is not None:
             copy_scaled(view, parameter.grad, backward.scale)
-            if as_view and not reads_graph and not rivals:
+            if as_view and not rivals:
                 parameter.grad = view  # frees the gradient while its memory is still in cache
             elif stand_in is not None:
                 parameter.grad = stand_in
         bucket.num_pending -= 1
         if not bucket.num_pending:
-            reduction.send_complete(backward)
+            reduction.send_complete()
 
     return gradient_is_ready
 
 
-def _static_hook(reducer: _Reducer, index: int, static: StaticUsage) -> Callable[[Tensor], None]:
-    """Return a hook for a static graph, in which a parameter may get several gradients in one backward."""
-    reduction, begin, tasks = reducer.reduction, reducer.begin, reducer.tasks
-    places = reduction.layout.places
-    counts, expected = static.counts, static.expected
-    current_task, filling = current_graph_task_id, BackwardState.FILLING
+class ParameterHooks:
+    """The hooks of one reducer on its parameters.
 
-    def gradient_is_ready(parameter: Tensor) -> None:
-        if current_task() != tasks.current and not begin():
-            return
-        counts[index] += 1
-        if counts[index] != expected[index]:
-            return
-        backward = reducer.backward
-        backward.ready.append(index)
-        if backward.state is not filling:
-            return
-        bucket, view = places[index]
-        if view is not None:
-            copy_scaled(view, parameter.grad, backward.scale)
-        bucket.num_pending -= 1
-        if not bucket.num_pending:
-            reduction.send_complete(backward)
+    Args:
+        reduction: holds the parameters, the buckets and the present backward.
+        tasks: the graph tasks of the present backward.
+        ownership: holds the rivals of the wrapper.
+        begin: registers the running graph task, with the id of its context, if it has one; returns whether the task
+            belongs to this wrapper.
+    """
 
-    return gradient_is_ready
+    def __init__(
+        self, reduction: Reduction, tasks: GraphTasks, ownership: Ownership, begin: Callable[..., bool]
+    ) -> None:
+        # `begin` is not stored, because the reducer holds this object and a cycle would keep its buckets in memory.
+        self._parameters = reduction.parameters
+        self._tasks = tasks
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(
+                gradient_hook(index, reduction, tasks, begin=begin, rivals=ownership.rivals)
+            )
+            for index, parameter in enumerate(reduction.parameters)
+        ]
+        self.contexts = AutogradContexts(reduction, tasks, begin)
+        self._handles += self.contexts.handles
+
+    @property
+    def are_registered(self) -> bool:
+        """Whether the hooks have not been removed."""
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def outermost_hook(self, begin: Callable[[], bool]) -> Callable[[object], None]:
+        """Return a hook for the outputs of a forward, which are reached by the outermost graph task of a backward.
+
+        Args:
+            begin: registers the running graph task.
+        """
+        tasks, current_task = self._tasks, current_graph_task_id
+
+        def backward_begins(_: object) -> None:
+            if current_task() != tasks.outermost and self._handles:  # no handles: the hooks were removed
+                tasks.outermost = current_task()
+                if is_accumulating(self._parameters):
+                    begin()
+
+        return backward_begins
+
+
+class AutogradContexts:
+    """Hooks for the gradients that parameters get in contexts of distributed autograd.
+
+    No hooks are registered if this process does not use torch's RPC.
+
+    Args:
+        reduction: holds the parameters and the present backward.
+        tasks: the graph tasks of the present backward.
+        begin: registers the running graph task, with the id of its context; returns whether it belongs to this wrapper.
+    """
+
+    def __init__(self, reduction: Reduction, tasks: GraphTasks, begin: Callable[[int], bool]) -> None:
+        self._reduction = reduction
+        self._tasks = tasks
+        self._ids: set[int] = set()
+        self._nodes = accumulation_nodes(reduction.parameters if is_rpc_in_use() else [])
+        self.handles = [
+            node.register_hook(self._make_hook(index, begin)) for index, node in enumerate(self._nodes)
+        ]
+
+    def forward_begins(self) -> None:
+        """Store the context of this thread, because a backward runs in threads that cannot look up their context."""
+        if not self.handles:
+            return
+        self._ids = {context_id for context_id in self._ids if gradients_in_context(context_id) is not None}
+        here = current_context_id()
+        if here is not None:
+            self._ids.add(here)
+
+    def _make_hook(self, index: int, begin: Callable[[int], bool]) -> Callable[..., None]:
+        parameter = self._reduction.parameters[index]
+
+        def gradient_is_ready(*_: object) -> None:
+            if self._tasks.is_running and self._reduction.backward.context_id is None:
+                return  # an ordinary backward, whose own hook has reported the gradient
+            for context_id in self._ids:
+                if parameter in (gradients_in_context(context_id) or ()):
+                    if current_graph_task_id() == self._tasks.current or begin(context_id):
+                        self._reduction.backward.ready.append(index)
+                    return
+
+        return gradient_is_ready
+
+    @contextmanager
+    def as_grad(self, context_id: int) -> Iterator[None]:
+        """Put the context's gradients into `.grad`; at the end, copy the results back and restore `.grad`.
+
+        Raises:
+            SynclineError: gradients are sharded.
+        """
+        if self._reduction.options.sharded:
+            raise SynclineError(
+                f"rank {self._reduction.transport.rank}, step {self._reduction.backward.step}: torch's distributed "
+                "autograd keeps gradients in contexts of its own, which cannot be combined with sharded=True. Wrap the "
+                "module without sharded=True"
+            )
+        parameters, in_context = self._reduction.parameters, gradients_in_context(context_id) or {}
+        before = [parameter.grad for parameter in parameters]
+        gradients = [in_context.get(parameter) for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter, gradient, former in zip(parameters, gradients, before, strict=True):
+                reduced, parameter.grad = parameter.grad, former
+                if gradient is not None and reduced is not None and reduced is not gradient:
+                    gradient.copy_(reduced)

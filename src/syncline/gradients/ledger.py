@@ -1,16 +1,17 @@
 """The ledger: a record of what was reduced in the last backward.
 
-Recording must cost next to nothing. It keeps only references and numbers; `Ledger.last` looks up names and builds
-the record on request.
+Recording must cost next to nothing. So the ledger stores only references and numbers. `Ledger.last` looks up names and
+builds the record on request.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from syncline.gradients.backward import Backward
-from syncline.gradients.bucket import Lifecycle
+from syncline.gradients.bucket import Bucket
 from syncline.records import BackwardRecord, BucketRecord, NonFiniteRecord
 
 
@@ -24,13 +25,9 @@ class Ledger:
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._backward: Backward | None = None
-        self._step = 0
         self._ended_at = 0.0
-        self._divisor = 1
-        self._counted_items = False
-        self._reduced_afterwards = False
-        self._nonfinite: NonFiniteRecord | None = None
-        self._metrics: Mapping[str, float] = {}
+        self._facts: dict[str, Any] = {}
+        """Fields of the record that are known when the backward ends."""
 
     def note(
         self,
@@ -38,58 +35,60 @@ class Ledger:
         *,
         step: int,
         divisor: int,
-        nonfinite: NonFiniteRecord | None = None,
+        nonfinite: NonFiniteRecord | None,
         metrics: Mapping[str, float],
     ) -> None:
         """Record a backward that has ended.
 
         Args:
             backward: the backward; nothing may change it afterwards.
-            step: number of synchronized backwards so far.
-            divisor: the number by which the sums were divided.
-            nonfinite: the values found that are not finite; None if there was no check.
-            metrics: the means over ranks that were reported with it.
+            step: number of steps of the run so far.
+            divisor: the number by which the sums of the gradients were divided.
+            nonfinite: the values found that are not finite; None if the values were not checked.
+            metrics: the means over ranks of the metrics that were reported with the backward.
         """
-        self._backward, self._step, self._ended_at = backward, step, time.perf_counter()
-        self._divisor, self._counted_items = divisor, backward.num_items is not None
-        self._metrics = metrics
-        self._reduced_afterwards = False
-        self._nonfinite = nonfinite
+        self._backward, self._ended_at = backward, time.perf_counter()
+        self._facts = {
+            "step": step,
+            "divisor": divisor,
+            "counted_items": backward.num_items is not None,
+            "reduced_afterwards": False,
+            "nonfinite": nonfinite,
+            "metrics": metrics,
+        }
 
-    def note_reduction(
-        self, *, divisor: int, counted_items: bool, nonfinite: NonFiniteRecord | None = None
-    ) -> None:
-        """Record that gradients left in `.grad` were reduced after the backward; arguments as in `note`."""
-        self._divisor, self._counted_items, self._reduced_afterwards = divisor, counted_items, True
-        self._nonfinite = nonfinite
+    def note_reduction(self, *, num_items: int | None, num_ranks: int) -> None:
+        """Record that gradients left in `.grad` were reduced after the backward.
 
-    def note_judgement(self, nonfinite: NonFiniteRecord) -> None:
-        """Record that gradients left in `.grad` were checked for non-finite values after the backward."""
-        self._nonfinite = nonfinite
+        Args:
+            num_items: the number of items by which the sums were divided; None if they were divided by `num_ranks`.
+            num_ranks: the number of ranks.
+        """
+        divisor = num_ranks if num_items is None else num_items
+        self._facts.update(divisor=divisor, counted_items=num_items is not None, reduced_afterwards=True)
+
+    def note_nonfinite(self, nonfinite: NonFiniteRecord | None) -> None:
+        """Record the values that are not finite, because `.grad` was checked again after the backward."""
+        self._facts["nonfinite"] = nonfinite
 
     def last(self) -> BackwardRecord | None:
-        """Return the record of the most recent backward, or None before the first."""
+        """Return the record of the most recent backward; None if there was no backward yet."""
         backward = self._backward
         if backward is None:
             return None
         ready, buckets = backward.ready, backward.sent
         position = {index: at for at, index in enumerate(ready)}
         return BackwardRecord(
-            step=self._step,
             synchronized=bool(buckets),
             num_gradients=len(ready),
             unused=tuple(name for i, name in enumerate(self._names) if i not in position),
-            divisor=self._divisor,
-            counted_items=self._counted_items,
-            reduced_afterwards=self._reduced_afterwards,
             num_reduced=sum(bucket.plan.num_gradient_elements for bucket in buckets),
             buckets=tuple(self._bucket(bucket, position, backward.began_at) for bucket in buckets),
             duration_seconds=self._ended_at - backward.began_at,
-            nonfinite=self._nonfinite,
-            metrics=self._metrics,
+            **self._facts,
         )
 
-    def _bucket(self, bucket: Lifecycle, position: Mapping[int, int], began_at: float) -> BucketRecord:
+    def _bucket(self, bucket: Bucket, position: Mapping[int, int], began_at: float) -> BucketRecord:
         in_order = sorted(bucket.plan.parameters, key=lambda i: position.get(i, len(position)))
         return BucketRecord(
             index=bucket.plan.index,

@@ -1,4 +1,7 @@
-"""Errors after which ranks are out of step. They are raised with all known facts, and again if the caller continues."""
+"""Errors after which ranks are out of step: some ranks have sent data that others do not expect.
+
+Training cannot continue after such an error, so each later backward raises it again.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,29 @@ _CHECKPOINTING = "torch.utils.checkpoint(..., use_reentrant=False), or static_gr
 
 
 class OutOfStep:
-    """The error after which one rank has sent data that another has not.
+    """The error after which this rank is out of step with the others, if there was one.
 
     Args:
         rank: the number of this rank.
         names: names of all parameters, by index.
-        text: the text of an error that was raised before; None if there was none.
+        text: the text of an earlier error; None if there was none.
     """
 
     def __init__(self, rank: int, names: Sequence[str], *, text: str | None = None) -> None:
         self.text = text
-        """The text of the error; None if there was none."""
+        """The text of the error; None if there was no error."""
         self._rank = rank
         self._names = names
 
     def raise_again(self) -> None:
-        """Raise the error again, if there was one."""
+        """Raise the error again, if there was an error."""
         if self.text is not None:
             raise SynclineError(self.text)
 
     def add_place(self, error: Exception, step: int, bucket: BucketPlan) -> None:
-        """Add the rank, step, phase and parameters to `error`.
+        """Add the rank, the step, the phase and the parameters to the message of `error`, and store the message.
 
-        The caller raises the same exception again, so that a user sees one traceback.
+        The caller raises the same exception again, so that a user sees only one traceback.
         """
         names = [self._names[i] for i in bucket.parameters]
         shown = ", ".join(names[:3]) + (f", ... ({len(names)} parameters)" if len(names) > 3 else "")
@@ -41,25 +44,25 @@ class OutOfStep:
         self.text = f"{place}: {error}"
         if isinstance(error, SynclineError):
             error.args = (self.text,)
-        else:  # a user's hook raised it, so its text stays as it is
+        else:  # a user's hook raised the error, so its text stays as it is
             error.add_note(f"at {place}")
 
     # The methods below return an error, which the caller raises.
 
     def too_late(self, step: int) -> SynclineError:
-        """Return the error for a gradient that came after the end of its backward, which runs inside another one."""
+        """Return the error for a gradient that was ready after its backward had been ended."""
         return self._error(
             step,
-            "a gradient came after all parameters had theirs and were reduced, from another re-entrant checkpoint of "
-            f"the same backward. Use {_CHECKPOINTING}",
+            "a gradient was ready after all gradients of the backward had been reduced. The gradient came from another "
+            f"re-entrant checkpoint of the same backward. Use {_CHECKPOINTING}",
         )
 
     def from_outside(self, step: int, index: int) -> SynclineError:
-        """Return the error for a gradient of a parameter that the graph would not reach."""
+        """Return the error for a gradient of a parameter that the backward was not expected to reach."""
         return self._error(
             step,
-            f"{self._names[index]} received a gradient from outside of the graph that this backward began with. With "
-            f"activation checkpointing use {_CHECKPOINTING}",
+            f"parameter {self._names[index]} received a gradient, but it is not part of the graph with which this "
+            f"backward began. With activation checkpointing, use {_CHECKPOINTING}",
         )
 
     def twice(self, step: int, indices: Sequence[int]) -> SynclineError:
@@ -67,19 +70,25 @@ class OutOfStep:
         names = ", ".join(sorted(self._names[index] for index in indices))
         return self._error(
             step,
-            f"{names} received a gradient more than once in one backward, the second time after it may have been sent. "
-            f"With activation checkpointing use {_CHECKPOINTING}",
+            f"expected one gradient per parameter, but these parameters received several: {names}. The first gradient "
+            "may have been sent before the second one was ready. With activation checkpointing, use "
+            f"{_CHECKPOINTING}",
         )
 
     def interrupted(self, step: int, num_sent: int) -> SynclineError:
-        """Return the error for a backward that began before the previous one, which had sent data, was over."""
+        """Return the error for a backward that began before the previous one had ended.
+
+        Args:
+            step: the step of the new backward.
+            num_sent: the number of buckets that the previous backward had sent.
+        """
         return self._error(
             step,
-            f"a backward began before the previous one had ended, when {num_sent} bucket(s) of it had been sent "
-            "already, so the ranks are out of step. If an exception ended the previous backward, restart all ranks "
-            f"from a checkpoint; if this is activation checkpointing, use {_CHECKPOINTING}",
+            f"a backward began before the previous one had ended, and {num_sent} bucket(s) of the previous one had "
+            "already been sent, so the ranks are out of step. If an exception ended the previous backward, restart all "
+            f"ranks from a checkpoint. With activation checkpointing, use {_CHECKPOINTING}",
         )
 
-    def _error(self, step: int, what: str) -> SynclineError:
-        self.text = f"rank {self._rank}, step {step}: {what}"
+    def _error(self, step: int, problem: str) -> SynclineError:
+        self.text = f"rank {self._rank}, step {step}, backward: {problem}"
         return SynclineError(self.text)

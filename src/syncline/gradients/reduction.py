@@ -1,27 +1,29 @@
-"""The way of the gradients of one backward: into buckets, over the transport, and back into `.grad`."""
+"""The path of the gradients of one backward: into buckets, over the transport, and back into `.grad`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
 
+from syncline._torch.tensors import foreach_div_
+from syncline.errors import SynclineError
 from syncline.gradients.backward import NO_INDICES, Backward, BackwardState
-from syncline.gradients.bucket import Bucket, copy_scaled
+from syncline.gradients.bucket import Bucket, DenseBucket, copy_scaled
 from syncline.gradients.layout import BucketLayout
 from syncline.gradients.options import GradientOptions
 from syncline.gradients.out_of_step import OutOfStep
 from syncline.gradients.riders.base import Reduced
 from syncline.gradients.riders.items import ItemNormalizer
 from syncline.gradients.riders.roster import Roster
-from syncline.gradients.sparse import SparseBucket
 from syncline.gradients.usage import Usage
 from syncline.transport.base import Transport
+from syncline.user_code import warn_user
 
 
 class Reduction:
-    """Sends the buckets of a backward in index order, waits for them, and hands out the result.
+    """The reduction of gradients: buckets are sent in index order, waited for, and handed out.
 
     The cost is the number of Python calls: one per parameter, a few per bucket. So work is done per bucket wherever it
     need not be done per parameter.
@@ -30,8 +32,8 @@ class Reduction:
         named_parameters: the parameters that require grad, each once, the same on all ranks.
         transport: the transport that reduces the buckets.
         options: the options of gradient synchronization.
-        has_own_connection: whether `transport` is used for nothing else, not even for collectives that a communication
-            hook starts.
+        has_own_connection: whether nothing else uses the connections of `transport`, not even a collective that a
+            communication hook starts.
         former: the object whose state is taken over, because the module or its group has changed.
     """
 
@@ -44,14 +46,18 @@ class Reduction:
         has_own_connection: bool,
         former: Reduction | None = None,
     ) -> None:
-        self.names = [name for name, _ in named_parameters]
+        names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.transport = transport
         self.options = options
+        self.backward = Backward(step=0, state=BackwardState.ENDED)
+        """The backward that runs, or the last one."""
+        self.unreduced: set[int] = set() if former is None else former._unreduced_among(self.parameters)
+        """Indices of the parameters that hold gradients of earlier backwards that were not reduced."""
         self.layout = BucketLayout(named_parameters, transport, options)
         self.usage = Usage(self.parameters, transport, options)
         self.riders: Roster = Roster(
-            self.names,
+            names,
             transport,
             options,
             static=self.usage.static,
@@ -59,62 +65,92 @@ class Reduction:
             former=None if former is None else former.riders,
         )
         self.layout.reserve_tail(self.riders.widths)
-        self.normalizer: ItemNormalizer
-        if former is None:
-            self.normalizer = ItemNormalizer(self.parameters, transport.size)
-            self.out_of_step = OutOfStep(transport.rank, self.names)
-        else:
-            # A block of normalize_by may have begun before the module changed.
+        self.normalizer: ItemNormalizer = ItemNormalizer(self.parameters, transport.size)
+        self._has_own_connection = has_own_connection
+        self._has_warned_of_graph = False
+        comm_hook, text = None, None
+        if former is not None:
+            # A block of normalize_by may have begun before the module changed, so the normalizer stays the same object.
             self.normalizer = former.normalizer
             self.normalizer.follow(self.parameters, transport.size)
-            self.out_of_step = OutOfStep(transport.rank, self.names, text=former.out_of_step.text)
-        self._has_own_connection = has_own_connection
-        comm_hook = None if former is None else former.layout.comm_hook
+            self._has_warned_of_graph = former._has_warned_of_graph
+            comm_hook, text = former.layout.comm_hook, former.out_of_step.text
+        self.out_of_step: OutOfStep = OutOfStep(transport.rank, names, text=text)
         if transport.size > 1 or comm_hook is not None:
             self.layout.build(comm_hook)
 
+    def _unreduced_among(self, parameters: Sequence[Tensor]) -> set[int]:
+        """Return the indices of those of `parameters` that hold gradients that were not reduced."""
+        unreduced = {id(self.parameters[index]) for index in self.unreduced}
+        return {index for index, parameter in enumerate(parameters) if id(parameter) in unreduced}
+
     @property
     def sends(self) -> bool:
-        """Whether there is anything to reduce with, other ranks or a communication hook."""
+        """Whether gradients can be reduced at all, because there are other ranks or a communication hook."""
         return self.transport.size > 1 or self.layout.comm_hook is not None
 
     # ------------------------------------------------------------------ during backward
 
+    def check_graph(self, step: int) -> None:
+        """Warn that only values are reduced, because the backward runs under create_graph=True.
+
+        Args:
+            step: the step that the backward ends.
+
+        Raises:
+            SynclineError: gradients are sharded.
+        """
+        rank = self.transport.rank
+        if self.options.sharded:
+            raise SynclineError(
+                f"rank {rank}, step {step}: backward(create_graph=True) is not possible with sharded=True, because "
+                "reduced gradients in shards have no graph. Compute inner gradients by torch.autograd.grad(..., "
+                "create_graph=True), or wrap the module without sharded=True"
+            )
+        if rank == 0 and not self._has_warned_of_graph:
+            self._has_warned_of_graph = True
+            warn_user(
+                f"step {step}: backward(create_graph=True) averages the values of .grad over ranks, but the graph of "
+                ".grad belongs to one rank, so second derivatives are not averaged. Either average the values that are "
+                "computed from second derivatives by sl.average_, or compute inner gradients by "
+                "torch.autograd.grad(..., create_graph=True) and run a plain backward() on the loss, which averages "
+                "its gradients. This warning is shown once"
+            )
+
     def begin(self, backward: Backward) -> None:
-        """Prepare the buckets and the riders, and find the parameters that the backward will not reach."""
-        usage = self.usage
+        """Prepare for `backward`: reset the buckets and riders, and find the parameters that it will not reach."""
+        self.backward, usage = backward, self.usage
         if usage.static is not None:
             usage.static.reset()
-        if not backward.is_synchronized:
+        if backward.state is BackwardState.LOCAL:
             return
-        self._reset(backward.step)
+        self._begin_step()
         if usage.reads_graph and backward.context_id is None:
-            backward.absent = usage.absent()
-            for index in backward.absent:  # their buckets do not wait for them
+            backward.missing = usage.absent()
+            for index in backward.missing:  # their buckets do not wait for them
                 self.layout.places[index][0].num_pending -= 1
         if usage.is_exchanged:
-            usage.exchange(set(range(len(self.parameters))) - backward.absent, backward.unreduced)
+            usage.exchange(set(range(len(self.parameters))) - backward.missing, self.unreduced)
 
-    def _reset(self, step: int) -> None:
-        self.transport.board.step = step
-        self.transport.board.phase = "backward"
+    def _begin_step(self) -> None:
+        board, step = self.transport.board, self.backward.step
+        board.step, board.phase = step, "backward"
         for bucket in self.layout.buckets:
             bucket.reset()
         self.riders.begin_step(step)
 
-    def send_complete(self, backward: Backward) -> None:
+    def send_complete(self) -> None:
         """Send, in index order, every bucket that is complete."""
-        buckets = self.layout.buckets
+        backward, buckets = self.backward, self.layout.buckets
         while backward.num_launched < len(buckets):
             bucket = buckets[backward.num_launched]
             if bucket.num_pending or (self.usage.static is not None and bucket.plan.tail_numel):
                 return  # the last bucket reports if a static graph has changed, which is known only at the end
-            absent = backward.absent
-            missing = absent.intersection(bucket.plan.parameters) if absent else NO_INDICES
-            self._send_next(backward, trigger=backward.ready[-1], missing=missing)
+            self._send_next(trigger=backward.ready[-1])
 
-    def send_rest(self, backward: Backward) -> None:
+    def send_rest(self) -> None:
         """Send the remaining buckets at the end of a backward, with zeros for missing gradients."""
+        backward = self.backward
         if backward.state is BackwardState.SENT:
             return
         if self.usage.static is not None:
@@ -122,207 +158,212 @@ class Reduction:
         if backward.state is BackwardState.DEFERRED:
             backward.move(BackwardState.FILLING)
             for index in tuple(backward.ready):
-                self._fill(backward, index)
-        backward.missing = self.missing(backward)
+                self._fill(index)
+        backward.missing = self.missing()
         while backward.num_launched < len(self.layout.buckets):
-            self._send_next(backward, trigger=None, missing=backward.missing)
+            self._send_next(trigger=None)
         backward.move(BackwardState.SENT)
 
-    def missing(self, backward: Backward) -> frozenset[int]:
-        """Return the indices of the parameters that got no gradient.
+    def missing(self) -> frozenset[int]:
+        """Return the indices of the parameters that got no gradient in the present backward.
 
         Raises:
-            SynclineError: a parameter got more than one.
+            SynclineError: a parameter got more than one gradient.
         """
-        ready = backward.ready
+        ready = self.backward.ready
         seen = set(ready)
         if len(seen) != len(ready):
             twice = [index for index in seen if ready.count(index) > 1]
-            raise self.out_of_step.twice(backward.step, twice)
+            raise self.out_of_step.twice(self.backward.step, twice)
         if self.options.allow_unused:  # the hook of an undefined gradient is called, but there is no value
             seen = {index for index in seen if self.parameters[index].grad is not None}
         if len(seen) == len(self.parameters):
             return NO_INDICES
         return frozenset(range(len(self.parameters))) - seen
 
-    def _fill(self, backward: Backward, index: int) -> None:
-        """Put a ready gradient into its bucket, as a hook does, if its hook could not do so."""
+    def _fill(self, index: int) -> None:
+        """Put a ready gradient into its bucket, as a hook does, because its hook could not do so."""
         bucket, view = self.layout.places[index]
         if view is not None:
-            copy_scaled(view, self.parameters[index].grad, backward.scale)
+            copy_scaled(view, self.parameters[index].grad, self.backward.scale)
         bucket.num_pending -= 1
         if not bucket.num_pending:
-            self.send_complete(backward)
+            self.send_complete()
 
-    def _send_next(self, backward: Backward, *, trigger: int | None, missing: frozenset[int]) -> None:
+    def _send_next(self, *, trigger: int | None) -> None:
+        """Send the bucket that is next in order, unless the ranks have agreed that none of them uses its parameters."""
+        backward = self.backward
         bucket = self.layout.buckets[backward.num_launched]
         backward.num_launched += 1
         try:
             if self.usage.is_exchanged and self.usage.is_unused_by_all(bucket.plan.parameters):
                 return
-            bucket.fill(backward.scale, missing)
+            missing = backward.missing
+            bucket.fill(backward.scale, missing and missing.intersection(bucket.plan.parameters))
             self.riders.look_at(bucket)
-            tail = self._tail(backward) if bucket.plan.tail_numel else None
+            tail = self._tail() if bucket.plan.tail_numel else None
             bucket.send(tail=tail, trigger=trigger)
         except Exception as error:
             self.out_of_step.add_place(error, backward.step, bucket.plan)
             raise
         backward.sent.append(bucket)
 
-    def _tail(self, backward: Backward) -> list[int]:
-        """Return this rank's part of the tail; an empty list if there is nothing to report, as in almost every step."""
+    def _tail(self) -> list[int]:
+        """Return the tail that this rank sends; an empty list if it has nothing to report, as in almost every step."""
         used: list[int] = []
         if self.options.allow_unused:
-            used = self.usage.uses(NO_INDICES, backward.unreduced | set(backward.ready))
-        words = self.riders.words(backward)
+            used = self.usage.uses(NO_INDICES, self.unreduced | set(self.backward.ready))
+        words = self.riders.words(self.backward)
         if not used and not any(words):
             return []
         return self.layout.form.encode(words, rank=self.transport.rank, used=used)
 
     # ------------------------------------------------------------------ at the end of backward
 
-    def collect(self, backward: Backward, *, keeps_tensors: bool) -> int:
-        """Wait for all buckets, set `.grad` to the result, and let the riders conclude; return the divisor of the sums.
+    def collect(self) -> int:
+        """Wait for all buckets, set `.grad` to the result, and let the riders conclude.
 
-        Args:
-            backward: the backward, all of whose buckets are sent.
-            keeps_tensors: whether `.grad` must stay the same tensor, see `Bucket.hand_out`.
+        Returns:
+            The divisor of the sums.
         """
-        tail = partial(self._tail, backward)
-        self._send_message(tail, are_reduced=False)
+        backward = self.backward
+        divisor = backward.num_ranks
+        if self.layout.message is not None:
+            self._launch_message(self._tail())
         if backward.num_items is None and not self.options.allow_unused and not backward.missing:
-            divisor = self._hand_out_in_turn(backward, tail, keeps_tensors=keeps_tensors)
-        else:
-            divisor = self._hand_out_at_once(backward, tail, keeps_tensors=keeps_tensors)
-        self._conclude(backward.sent, backward.step)
+            self._hand_out(divisor, in_turn=True)
+            self._read_tail()
+        else:  # the result depends on the tail
+            for bucket in backward.sent:
+                self._wait(bucket)
+            self.usage.wait()
+            self._read_tail()
+            if backward.num_items is not None:
+                divisor = self.normalizer.total(self.riders.items.of_ranks, step=backward.step)
+            self._hand_out(divisor)
+        self._conclude(backward.sent)
         return divisor
 
-    def _hand_out_in_turn(
-        self, backward: Backward, tail: Callable[[], list[int]], *, keeps_tensors: bool
-    ) -> int:
-        """Hand out each bucket while later ones are still being reduced: the common case."""
-        divisor = backward.num_ranks
-        left = 1.0 if self.layout.comm_hook is None else self._left_to_divide(backward, divisor)
+    def _hand_out(self, divisor: int, *, in_turn: bool = False) -> None:
+        """Divide the sums, as far as this is left to do, and set `.grad` to the result.
+
+        Args:
+            divisor: the number of ranks or items behind the sums.
+            in_turn: whether to wait for each bucket here, so that it is handed out while later ones are being reduced.
+        """
+        backward, comm_hook = self.backward, self.layout.comm_hook
+        # Without items, gradients were scaled by 1/N before they were sent, or a user's hook divides them. A hook that
+        # encodes gradients averages over all ranks.
+        left = 1.0 if backward.num_items is None else divisor
+        if comm_hook is not None and comm_hook.averages:
+            left = divisor / self.transport.size
+        skip, any_missing = NO_INDICES, bool(backward.missing)
+        if any_missing:
+            skip = frozenset(index for index, number in enumerate(self.usage.num_ranks_using) if not number)
         for bucket in backward.sent:
-            self._wait(bucket, backward.step)
+            if in_turn:
+                self._wait(bucket)
             if left != 1:
                 bucket.divide(left)
-            bucket.hand_out(NO_INDICES, any_missing=False, keeps_tensor=keeps_tensors)
-        self._send_message(tail, are_reduced=True)
-        self._read_tail(backward.step)
-        return divisor
+            bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=backward.keeps_tensors)
 
-    def _hand_out_at_once(
-        self, backward: Backward, tail: Callable[[], list[int]], *, keeps_tensors: bool
-    ) -> int:
-        """Hand out all buckets once the tail has been read, because the result depends on it."""
-        for bucket in backward.sent:
-            self._wait(bucket, backward.step)
-        self.usage.wait()
-        self._send_message(tail, are_reduced=True)
-        self._read_tail(backward.step)
-        divisor = backward.num_ranks
-        if backward.num_items is not None:
-            divisor = self.normalizer.total(self.riders.items.of_ranks, step=backward.step)
-        left = self._left_to_divide(backward, divisor)
-        if left != 1:
-            for bucket in backward.sent:
-                bucket.divide(left)
-        any_missing, used = bool(backward.missing), self.usage.num_ranks_using
-        skip = (
-            frozenset(i for i, num_ranks in enumerate(used) if not num_ranks) if any_missing else NO_INDICES
-        )
-        for bucket in backward.sent:
-            bucket.hand_out(skip, any_missing=any_missing, keeps_tensor=keeps_tensors)
-        return divisor
+    def _launch_message(self, tail: Sequence[int]) -> None:
+        """Send the tail by its own message, if no bucket carries it.
 
-    def _left_to_divide(self, backward: Backward, divisor: int) -> float:
-        """Return the divisor that is still to be applied to the result of the reduction.
-
-        A user's hook has already divided. A hook that encodes gradients has averaged over all ranks.
+        If the message uses the same connection as a communication hook, it is sent only after all buckets were waited
+        for: the hook may start collectives whenever one of its futures completes, and the collective of the message
+        must not get between them.
         """
-        comm_hook = self.layout.comm_hook
-        if comm_hook is not None and comm_hook.averages:
-            return divisor / self.transport.size
-        return 1.0 if backward.num_items is None else divisor
+        if self.layout.message is not None:
+            shares_connection = self.layout.comm_hook is not None and not self._has_own_connection
+            self.layout.message.launch(tail, in_read=shares_connection)
 
-    def _send_message(self, tail: Callable[[], list[int]], *, are_reduced: bool) -> None:
-        """Send the tail if no bucket carries it, either before or after the buckets are waited for.
-
-        Sending it before lets everything travel at once. It is sent after if it shards a connection with a
-        communication hook: the hook may start its own collectives whenever one of its futures completes, and the
-        tail's collective would get between them.
-
-        Args:
-            tail: returns the tail to send.
-            are_reduced: whether this call comes after the buckets were waited for.
-        """
-        message = self.layout.message
-        must_be_last = self.layout.comm_hook is not None and not self._has_own_connection
-        if message is not None and are_reduced == must_be_last:
-            message.launch(tail())
-
-    def _wait(self, bucket: Bucket | SparseBucket, step: int) -> None:
+    def _wait(self, bucket: Bucket) -> None:
         self.transport.board.bucket = bucket.plan.index
         try:
             bucket.wait()
         except Exception as error:
-            self.out_of_step.add_place(error, step, bucket.plan)
+            self.out_of_step.add_place(error, self.backward.step, bucket.plan)
             raise
 
-    def _read_tail(self, step: int) -> None:
+    def _read_tail(self) -> None:
         """Read the tail, and give the riders the words of all ranks. If a rider raises, it raises on every rank."""
         if self.layout.message is not None:
             tail = self.layout.message.read()
         else:
             last = self.layout.buckets[-1]
-            assert isinstance(last, Bucket)
+            assert isinstance(last, DenseBucket)
             tail = last.read_tail()
         rows: Sequence[Sequence[int] | None] = ()
         if any(tail) or self.options.allow_unused:
             rows, self.usage.num_ranks_using = self.layout.form.decode(tail)
-        self.riders.hear(rows, step)
+        self.riders.hear(rows, self.backward.step)
 
-    def _conclude(self, buckets: Sequence[Bucket | SparseBucket], step: int) -> None:
+    def _conclude(self, buckets: Sequence[Bucket]) -> None:
         """Let the riders act on the result in `.grad`. If a rider raises, it raises on every rank."""
         comm_hook = self.layout.comm_hook
         averages = comm_hook is None or comm_hook.averages
         self.riders.conclude(
             Reduced(
-                step=step,
+                step=self.backward.step,
                 buckets=buckets,
                 # A mean of gradients scaled by 1/N overflows only if a rank's own gradient does. A sum, or the result
-                # of a hook, may overflow without that.
+                # of a hook, may overflow even if no rank's own gradient does.
                 can_overflow=comm_hook is not None or self.riders.items.any_counted,
                 is_mean=averages and not self.options.sharded,
                 any_nonfinite=self.riders.nonfinite.was_reported,
             )
         )
 
+    # ------------------------------------------------------------------ without gradients to send
+
+    def collect_alone(self) -> int:
+        """Finish a backward without sending, by the rules of `collect`; return the divisor of the gradients."""
+        backward, riders, transport = self.backward, self.riders, self.transport
+        backward.missing = self.missing()
+        riders.missing.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
+        if riders.static_graph is not None:
+            riders.static_graph.check_alone(backward, rank=transport.rank, num_ranks=transport.size)
+        divisor = 1
+        if backward.num_items is not None:
+            divisor = self.normalizer.total([backward.num_items], step=backward.step)
+            foreach_div_([p.grad for p in self.parameters if p.grad is not None], float(divisor))
+        if self.usage.static is not None:
+            self.usage.static.learn()
+        if transport.size == 1:
+            self.check_finite_alone(backward.step)
+        riders.metrics.conclude_alone()
+        return divisor
+
+    def check_finite_alone(self, step: int) -> None:
+        """Check all of `.grad` for values that are not finite, because there is only one rank."""
+        gradients = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        self.riders.nonfinite.conclude_alone(gradients, step=step)
+
     def take_part_with_zeros(self, backward: Backward) -> None:
         """Match a synchronized backward of the other ranks, because this rank has no inputs left (`join`)."""
-        self._reset(backward.step)
+        self.backward = backward
+        self._begin_step()
         num_tracked = len(self.parameters) if self.options.allow_unused else 0
         tail = self.layout.form.encode(None, rank=self.transport.rank, used=[0] * num_tracked)
         self.usage.exchange(NO_INDICES, NO_INDICES)
         for bucket in self.layout.buckets:
-            if self.usage.is_unused_by_all(bucket.plan.parameters):
-                continue
-            bucket.launch_zeros(tail=tail if bucket.plan.tail_numel else None)
-            backward.sent.append(bucket)
+            if not self.usage.is_unused_by_all(bucket.plan.parameters):
+                bucket.fill_zeros()
+                bucket.send(tail=tail if bucket.plan.tail_numel else None, trigger=None)
+                backward.sent.append(bucket)
         backward.move(BackwardState.SENT)
-        self._send_message(lambda: tail, are_reduced=False)
+        self._launch_message(tail)
         for bucket in backward.sent:
-            self._wait(bucket, backward.step)
-        self._send_message(lambda: tail, are_reduced=True)
-        self._read_tail(backward.step)
-        self._conclude((), backward.step)
+            self._wait(bucket)
+        self._read_tail()
+        self._conclude(())
         if not self.layout.order_is_learnt:
             self.layout.learn_order(())
 
 
 def _tensors_in_grad(parameters: Sequence[Tensor], layout: BucketLayout) -> Iterator[Tensor | None]:
-    """Yield the `.grad` of each parameter; with shards, the stand-ins that represent them."""
+    """Yield the `.grad` of each parameter; with shards, the stand-ins that represent the gradients."""
     shards = layout.shards()
     for shard in shards:
         yield from shard.stand_ins

@@ -1,12 +1,13 @@
-"""This rank's shard of one bucket, and what replaces `.grad` if no rank has whole gradients.
+"""This rank's shard of one bucket, and the replacement for `.grad` if no rank has whole gradients.
 
 `BucketShard` holds the part of a bucket that this rank reduces, cut into the pieces that an optimizer steps. Beside the
-bucket's flat tensor of gradients it has a flat tensor of parameters with the same layout. The module's parameters are
-views of that tensor. There is one for all ranks of a host if the transport can share memory, else one on each rank.
+bucket's flat tensor of gradients there is a flat tensor of parameters with the same layout. The module's parameters are
+views of the tensor of parameters. All ranks of a host use one such tensor if the transport can share memory. Otherwise
+each rank has its own.
 
-Reduced gradients are in pieces, one on each rank. Code that uses `.grad` of a parameter would see this rank's local
-values, or nothing; both are silently wrong. `StandIn` therefore replaces `.grad` by a tensor of the right shape
-without memory. Every use of it raises an error that names the call to use instead. `ShardGradient` is the gradient of
+Each rank has only its shard of the reduced gradients. Code that uses `.grad` of a parameter would see this rank's local
+values, or nothing. Both are silently wrong. `StandIn` therefore replaces `.grad` by a tensor of the right shape without
+memory. Every use of a stand-in raises an error that names the call to use instead. `ShardGradient` is the gradient of
 one piece.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,25 +32,25 @@ from syncline._torch.tensors import (
 )
 from syncline.errors import SynclineError
 from syncline.gradients.bucket_plan import BucketPlan
-from syncline.gradients.shard_plan import Piece, bounds_of, gaps_in
+from syncline.gradients.shard_plan import Piece, bounds_of, gaps_in, spans_in
 from syncline.tensors.targets import is_dense
 from syncline.transport.base import Transport
 
 
 class StandIn(Tensor):
-    """`.grad` of a parameter whose reduced gradient lies in shards.
+    """A replacement for `.grad` of a parameter whose reduced gradient is in shards, one on each rank.
 
-    Zeroing it drops it, as `zero_grad` needs; every other use raises.
+    If a stand-in is zeroed, as by `zero_grad`, `.grad` of its parameter becomes None. Every other use raises an error.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
         >>> weight.grad = StandIn.of(weight, "weight")
         >>> weight.grad.shape, weight.grad
-        (torch.Size([2, 3]), StandIn(weight: the reduced gradient lies in shards, one on each rank))
+        (torch.Size([2, 3]), StandIn(weight: the reduced gradient is in shards, one on each rank))
         >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        syncline.errors.SynclineError: weight belongs to no attached optimizer, ...
+        syncline.errors.SynclineError: parameter weight belongs to no attached optimizer, ...
         >>> _ = weight.grad.zero_()
         >>> weight.grad is None
         True
@@ -63,8 +65,7 @@ class StandIn(Tensor):
     @staticmethod
     def of(parameter: Tensor, name: str) -> StandIn:
         """Create the stand-in of one parameter."""
-        made = make_without_memory(StandIn, parameter)
-        stand_in: StandIn = made
+        stand_in: StandIn = make_without_memory(StandIn, parameter)
         stand_in._name = name
         stand_in._owner = weakref.ref(parameter)
         stand_in.is_stepped = False
@@ -74,34 +75,37 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        mine = next(item for item in _flat(args) if isinstance(item, StandIn))
+        stand_ins = [item for item in _flat(args) if isinstance(item, StandIn)]
         if func in (torch.ops.aten.zero_.default, FOREACH_ZERO):
-            for stand_in in [item for item in _flat(args) if isinstance(item, StandIn)]:
+            for stand_in in stand_ins:
                 parameter = stand_in._owner()
                 if parameter is not None and parameter.grad is stand_in:
                     parameter.grad = None
             return None
-        name = func.__name__.partition(".")[0].strip("_")
-        if name == "to_copy":
+        name, is_stepped = stand_ins[0]._name, stand_ins[0].is_stepped
+        operation = func.__name__.partition(".")[0].strip("_")
+        if operation == "to_copy":
             raise SynclineError(
-                f"{mine._name} cannot be moved or converted: with sharded=True the parameters are parts of one tensor, "
-                "and .grad is in shards. Move or convert a module before it is wrapped"
+                f"parameter {name} cannot be moved or converted: with sharded=True all parameters are parts of one "
+                "tensor. Move or convert a module before you wrap it"
             )
-        if not mine.is_stepped:
+        if not is_stepped:
             raise SynclineError(
-                f"{mine._name} belongs to no attached optimizer, and {name} was tried on its .grad, which with "
-                "sharded=True is in shards, one on each rank. optimizer = ddp.attach(optimizer) lets an optimizer with "
-                "these parameters step them; to clip: ddp.clip_grad_norm_(max_norm)"
+                f"parameter {name} belongs to no attached optimizer, so {operation} cannot be applied to its .grad: "
+                "with sharded=True the reduced gradient is in shards, one on each rank. If an optimizer has this "
+                "parameter, call optimizer = ddp.attach(optimizer), and step that optimizer. To clip gradients, call "
+                "ddp.clip_grad_norm_(max_norm)"
             )
         raise SynclineError(
-            f".grad of {mine._name} cannot be read or added to ({name} tried): with sharded=True each rank has reduced "
-            "its shard of the gradients, and no rank has all of this one. To clip: ddp.clip_grad_norm_(max_norm). To "
-            "step: the optimizer that went through ddp.attach(optimizer). Before the next backward: "
-            "optimizer.zero_grad(); to accumulate, run all backwards but the last under ddp.no_sync()"
+            f".grad of parameter {name} cannot be read or added to, but {operation} was called on it: with "
+            "sharded=True each rank has only its shard of the reduced gradient. To clip gradients, call "
+            "ddp.clip_grad_norm_(max_norm). To step, use the optimizer that was given to ddp.attach(optimizer). Before "
+            "the next backward, call optimizer.zero_grad(). To accumulate gradients, run all backwards but the last "
+            "under ddp.no_sync()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StandIn({self._name}: the reduced gradient lies in shards, one on each rank)"
+        return f"StandIn({self._name}: the reduced gradient is in shards, one on each rank)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return None, because a copied module has no gradients."""
@@ -112,10 +116,11 @@ class StandIn(Tensor):
 
 
 def _nothing() -> None:
-    """Return None, the result of unpickling a stand-in."""
+    """Return None; a stand-in is unpickled as None."""
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments, with the items of lists and tuples in place of these."""
     found: list[Any] = []
     for item in args:
         found.extend(item) if isinstance(item, list | tuple) else found.append(item)
@@ -123,10 +128,11 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
 
 
 class ShardGradient(Tensor):
-    """`.grad` of one piece that this rank steps, until it is stepped. It differs from a plain tensor in two ways.
+    """The `.grad` of one piece that this rank steps, from the end of backward until the optimizer steps.
 
-    Its norm is an error, because it would be only a part of the norm. When a GradScaler looks for infinities, all
-    ranks combine their results, so that an infinity found on one rank counts on all.
+    It differs from a plain tensor in two ways. To compute its norm is an error, because the result would be only a part
+    of the norm. When a GradScaler looks for infinities in it, all ranks combine their results, so that an infinity
+    found on one rank counts on all.
     """
 
     plain: Tensor
@@ -139,7 +145,7 @@ class ShardGradient(Tensor):
 
         Args:
             plain: the gradient as a plain tensor.
-            find_together: replaces a number by the largest over all ranks; a collective call.
+            find_together: a function that replaces a number by the largest over all ranks; a collective call.
         """
         check_that_infinities_are_seen()
         made = plain.as_subclass(ShardGradient)
@@ -153,8 +159,8 @@ class ShardGradient(Tensor):
     ) -> Any:
         if func in _NORMS:
             raise SynclineError(
-                "the norm of a shard is not the norm of the gradients: with sharded=True call "
-                "ddp.clip_grad_norm_(max_norm), which adds up the shards of all ranks"
+                "the norm of a shard is not the norm of the gradients. With sharded=True, call "
+                "ddp.clip_grad_norm_(max_norm), which combines the shards of all ranks"
             )
         with plain_torch_functions():
             result = func(*args, **(kwargs or {}))
@@ -174,38 +180,30 @@ _NORMS = {
 }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """One piece as a parameter of the optimizer, over this rank's part of the parameters and gradients.
+    """One piece in the form of a parameter for the optimizer, in the memory of this rank's span."""
 
-    Args:
-        piece: the range in the bucket.
-        values: its part of the flat parameters.
-        gradient: its part of the reduced gradients.
-        find_together: see `ShardGradient`.
-    """
-
-    __slots__ = ("gradient", "guarded", "parameter", "piece")
-
-    def __init__(
-        self, piece: Piece, values: Tensor, gradient: Tensor, find_together: Callable[[Tensor], None]
-    ) -> None:
-        self.piece = piece
-        self.parameter = nn.Parameter(values)
-        self.gradient = gradient
-        self.guarded = ShardGradient.of(gradient, find_together)
+    piece: Piece
+    parameter: nn.Parameter
+    """The piece's part of the flat tensor of parameters."""
+    gradient: Tensor
+    """The piece's part of the reduced gradients."""
+    guarded: ShardGradient
+    """The same memory as `gradient`; this tensor is `.grad` of `parameter` until the optimizer steps."""
 
 
 class BucketShard:
     """One rank's shard of one bucket.
 
     Args:
-        plan: the bucket.
-        members: its parameters, in the plan's order.
+        plan: the plan of the bucket.
+        members: the parameters of the bucket, in the plan's order.
         names: names of the members.
         gradients: the bucket's flat tensor.
         transport: the transport between the ranks; construction is a collective call.
-        outlives_bucket: whether the bucket's memory is reused before the optimizer steps, so that the values reduced
-            by this rank must be kept elsewhere.
+        outlives_bucket: whether another bucket uses the same memory before the optimizer steps, so that the values
+            reduced by this rank must be kept elsewhere.
     """
 
     def __init__(
@@ -226,7 +224,7 @@ class BucketShard:
         """The ranks that have the other shards of this bucket."""
         common = transport.allocate_shared(gradients.numel(), self.dtype, device)
         self.is_common = common is not None
-        """Whether the ranks of a host have one copy of the parameters."""
+        """Whether all ranks of a host use one copy of the parameters."""
         self.values = (
             torch.zeros(gradients.numel(), dtype=self.dtype, device=device) if common is None else common
         )
@@ -242,7 +240,7 @@ class BucketShard:
         self.set_bounds(bounds_of([plan], self.team.size)[0])
 
     def set_bounds(self, bounds: Sequence[int]) -> None:
-        """Cut the bucket at these offsets (see `shard_plan.bounds_of`) and drop the present shards."""
+        """Cut the bucket at these offsets, which `bounds_of` returns, and remove the present shards."""
         self.bounds = tuple(bounds)
         position = self.team.position
         self.start = bounds[position]
@@ -258,7 +256,12 @@ class BucketShard:
         self.shards = []
 
     def make_shard(self, piece: Piece, find_together: Callable[[Tensor], None]) -> Shard:
-        """Return a new shard for one piece of this span; `hand_out` sets its gradient from now on."""
+        """Return a new shard for one piece of this rank's span. `hand_out` sets the gradient of the shard.
+
+        Args:
+            piece: the range in the bucket.
+            find_together: see `ShardGradient.of`.
+        """
         at = piece.start - self.start
         if piece.is_whole:
             assert piece.parameter is not None
@@ -267,14 +270,14 @@ class BucketShard:
         else:
             values = self.values[piece.start : piece.stop]
             gradient = self.gradient[at : at + piece.stop - piece.start]
-        shard = Shard(piece, values, gradient, find_together)
+        shard = Shard(piece, nn.Parameter(values), gradient, ShardGradient.of(gradient, find_together))
         self.shards.append(shard)
         return shard
 
     # ------------------------------------------------------------------ during backward
 
     def take_over(self) -> None:
-        """Free the memory of the gradients, which have been copied into the bucket."""
+        """Replace the gradients, which have been copied into the bucket, by stand-ins. This frees their memory."""
         if self._gaps is not None:  # clipping by a non-finite norm may have made the gaps NaN
             self._gradients.index_fill_(0, self._gaps, 0)
         for member, stand_in in zip(self.members, self.stand_ins, strict=True):
@@ -282,7 +285,7 @@ class BucketShard:
                 member.grad = stand_in
 
     def collect(self) -> None:
-        """Keep the reduced span, if the bucket's memory will be reused."""
+        """Copy the reduced span out of the bucket, if another bucket will use the same memory."""
         if self._reduced is not self._in_bucket:
             self._reduced.copy_(self._in_bucket)
 
@@ -291,11 +294,10 @@ class BucketShard:
         self._reduced.div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool) -> None:
-        """Set the shards' `.grad` to the reduced span. Those of `skip`, parameter indices, get none."""
+        """Set `.grad` of each shard to its part of the reduced span, or to None for parameters in `skip`."""
         if any_missing:
-            for index, member, stand_in in zip(
-                self.plan.parameters, self.members, self.stand_ins, strict=True
-            ):
+            triples = zip(self.plan.parameters, self.members, self.stand_ins, strict=True)
+            for index, member, stand_in in triples:
                 if index not in skip:
                     member.grad = stand_in
         if self.gradient is not self._reduced:
@@ -304,50 +306,55 @@ class BucketShard:
             shard.parameter.grad = None if shard.piece.parameter in skip else shard.guarded
 
     def parts(self) -> list[tuple[int, Tensor]]:
-        """Return the reduced gradients of this span, cut at parameters, with parameter indices."""
-        cuts = []
-        for index, offset, numel in zip(
-            self.plan.parameters, self.plan.offsets, self.plan.numels, strict=True
-        ):
-            start, stop = max(offset, self.start), min(offset + numel, self.stop)
-            if start < stop:
-                cuts.append((index, self.gradient[start - self.start : stop - self.start]))
-        return cuts
+        """Return the reduced gradients of this rank's span as pairs of a parameter's index and its part."""
+        plan, start = self.plan, self.start
+        return [
+            (
+                plan.parameters[at],
+                self.gradient[plan.offsets[at] + first - start : plan.offsets[at] + stop - start],
+            )
+            for at, first, stop in spans_in(plan, start, self.stop)
+        ]
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the last reduced gradients still count: not all parameters' gradients have been cleared since."""
+        """Whether there are reduced gradients that have not been cleared since."""
         return any(type(member.grad) is StandIn for member in self.members)
 
     # ------------------------------------------------------------------ the parameters
 
     def take_values(self) -> None:
-        """Copy the parameters' values into the flat tensor."""
+        """Copy the parameters' values into the flat tensor of parameters."""
         with torch.no_grad():
             for member, view in zip(self.members, self.views, strict=True):
                 view.copy_(member)
 
     def adopt(self) -> None:
-        """Make the parameters views of the flat tensor."""
+        """Make the parameters views of the flat tensor of parameters."""
         for member, view in zip(self.members, self.views, strict=True):
             member.data = view
 
     def check_adopted(self) -> None:
-        """Raise if a parameter has been given other memory."""
+        """Check that the parameters are still views of the flat tensor of parameters.
+
+        Raises:
+            SynclineError: a parameter has been given other memory.
+        """
         for member, view, stand_in in zip(self.members, self.views, self.stand_ins, strict=True):
             if member.data_ptr() != view.data_ptr():
                 raise SynclineError(
-                    f"{stand_in._name} has other memory than it was given: with sharded=True the parameters are parts "
-                    "of one tensor, which the optimizer steps. Change values in place, inside of "
-                    "sl.write_shared(module); move or convert a module before it is wrapped"
+                    f"parameter {stand_in._name} has other memory than it was given by DistributedDataParallel: with "
+                    "sharded=True all parameters are parts of one tensor, which the optimizer steps. Change values in "
+                    "place, inside of sl.write_shared(module). Move or convert a module before you wrap it"
                 )
 
 
 def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return the part of `flat` for one parameter, with the parameter's strides if these are dense.
+    """Return the part of `flat` that begins at `offset`, in the shape and with the strides of a parameter.
 
-    With the same strides, the optimizer's fused kernels and autograd's accumulation run on plain memory (for
-    channels_last weights, say). A parameter with holes or overlaps gets a contiguous view.
+    With the same strides, the optimizer's fused kernels and autograd's accumulation can use both tensors as plain
+    memory (for channels_last weights, for example). If the parameter's elements have gaps or overlap in memory, the
+    result is contiguous.
     """
     if is_dense(parameter):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
@@ -355,7 +362,7 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def order_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the dimensions in the order in which `view_like` lays out elements, slowest first.
+    """Return the dimensions of a parameter in the order in which `view_like` lays out elements, slowest first.
 
     Example:
         >>> weight = torch.zeros(2, 3, 4, 5)

@@ -1,8 +1,8 @@
 """The plan of the shards: which rank owns which part of which bucket, and the pieces that an optimizer steps.
 
-Pure functions of plain data. A bucket's flat tensor is cut into one span per rank. The rank reduces its span and
-steps the parameters in it. If an optimizer treats all elements alike, the spans are equal and may cut parameters. If
-it looks at a parameter as a whole, spans begin and end between parameters. A span is stepped in pieces: one tensor
+All functions are pure. A bucket's flat tensor is cut into one span per rank. Each rank reduces its span and steps the
+parameters in the span. If an optimizer treats all elements alike, the spans are equal and may cut parameters. If an
+optimizer uses a parameter as a whole, spans begin and end between parameters. A span is stepped in pieces: one tensor
 for each contiguous run of elements of one parameter group.
 
 Method: optimizer state sharding (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -19,8 +19,9 @@ from syncline.gradients.bucket_plan import BucketPlan
 ALIGNMENT_NUMEL = 32
 """Spans and parameters begin at multiples of this many elements: 64 bytes, a cache line, in bfloat16.
 
-With the same alignment as torch's own memory, matrix products of sharded parameters are as fast and give the same
-bits. Elements between two parameters belong to none of them: their gradient is zero, and their value is never read.
+With the same alignment as torch's own memory, matrix products of sharded parameters are as fast as those of other
+parameters and give the same bits. Elements between two parameters belong to neither of them. Their gradient is zero,
+and their value is never read.
 """
 
 
@@ -37,9 +38,9 @@ class Piece:
     group: int
     """Index of the parameter group."""
     parameter: int | None = None
-    """Index of the only parameter in the piece, if pieces are cut between parameters; else None."""
+    """Index of the only parameter in the piece; None if a piece may contain several parameters."""
     is_whole: bool = False
-    """Whether the piece is all of that parameter, which is then stepped in its own shape."""
+    """Whether the piece is a whole parameter, which is then stepped in its own shape."""
 
 
 def bounds_of(
@@ -47,9 +48,9 @@ def bounds_of(
 ) -> list[tuple[int, ...]]:
     """Return num_ranks + 1 offsets for each bucket: rank r owns the elements from the r-th offset to the next.
 
-    Buckets without a parameter of `whole` are cut into equal spans, which their padding makes possible. In the other
-    buckets each rank gets a run of whole parameters. Buckets are cut one after another, each so that the largest load
-    of a rank, summed over the buckets so far, is as small as such runs allow.
+    Buckets without a parameter of `whole` are cut into equal spans. In the other buckets each rank gets a run of whole
+    parameters. Buckets are cut one after another. Each is cut so that the largest load of a rank, summed over all
+    buckets up to this one, is as small as possible.
 
     Args:
         plans: the buckets, padded to a multiple of the number of ranks.
@@ -82,7 +83,10 @@ def bounds_of(
 
 
 def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
-    """Return the offset at which each rank's run of whole parameters begins, so that the largest load is smallest."""
+    """Return the offset at which each rank's run of whole parameters begins.
+
+    The runs are chosen so that the largest load of a rank is as small as possible.
+    """
     sizes = plan.numels
     low, high = max(loads), max(loads) + plan.numel
     while low < high:  # search for the smallest limit under which every parameter fits
@@ -97,7 +101,10 @@ def _balanced_cuts(plan: BucketPlan, loads: Sequence[int]) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], loads: Sequence[int], limit: int) -> list[int] | None:
-    """Return the first parameter of each rank's run, with a load of at most `limit`; None if some do not fit."""
+    """Return the position of the first parameter of each rank's run, if no rank may have a load above `limit`.
+
+    Return None if the parameters do not fit.
+    """
     first_of = []
     at = 0
     for load in loads:
@@ -117,16 +124,16 @@ def pieces_of(
     whole: bool = False,
     by_parameter: bool = False,
 ) -> list[Piece]:
-    """Return the pieces that one rank steps for one optimizer, in the order of the buckets.
+    """Return the pieces that an optimizer steps on one rank, in the order of the buckets.
 
     Args:
         plans: the buckets.
-        bounds: see `bounds_of`.
+        bounds: the result of `bounds_of`.
         rank: the rank whose pieces are returned.
         group_of: the optimizer's parameter group, by parameter index. Parameters without an entry belong to another
             optimizer, or to none.
-        whole: whether each piece is one uncut parameter.
-        by_parameter: whether pieces end at the end of a parameter.
+        whole: whether each piece is a whole parameter.
+        by_parameter: whether each piece ends at the end of a parameter.
 
     Example:
         >>> from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
@@ -137,27 +144,25 @@ def pieces_of(
         [(8, 10, 0), (10, 15, 1)]
     """
     pieces: list[Piece] = []
+    has_own_piece = whole or by_parameter
     for plan, cuts in zip(plans, bounds, strict=True):
-        first, last = cuts[rank], cuts[rank + 1]
         previous: Piece | None = None
-        for index, offset, numel in zip(plan.parameters, plan.offsets, plan.numels, strict=True):
-            start, stop = max(first, offset), min(last, offset + numel)
+        for position, first, stop in spans_in(plan, cuts[rank], cuts[rank + 1]):
+            index, offset = plan.parameters[position], plan.offsets[position]
             if index not in group_of:
                 previous = None
-            if index not in group_of or start >= stop:
                 continue
-            group = group_of[index]
-            assert not whole or (start, stop) == (offset, offset + numel), f"parameter {index} was cut"
-            alone = whole or by_parameter
-            if previous is not None and not alone and previous.group == group:
-                start = previous.start
+            assert not whole or stop - first == plan.numels[position], f"parameter {index} was cut"
+            start = offset + first
+            if previous is not None and not has_own_piece and previous.group == group_of[index]:
+                start = previous.start  # the piece grows
                 pieces.pop()
             previous = Piece(
                 bucket=plan.index,
                 start=start,
-                stop=stop,
-                group=group,
-                parameter=index if alone else None,
+                stop=offset + stop,
+                group=group_of[index],
+                parameter=index if has_own_piece else None,
                 is_whole=whole,
             )
             pieces.append(previous)
@@ -165,7 +170,7 @@ def pieces_of(
 
 
 def gaps_in(plan: BucketPlan) -> list[int]:
-    """Return the elements between parameters, which belong to none.
+    """Return the offsets of the elements between parameters, which belong to no parameter.
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 8), num_large=0,
@@ -182,9 +187,10 @@ def gaps_in(plan: BucketPlan) -> list[int]:
 
 
 def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the parts of parameters that lie between two elements of a bucket.
+    """Return the parts of parameters that lie between the elements `start` and `stop` of a bucket.
 
-    Each is (position in the bucket, first element, end), the last two counted from the parameter's first element.
+    Each part is (position, first, stop): the parameter's position in the bucket, the offset of the part's first element
+    in the parameter, and the offset behind its last element.
 
     Example:
         >>> plan = BucketPlan(index=0, dtype="float32", device="cpu", parameters=(4, 2), offsets=(0, 6), num_large=0,
@@ -192,9 +198,8 @@ def spans_in(plan: BucketPlan, start: int, stop: int) -> list[tuple[int, int, in
         >>> spans_in(plan, 2, 8)
         [(0, 2, 6), (1, 0, 2)]
     """
-    found = []
-    for position, (offset, numel) in enumerate(zip(plan.offsets, plan.numels, strict=True)):
-        from_, to = max(start, offset), min(stop, offset + numel)
-        if from_ < to:
-            found.append((position, from_ - offset, to - offset))
-    return found
+    return [
+        (position, max(start - offset, 0), min(stop - offset, numel))
+        for position, (offset, numel) in enumerate(zip(plan.offsets, plan.numels, strict=True))
+        if max(start - offset, 0) < min(stop - offset, numel)
+    ]

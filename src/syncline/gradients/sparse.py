@@ -2,153 +2,90 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline._torch.tensors import num_entries, sparse_tensor, stored_indices, stored_values
-from syncline.errors import SynclineError
-from syncline.gradients.bucket import BucketState, Lifecycle
+from syncline.gradients.bucket import Bucket
 from syncline.gradients.bucket_plan import BucketPlan
-from syncline.gradients.comm_hook import CommHook, GradBucket
 from syncline.transport.base import Transport
-from syncline.transport.work import Work
+from syncline.transport.work import CombinedWork, Work
 
 
-class SparseBucket(Lifecycle):
-    """A bucket that sums one sparse gradient over ranks; each rank has other rows.
+class SparseBucket(Bucket):
+    """A bucket that sums one sparse gradient over ranks that have different rows of the gradient.
 
-    Each rank contributes the rows it touched. Every rank receives all rows, in rank order, and adds up the rows of one
-    index in that order, so every rank ends with the same bits. Traffic grows with the number of rows touched, not with
-    the size of the embedding.
+    Each rank contributes the rows that it used. Every rank receives all rows, in rank order, and adds up the rows of
+    one index in that order, so every rank gets the same bits. Traffic grows with the number of used rows, not with the
+    size of the embedding.
 
     Args:
         plan: a plan with one parameter.
         parameters: all parameters of the module, by index.
         transport: the transport that sends the rows.
-        comm_hook: a hook that reduces the gradient instead; as in torch it gets a sparse tensor.
-        is_last: the value of the hook's `is_last`.
     """
 
     is_sparse = True
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Sequence[Tensor],
-        transport: Transport,
-        *,
-        comm_hook: CommHook | None = None,
-        is_last: bool = False,
-    ) -> None:
-        super().__init__(plan, [parameters[plan.parameters[0]]])
-        self._parameter = self.members[0]
+    def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], transport: Transport) -> None:
+        super().__init__(plan, parameters)
+        (self._parameter,) = self.members
         self._transport = transport
-        self._comm_hook = comm_hook
-        self._is_last = is_last
         self._scale = 1.0
-        self._mine: Tensor | None = None
+        self._own = _no_rows(self._parameter)
         self._sum: Tensor | None = None
         self._num_rows = torch.zeros(transport.size, dtype=torch.int64, device=transport.control_device)
-        self._work: Work | None = None
-        self._future: torch.futures.Future[Any] | None = None
-
-    def view_of(self, position: int) -> None:
-        """Return None: nothing is copied before the launch."""
 
     def fill(self, scale: float, missing: frozenset[int]) -> None:
-        """Take this rank's rows. A missing gradient has none, unless an earlier backward left some in `.grad`."""
         gradient = self._parameter.grad
-        self._mine = None if gradient is None else _as_sparse(gradient)
+        if gradient is None:
+            self._own = _no_rows(self._parameter)
+        else:  # coalescing adds up the rows of the same index
+            self._own = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
         self._scale = scale
 
-    def launch_zeros(self, *, tail: Sequence[int] | None) -> None:
-        """Contribute no rows, on a rank that has no inputs left."""
-        self._mine = None
-        self.send(tail=tail, trigger=None)
+    def fill_zeros(self) -> None:
+        self._own = _no_rows(self._parameter)
 
-    def send(self, *, tail: Sequence[int] | None, trigger: int | None) -> None:
-        """Send the number of rows to the other ranks, or start the hook."""
+    def _start(self, tail: Sequence[int] | None) -> Work:
         assert tail is None
-        self.trigger = trigger
-        self._transition(BucketState.IN_FLIGHT)
-        self.launched_at = time.perf_counter()
-        if self._comm_hook is not None:
-            buffer = _no_rows(self._parameter) if self._mine is None else self._mine
-            bucket = GradBucket(
-                index=self.plan.index,
-                buffer=buffer,
-                parameters=self.members,
-                gradients=(),  # as in torch
-                is_last=self._is_last,
-            )
-            self._future = self._comm_hook(bucket)
-            return
-        num_rows = 0 if self._mine is None else num_entries(self._mine)
-        self._work = self._transport.all_gather(
-            self._num_rows, torch.tensor([num_rows], device=self._num_rows.device)
-        )
+        if self._comm_hook is not None:  # as in torch, the hook receives a sparse tensor
+            return self._comm_hook.start(self._grad_bucket(self._own, ()), self._take_sum)
+        own = torch.tensor([num_entries(self._own)], device=self._num_rows.device)
+        counts = self._transport.all_gather(self._num_rows, own)
+        return CombinedWork([(counts, self._gather_rows)])
 
-    def wait(self) -> None:
-        """Gather the rows of all ranks and add them up, or take the hook's result."""
-        start = time.perf_counter()
-        if self._future is not None:
-            self._sum = self._checked(self._future.wait())
-        else:
-            assert self._work is not None
-            self._work.wait()
-            self._sum = self._gathered([int(n) for n in self._num_rows.tolist()])
-        self._work = self._future = None
-        self.waited_seconds = time.perf_counter() - start
-        self._transition(BucketState.REDUCED)
+    def _take_sum(self, result: Tensor) -> None:
+        self._sum = result
 
-    def _checked(self, result: object) -> Tensor:
-        if isinstance(result, list | tuple) and len(result) == 1:
-            (result,) = result
-        assert self._comm_hook is not None
-        expected = tuple(self._parameter.shape)
-        if not isinstance(result, Tensor) or result.shape != expected:
-            got = (
-                f"one of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            )
-            raise SynclineError(
-                f"communication hook {self._comm_hook.name}, bucket {self.plan.index} of a sparse gradient: expected "
-                f"its future to hold a tensor of shape {expected}, got {got}: return the bucket's buffer, reduced"
-            )
-        return result
-
-    def _gathered(self, num_rows: Sequence[int]) -> Tensor:
-        parameter, size = self._parameter, self._transport.size
-        widest = max(num_rows)
+    def _gather_rows(self) -> None:
+        """Gather the rows of all ranks, whose numbers are known now, and add them up."""
+        num_rows: list[int] = self._num_rows.tolist()
+        parameter, size, num_own = self._parameter, self._transport.size, num_entries(self._own)
+        most = max(num_rows)  # every rank sends as many rows as the rank that has the most
         row_shape = parameter.shape[1:]
-        indices = torch.zeros(widest, dtype=torch.int64, device=parameter.device)
-        values = torch.zeros((widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
-        if self._mine is not None:
-            indices[: num_entries(self._mine)] = stored_indices(self._mine)[0]
-            torch.mul(stored_values(self._mine), self._scale, out=values[: num_entries(self._mine)])
-        all_indices = torch.zeros(size * widest, dtype=torch.int64, device=parameter.device)
-        all_values = torch.zeros((size * widest, *row_shape), dtype=parameter.dtype, device=parameter.device)
-        if widest:
+        indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
+        values = torch.zeros((most, *row_shape), dtype=parameter.dtype, device=parameter.device)
+        indices[:num_own] = stored_indices(self._own)[0]
+        torch.mul(stored_values(self._own), self._scale, out=values[:num_own])
+        all_indices = indices.new_zeros(size * most)
+        all_values = values.new_zeros((size * most, *row_shape))
+        if most:
             self._transport.all_gather(all_indices, indices).wait()
             self._transport.all_gather(all_values.view(-1), values.view(-1)).wait()
-        kept = torch.cat(
-            [torch.arange(rank * widest, rank * widest + n) for rank, n in enumerate(num_rows)]
-        ).to(parameter.device)
-        return sparse_tensor(all_indices[kept][None], all_values[kept], parameter.shape).coalesce()
+        kept = torch.cat([torch.arange(rank * most, rank * most + n) for rank, n in enumerate(num_rows)])
+        kept = kept.to(parameter.device)
+        self._sum = sparse_tensor(all_indices[kept][None], all_values[kept], parameter.shape).coalesce()
 
     def own(self) -> Tensor:
-        """Return the rows that this rank contributes, as a dense bucket returns its gradients."""
-        return self._parameter.new_zeros(0) if self._mine is None else stored_values(self._mine)
+        return stored_values(self._own)
 
     def own_parts(self) -> list[tuple[int, Tensor]]:
-        """Return the same rows with the parameter's index."""
         return [(self.plan.parameters[0], self.own())]
 
     def handed_out(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """Return the rows of the sum, as a dense bucket returns its reduced gradients."""
         gradient = self._parameter.grad
         if gradient is None:
             return self._parameter.new_zeros(0), []
@@ -156,15 +93,14 @@ class SparseBucket(Lifecycle):
         return values, [(self.plan.parameters[0], values)]
 
     def divide(self, divisor: float) -> None:
-        """Divide the summed rows by `divisor`."""
         assert self._sum is not None
         stored_values(self._sum).div_(divisor)
 
     def hand_out(self, skip: frozenset[int], *, any_missing: bool, keeps_tensor: bool = False) -> None:
-        """Set `.grad` to the sum, unless no rank used the parameter. The sum has no autograd graph."""
+        """Set `.grad` to the sum, which has no autograd graph, unless no rank used the parameter."""
         if self.plan.parameters[0] not in skip:
             self._parameter.grad = self._sum
-        self._mine = self._sum = None
+        self._own, self._sum = _no_rows(self._parameter), None
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
@@ -174,8 +110,3 @@ def _no_rows(parameter: Tensor) -> Tensor:
         parameter.shape,
         is_coalesced=True,
     )
-
-
-def _as_sparse(gradient: Tensor) -> Tensor:
-    """Return the rows of `gradient`, with rows of the same index added up."""
-    return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)

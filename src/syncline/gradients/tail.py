@@ -1,16 +1,16 @@
 """The tail of the last gradient bucket, which holds the words of all riders (`riders/`) from every rank.
 
-The bucket is reduced by SUM in the gradients' own dtype. Each rank writes only into its own slots, and zeros elsewhere,
-so the sum is a gather. Each slot holds one base-256 digit, which every floating-point dtype down to bfloat16 represents
-exactly (bf16 turns 4097 into 4096, but keeps all integers to 256). So the words need no collective of their own, and
-the reduction does not change a bit of them.
+The bucket is reduced by SUM in the gradients' own dtype. Each rank writes digits only into its own slots and zeros into
+the slots of other ranks, so the sum is a gather. Each slot holds one base-256 digit, which every floating-point dtype
+down to bfloat16 represents exactly (bf16 turns 4097 into 4096, but keeps all integers to 256). So the words need no
+separate collective, and the reduction does not change a bit of them.
 
-Layout, in elements: the digits of rank 0, of rank 1, and so on. If unused parameters are detected, one element for each
-parameter follows, into which each rank that used the parameter writes 1. The digits of a rank form one number, with the
-most significant digit first. Its bit fields are the words of the riders, in their order, and one last bit that is set
-for a rank without inputs.
+The elements of the tail are the digits of rank 0, those of rank 1, and so on. If unused parameters are detected, one
+element per parameter follows, into which each rank that used the parameter writes 1. The digits of a rank form one
+number, with the most significant digit first. The bit fields of this number are the words of the riders, in their
+order, and one last bit that is set by a rank without inputs.
 
-In bfloat16 the sum of the ones may stop growing at 256. This does no harm, because it is only compared with zero.
+In bfloat16 the sum of the ones may stop growing at 256. This does no harm, because the sum is only compared with zero.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TailForm:
 
     @property
     def num_digits(self) -> int:
-        """Number of digits of each rank."""
+        """Number of digits that each rank sends."""
         return -(-(sum(self.widths) + 1) // 8)
 
     @property
@@ -57,10 +57,10 @@ class TailForm:
         return self.num_ranks * self.num_digits + self.num_tracked
 
     def encode(self, words: Sequence[int] | None, *, rank: int, used: Sequence[int] = ()) -> list[int]:
-        """Return this rank's tail: its own digits, zeros elsewhere, then the `used` flags.
+        """Return the tail that this rank sends: its digits, zeros in the slots of other ranks, then the `used` flags.
 
         Args:
-            words: one word per rider; None for a rank that has no inputs left.
+            words: one word per rider; None if this rank has no inputs left.
             rank: the number of this rank.
             used: one flag per tracked parameter.
 
@@ -70,7 +70,9 @@ class TailForm:
         number = 0
         for word, width in zip(words or (0,) * len(self.widths), self.widths, strict=True):
             if word >> width:
-                raise OverflowError(f"expected a word of {width} bits, got {word}")
+                raise OverflowError(
+                    f"rank {rank}: expected a rider's word of {width} bits, got the word {word}"
+                )
             number = number << width | word
         number = number << 1 | (words is None)
         tail = [0] * (self.num_ranks * self.num_digits)
@@ -78,9 +80,9 @@ class TailForm:
         return [*tail, *used]
 
     def decode(self, tail: Sequence[float]) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[int, ...]]:
-        """Return the words of each rank (None if it has no inputs left), and how many ranks used each parameter.
+        """Return the words of each rank, and the number of ranks that used each parameter.
 
-        In bfloat16 a number of 256 may stand for more.
+        The words are None for a rank that has no inputs left. In bfloat16, a number of 256 ranks may stand for more.
         """
         ranks = []
         for at in range(0, self.num_ranks * self.num_digits, self.num_digits):
@@ -95,7 +97,7 @@ class TailForm:
 
 
 class TailMessage:
-    """A tail that no bucket can carry, sent as one small asynchronous collective per step.
+    """A tail that no bucket can carry, sent by one small asynchronous collective per step.
 
     It is used with a communication hook, beside sparse gradients (the missing gradients are known only at the end of
     backward), with `skip_unused`, and with `sharded=True`.
@@ -110,18 +112,23 @@ class TailMessage:
         self._tensor = torch.zeros(numel, dtype=torch.int32, device=transport.control_device)
         self._work: Work | None = None
 
-    def launch(self, tail: Sequence[int]) -> None:
-        """Send this rank's tail; an empty one is all zeros."""
+    def launch(self, tail: Sequence[int], *, in_read: bool = False) -> None:
+        """Send this rank's tail; an empty tail is all zeros.
+
+        Args:
+            tail: the elements to send.
+            in_read: whether to send them only when the sum is read.
+        """
         if any(tail):
             self._tensor.copy_(torch.tensor(tail, dtype=torch.int32))
         else:
             self._tensor.zero_()
-        self._work = self._transport.all_reduce(self._tensor, "sum")
+        self._work = None if in_read else self._transport.all_reduce(self._tensor, "sum")
 
     def read(self) -> list[float]:
-        """Wait, then return the sum of all ranks' tails."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait for the other ranks, then return the sum of all ranks' tails."""
+        work = self._work or self._transport.all_reduce(self._tensor, "sum")
+        work.wait()
+        self._work = None
         summed: list[float] = self._tensor.tolist()
         return summed

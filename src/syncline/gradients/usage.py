@@ -1,8 +1,8 @@
 """The parameters that get a gradient in a backward, and how often: read from the autograd engine, or learnt once.
 
-Three options need this: `find_unused_parameters` (`GraphUsage`), `skip_all_reduce_unused_params` (`SharedUsage`) and
-`static_graph` (`StaticUsage`). `Usage` holds those that are in use, and the reducer calls only it. A search of the
-graph begins at the tensors in the output of a forward.
+Three options need this knowledge. With `find_unused_parameters`, the engine reports which parameters a backward
+reaches. With `skip_all_reduce_unused_params`, the ranks exchange these reports. With `static_graph`, the gradients of
+the first backward are counted (`StaticUsage`). `Usage` combines the three for the reducer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from syncline.transport.base import Transport
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, dictionaries and dataclasses; other objects are not searched.
+    """Yield the tensors in `output`, which may consist of nested lists, tuples, dictionaries and dataclasses.
+
+    Objects of other types are not searched.
 
     Example:
         >>> import torch
@@ -66,80 +68,36 @@ def when_backward_reaches_any(output: object, call: Callable[[Any], None]) -> No
 
 
 def is_accumulating(parameters: Sequence[Tensor]) -> bool:
-    """Return whether the running graph task writes gradients of some of `parameters`.
+    """Return whether the running graph task writes gradients of some of `parameters` to `.grad`.
 
-    A task of torch.autograd.grad does not. A task counts, too, if checkpoints with `use_reentrant=True` run tasks of
-    their own inside it, and these write the gradients.
+    A task of torch.autograd.grad writes none. A task counts, too, if checkpoints with `use_reentrant=True` run inner
+    tasks in it, and these write the gradients.
     """
     if reaches_all_leaves():  # a backward without `inputs=`
         return True
     try:
-        return GraphUsage(parameters).num_reached() > 0
+        return num_reached(parameters) > 0
     except SynclineError:
         raise
     except RuntimeError:  # raised if torch.autograd.grad was called for one of the parameters
         return False
 
 
-class GraphUsage:
-    """The parameters that a running backward will not reach, as the autograd engine reports them.
+def accumulation_nodes(parameters: Sequence[Tensor]) -> list[graph.Node]:
+    """Return the graph node that accumulates into `.grad` of each parameter.
 
-    The forward's outputs may have any type, because the graph is not walked from them. Nothing is cloned.
-
-    Args:
-        parameters: the parameters to look up.
+    The caller must hold the nodes: the engine knows them by identity, and a parameter holds its node weakly.
     """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        # The nodes are held here, because the engine knows them by identity and a parameter holds its own weakly.
-        self._nodes = [graph.get_gradient_edge(parameter).node for parameter in parameters]
-
-    def absent(self) -> frozenset[int]:
-        """Return the indices of the parameters that get no gradient in the running graph task."""
-        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
-
-    def num_reached(self) -> int:
-        """Return the number of parameters that get a gradient in the running graph task."""
-        return len(self._nodes) - len(self.absent())
+    return [graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 
-class SharedUsage:
-    """The parameters that any rank has a gradient for: exchanged when a backward begins, read only when needed.
-
-    For torch's `skip_all_reduce_unused_params`. torch's class decides on each rank alone and may hang if ranks differ.
-    One small collective makes the decision the same on all ranks.
-
-    Args:
-        transport: the transport between the ranks.
-        num_parameters: the number of parameters.
-    """
-
-    def __init__(self, transport: Transport, num_parameters: int) -> None:
-        self._message = TailMessage(transport, num_parameters)
-        self._mine: Sequence[int] = ()
-        self._all: Sequence[float] | None = None
-
-    def start(self, used: Sequence[int]) -> None:
-        """Start the exchange, with 1 for each parameter that this rank has a gradient for and 0 for the others."""
-        self._mine, self._all = used, None
-        self._message.launch(used)
-
-    def is_unused_by_all(self, parameters: Sequence[int]) -> bool:
-        """Return whether no rank has a gradient for any of these; wait only if this rank has none."""
-        if any(self._mine[index] for index in parameters):
-            return False
-        used = self.wait()
-        return not any(used[index] for index in parameters)
-
-    def wait(self) -> Sequence[float]:
-        """Wait, then return the number of ranks that have a gradient for each parameter."""
-        if self._all is None:
-            self._all = self._message.read()
-        return self._all
+def num_reached(parameters: Sequence[Tensor]) -> int:
+    """Return the number of parameters that get a gradient in the running graph task."""
+    return sum(will_execute_node(node) for node in accumulation_nodes(parameters))
 
 
 class StaticUsage:
-    """Counts of the gradients that each parameter gets in one backward; the first backward's counts are expected later.
+    """Numbers of gradients that each parameter gets in one backward. Later backwards must match the first one.
 
     Args:
         num_parameters: the number of parameters.
@@ -147,22 +105,23 @@ class StaticUsage:
 
     def __init__(self, num_parameters: int) -> None:
         self.is_learnt = False
-        # Hooks close over these lists, so they are only changed in place.
+        """Whether the first backward has ended, so that `expected` is known."""
+        # Hooks refer to these lists, so they are only changed in place.
         self.counts = [0] * num_parameters
         """Number of gradients of each parameter so far in this backward."""
         self.expected = [1] * num_parameters
-        """Number of gradients that completes each parameter; 1 until it is learnt."""
+        """Number of gradients after which each parameter is ready; 1 until the first backward has ended."""
 
     def reset(self) -> None:
         """Set the counts to 0 when a backward begins."""
         self.counts[:] = [0] * len(self.counts)
 
     def has_changed(self) -> bool:
-        """Return whether any parameter got another number of gradients than was learnt; 0 gradients are allowed."""
+        """Return whether any parameter got another number of gradients than expected. 0 gradients are allowed."""
         return self.is_learnt and self.counts != self.expected and bool(self.changed())
 
     def changed(self) -> list[tuple[int, int, int]]:
-        """Return (index, learnt count, count in this backward) of each parameter whose number of gradients changed."""
+        """Return (index, expected number, actual number) of each parameter whose number of gradients has changed."""
         return [
             (index, expected, count)
             for index, (expected, count) in enumerate(zip(self.expected, self.counts, strict=True))
@@ -170,14 +129,18 @@ class StaticUsage:
         ]
 
     def learn(self) -> None:
-        """Store the counts of the first backward, when it ends, as those expected of all later ones."""
+        """At the end of the first backward, store its counts as those expected of all later backwards."""
         if not self.is_learnt:
             self.is_learnt = True
             self.expected[:] = [max(1, count) for count in self.counts]
 
 
 class Usage:
-    """The parameters that a backward uses, according to the options.
+    """The parameters that a backward uses, as far as the options require this knowledge.
+
+    With torch's `skip_all_reduce_unused_params`, torch's class decides on each rank alone which buckets to leave out,
+    and may hang if ranks differ. Here one small collective makes the decision the same on all ranks. It is started when
+    a backward begins, and its result is read only when needed.
 
     Args:
         parameters: the parameters whose gradients are reduced.
@@ -190,42 +153,58 @@ class Usage:
         """The counts of a static graph; None without `static_graph`."""
         self.num_ranks_using: Sequence[int] = ()
         """Number of ranks that used each parameter in the last backward; empty if unused ones are not detected."""
-        self._parameters = parameters
-        self._graph = GraphUsage(parameters) if options.allow_unused and not options.static_graph else None
-        self._shared = SharedUsage(transport, len(parameters)) if options.skip_unused else None
-        self.reads_graph = self._graph is not None
-        """Whether each backward asks the autograd engine which parameters it will not reach."""
-        self.is_exchanged = self._shared is not None
+        self.reads_graph = options.allow_unused and not options.static_graph
+        """Whether the autograd engine is asked, in each backward, which parameters the backward will not reach."""
+        self.is_exchanged = options.skip_unused
         """Whether the ranks exchange their use of parameters when a backward begins."""
+        self._parameters = parameters
+        self._nodes = accumulation_nodes(parameters if self.reads_graph else ())
+        self._message = TailMessage(transport, len(parameters) if self.is_exchanged else 0)
+        self._own: Sequence[int] = ()
+        self._exchanged: Sequence[float] | None = None
 
     def absent(self) -> frozenset[int]:
-        """Return the parameters that the backward that begins now will not reach, as far as that is known."""
-        if self._graph is None or is_inside_another_backward():
+        """Return the indices of the parameters that the backward that begins now will not reach.
+
+        In a backward inside of another one, the engine does not know them all. Then the result is empty.
+        """
+        if is_inside_another_backward():
             return frozenset()
-        return self._graph.absent()
+        return frozenset(index for index, node in enumerate(self._nodes) if not will_execute_node(node))
 
     def exchange(self, now: Set[int], unreduced: Set[int]) -> None:
-        """Start to exchange the use of parameters, if ranks do.
+        """Start to exchange the use of parameters between the ranks, if the options require it.
 
         Args:
-            now: the parameters that this rank uses in the present backward.
-            unreduced: the parameters that it has used in earlier ones, which were not reduced.
+            now: indices of the parameters that this rank uses in the present backward.
+            unreduced: indices of the parameters that it used in earlier backwards that were not reduced.
         """
-        if self._shared is not None:
-            self._shared.start(self.uses(now, unreduced))
+        if self.is_exchanged:
+            self._own, self._exchanged = self.uses(now, unreduced), None
+            self._message.launch(self._own)
 
     def uses(self, now: Set[int], unreduced: Set[int]) -> list[int]:
-        """Return 1 for each parameter for which this rank has a gradient, else 0. Arguments as for `exchange`."""
+        """Return 1 for each parameter for which this rank has a gradient, and 0 for the others.
+
+        The arguments are those of `exchange`.
+        """
         return [
             int(index in now or (index in unreduced and parameter.grad is not None))
             for index, parameter in enumerate(self._parameters)
         ]
 
     def is_unused_by_all(self, parameters: Sequence[int]) -> bool:
-        """Return whether it is known that no rank uses any of these parameters."""
-        return self._shared is not None and self._shared.is_unused_by_all(parameters)
+        """Return whether the exchange has shown that no rank uses any of these parameters.
 
-    def wait(self) -> None:
-        """Wait for the exchange, if there is one."""
-        if self._shared is not None:
-            self._shared.wait()
+        Wait for the other ranks only if this rank uses none of them.
+        """
+        if not self.is_exchanged or any(self._own[index] for index in parameters):
+            return False
+        used = self.wait()
+        return not any(used[index] for index in parameters)
+
+    def wait(self) -> Sequence[float]:
+        """Wait for the exchange, if there is one; return the number of ranks that use each parameter."""
+        if self.is_exchanged and self._exchanged is None:
+            self._exchanged = self._message.read()
+        return self._exchanged or ()

@@ -1,11 +1,11 @@
 """The interface by which lower layers recognize a wrapper and call it.
 
-`DistributedDataParallel` is above nearly every other layer, so verbs, checkpoints and stopping cannot import it. They
-use its base class, `SynchronizedModule`, and two kinds of calls: methods of `replica_of(module)`, which are internal,
+`DistributedDataParallel` is above nearly every other layer, so verbs, checkpoints and stopping cannot import it.
+Instead they import its base class, `SynchronizedModule`. They call methods of `replica_of(module)`, which are internal,
 and methods of the module itself, which are public and may be overridden by a subclass.
 
-The base class is nominal on purpose. A `runtime_checkable` Protocol compares attribute names only, so any user's module
-that happens to have these attributes would pass for a wrapper.
+A `runtime_checkable` Protocol would compare attribute names only, so any user's module with attributes of these names
+would pass for a wrapper. Therefore a base class is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from syncline.transport.base import Transport
 
 
 class ReplicaProtocol(Protocol):
-    """The methods of a wrapped module's `Replica` that the library calls."""
+    """The methods of a wrapper's `Replica` that lower layers call."""
 
     @property
     def transport(self) -> Transport:
@@ -29,28 +29,38 @@ class ReplicaProtocol(Protocol):
 
     @property
     def has_sync_state(self) -> bool:
-        """Whether `sync_state_dict` of the wrapper has state of a strategy or of a compression to save."""
+        """Whether a strategy or a compression has state to save, which `sync_state_dict` of the wrapper returns."""
 
     @property
     def is_drifting(self) -> bool:
-        """Whether ranks step their replicas differently, by a strategy, or after `sl.diverge` until they are equal."""
+        """Whether ranks may step their replicas differently.
+
+        They may under some strategies, and after `sl.diverge` until the replicas are equal again.
+        """
 
     @property
     def drift_reason(self) -> str:
-        """The reason why replicas may differ now; "" if parameters have to be equal."""
+        """The reason why replicas may differ now; an empty string if parameters must be equal on all ranks."""
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that must be equal on all ranks now according to the contract, by name.
+        """Return the names and tensors that must now be equal on all ranks according to the contract.
 
-        These are parameters (under a strategy that lets replicas drift, only right after a round that makes them
-        equal), and buffers that were made equal since the last forward.
+        These are the parameters and the buffers that were made equal since the last forward. Under a strategy that lets
+        replicas drift, parameters are included only directly after a parameter sync that makes them equal.
         """
 
     def refuse_sharded(self, why: str) -> None:
-        """Raise ValueError if each rank steps only its shard."""
+        """Check that the module was wrapped without `sharded=True`.
+
+        Args:
+            why: the reason why shards are refused, for the message.
+
+        Raises:
+            ValueError: the module was wrapped with `sharded=True`.
+        """
 
     def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """Send a vote on stopping with synchronized backwards, if possible; return the route that it takes.
+        """Send a vote on stopping with synchronized backwards, if possible; return the route of the vote.
 
         Args:
             vote: the vote of this rank, which also receives the other ranks' votes.
@@ -63,21 +73,21 @@ class ReplicaProtocol(Protocol):
 
 
 class SynchronizedModule(ABC):
-    """Base class of modules that Syncline synchronizes, by which lower layers recognize them."""
+    """The base class of modules that Syncline synchronizes, by which lower layers recognize such modules."""
 
     _replica: ReplicaProtocol
 
     @abstractmethod
     def sync_state_dict(self) -> dict[str, Any]:
-        """Return the state of synchronization, which is not part of the module's own state."""
+        """Return the state of synchronization, which `state_dict` of the module does not contain."""
 
     @abstractmethod
     def load_sync_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `sync_state_dict` returned."""
+        """Load a state that `sync_state_dict` returned."""
 
 
 def replica_of(module: object) -> ReplicaProtocol | None:
-    """Return the replica of a module that Syncline wraps; None for any other object, torch's own wrapper included.
+    """Return the replica behind one of Syncline's wrappers; None for any other object, such as torch's own wrapper.
 
     Example:
         >>> import torch
@@ -86,5 +96,7 @@ def replica_of(module: object) -> ReplicaProtocol | None:
     """
     if not isinstance(module, SynchronizedModule):
         return None
-    found: ReplicaProtocol | None = vars(module).get("_replica")  # None while it is being constructed
+    found: ReplicaProtocol | None = vars(module).get(
+        "_replica"
+    )  # None while the wrapper is being constructed
     return found
