@@ -64,7 +64,7 @@ class Forwards(Rider):
         """Return the number of waiting forwards, at most 255."""
         return min(self.num_waiting, 255)
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Warn on rank 0, once, if some ranks ran a forward without a backward and others did not."""
         waiting = words.active
         if self._has_warned or len(set(waiting.values())) < 2:

@@ -312,7 +312,7 @@ class Items(Rider):
         """Return the number of items plus 1; 0 if they are not counted."""
         return 0 if backward.num_items is None else backward.num_items + 1
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Store the counts of all ranks.
 
         Raises:

@@ -35,7 +35,7 @@ class Metrics(Rider):
         >>> from syncline.gradients.backward import Backward, BackwardState
         >>> backward = Backward(step=1, state=BackwardState.FILLING)
         >>> words = (one.word(backward), other.word(backward))
-        >>> one.hear(Words(words, step=1, transport=ThreadGroup(2).transport(0)))
+        >>> one.receive(Words(words, step=1, transport=ThreadGroup(2).transport(0)))
         >>> one.last
         {'loss': 3.0}
     """
@@ -74,11 +74,11 @@ class Metrics(Rider):
         rounded = torch.tensor(numbers, dtype=torch.float64).float().tolist()
         return int.from_bytes(struct.pack(f">{len(rounded)}f", *rounded), "big")
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Compute the means over ranks."""
         self._average(list(words.active.values()))
 
-    def hear_silence(self, step: int) -> None:
+    def receive_nothing(self, step: int) -> None:
         """Clear the means, because no rank reported anything."""
         self.last = {}
 

@@ -35,7 +35,7 @@ class MissingGradients(Rider):
             return []
         return [self._names[index] for index in sorted(backward.missing)]
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Compare the words of all ranks.
 
         Raises:
@@ -80,7 +80,7 @@ class StaticGraph(Rider):
         """Return 1 if the graph has changed."""
         return int(self._static.has_changed())
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Compare the words of all ranks.
 
         Raises:

@@ -36,7 +36,7 @@ class Replicas(Rider):
         """Return the fingerprint; 0 if no part of the replica is compared in this step."""
         return 0 if self.watch is None else self.watch.fingerprint()
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Keep the fingerprints for `conclude`; replicas are compared last, because `.grad` may be applied even so."""
         self._reported = None if words.any_joined else list(words.active.values())
 

@@ -57,7 +57,7 @@ class SameData(Rider):
         """Return the hash of the sampled elements, 1 to 255; 0 if all of them are zero, or the comparison is over."""
         return 0 if self._is_zero or not self.is_open else 1 + self._seen % 255
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Decide, with the same result on all ranks, whether the data differ; warn on rank 0 if they do not."""
         self._compare({0 if word is None else word for word in words.of_rank}, words.step)
         if len(self._equal_steps) == _NUM_STEPS and self.is_open:
@@ -65,7 +65,7 @@ class SameData(Rider):
             if not words.rank:
                 warn_user(_text(self._equal_steps, len(words.of_rank)), SameDataWarning)
 
-    def hear_silence(self, step: int) -> None:
+    def receive_nothing(self, step: int) -> None:
         """Count a step in which all sampled gradients are zero."""
         self._compare(set(), step)
 

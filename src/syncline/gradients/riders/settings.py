@@ -40,7 +40,7 @@ class Settings(Rider):
         """Return the settings as lines of text."""
         return [line for at, optimizer in enumerate(self.optimizers) for line in optimizer.describe(at)]
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Compare the settings.
 
         Raises:

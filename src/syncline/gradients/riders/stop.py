@@ -78,13 +78,13 @@ class Stop(Rider):
         """Return 1 if this process was asked to stop."""
         return int(self._vote is not None and self._vote.request.is_asked)
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Pass the words to the vote."""
         if self._vote is not None:
             self._vote.num_received += 1
             self._vote.receive(words)
 
-    def hear_silence(self, step: int) -> None:
+    def receive_nothing(self, step: int) -> None:
         """Count a backward in which no rank reported a request to stop."""
         if self._vote is not None:
             self._vote.num_received += 1
