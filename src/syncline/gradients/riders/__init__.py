@@ -11,6 +11,7 @@ metrics.py           rider: means over ranks of the metrics given to `ddp.report
 missing.py           riders: parameters without a gradient; static graphs that changed
 nonfinite.py         rider: gradients that are NaN or infinite; marks on gradients that must not be applied
 nonfinite_report.py  the error or warning about such gradients
+replica_search.py    search for the values in which replicas differ
 replica_watch.py     comparison of one slice of the replica per step
 replicas.py          rider: the fingerprint of that slice
 roster.py            all riders of a reducer, in order

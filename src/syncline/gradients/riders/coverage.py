@@ -1,7 +1,7 @@
-"""The schedule by which the leaves of a replica are compared.
+"""The schedule by which the leaves (the tensors and integers) of a replica are compared.
 
-They are divided into slices, and each step compares one slice, so that the whole replica has been compared after a
-fixed number of steps.
+The leaves are divided into slices. Each step compares one slice, so that a fixed number of steps compares the whole
+replica.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.equality.fingerprint import SliceHash
+from syncline.equality.fingerprint import SliceHash, mixed
 from syncline.equality.leaves import Leaf, optimizer_leaves_of
 
 _OVERHEAD_BYTES = 1 << 14
-"""Fixed cost of hashing one more tensor of any size, as the number of bytes that take as long to hash."""
+"""Fixed cost of hashing a tensor of any size, given as the number of bytes that take as long to hash."""
 
 _LEAST_BYTES = 1 << 18
-"""Least cost of a slice. If there is less to compare per slice, there are fewer slices."""
+"""Least cost of a slice. A small replica is divided into fewer slices."""
 
 _LISTED_ANEW = 8
 """The tensors are listed again at least once in this many rotations of `every` steps."""
@@ -34,14 +34,16 @@ class Piece(NamedTuple):
     leaf: int
     """Index of the tensor."""
     start: int
+    """Index of the first element."""
     stop: int
+    """Index after the last element."""
 
 
 def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Piece, ...]]:
-    """Divide tensors among slices of about the same cost, in order; large tensors are cut.
+    """Divide tensors among slices of about the same cost, in order. Large tensors are cut.
 
     Args:
-        sizes: (numel, itemsize) of each tensor. A tensor without elements is one piece, too.
+        sizes: (numel, itemsize) of each tensor. A tensor without elements is one piece.
         num_slices: the number of slices; some may be empty.
 
     Example:
@@ -73,7 +75,9 @@ def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Pi
 
 
 def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece, ...]]:
-    """Divide tensors among turns, as `rotation` does; if there is little data, some turns are empty, evenly spread.
+    """Divide tensors among turns, as `rotation` does among slices. With little data, some turns are empty.
+
+    The turns that are not empty are evenly spread.
 
     Example:
         >>> [len(pieces) for pieces in spread([(50_000, 4), (50_000, 4)], 5)]
@@ -90,12 +94,12 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
 class Coverage:
     """Leaves divided into slices, where the step number alone determines which slice has its turn.
 
-    Ranks may list their leaves at different times. So nothing is counted here, and the division depends only on names
-    and sizes.
+    Ranks may list their leaves at different times. So the slices depend on the names and sizes of the leaves only, and
+    not on the number of steps since the leaves were listed.
 
     Args:
         leaves: the leaves; the same on all ranks.
-        num_slices: the number of slices, and so of steps until every leaf has had its turn.
+        num_slices: the number of slices. This is also the number of steps that compare all leaves.
         agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
     """
 
@@ -106,7 +110,7 @@ class Coverage:
         self._agreed_at = [agreed_at] * num_slices
 
     def found_again(self, leaves: Sequence[Leaf]) -> Coverage:
-        """Return the coverage of the leaves as they are now: this object if names and sizes have not changed."""
+        """Return the coverage of the present leaves: this object, unless names or sizes have changed."""
         if _forms(leaves) == self._forms:
             self.leaves = leaves
             return self
@@ -126,7 +130,7 @@ class Coverage:
         return [_earliest(agreed) for agreed in found]
 
     def hashed(self, steps: range) -> SliceHash | None:
-        """Return the hash of the pieces whose turn it is in these steps; None if there are none."""
+        """Return the hash of the pieces whose turn it is in these steps; None if there are no such pieces."""
         pieces = [piece for index in self._indices(steps) for piece in self._slices[index]]
         found = SliceHash()
         for index, start, stop in pieces:
@@ -135,7 +139,7 @@ class Coverage:
         return found if pieces else None
 
     def all_agreed(self, at: int | None) -> None:
-        """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
+        """Record that all leaves were equal on all ranks at step `at`; None if that is no longer known."""
         self._agreed_at = [at] * len(self._slices)
 
     def agreed(self, steps: range, at: int) -> None:
@@ -176,7 +180,7 @@ class Turns:
     """The slices of some leaves that were hashed since the last comparison, and when all ranks last agreed on them.
 
     Args:
-        every: the number of steps until every leaf has had its turn.
+        every: the number of steps that compare all leaves.
         agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
     """
 
@@ -184,12 +188,13 @@ class Turns:
         self.coverage: Coverage | None = None
         """The slices; None before the leaves are listed."""
         self.hashes: list[SliceHash] = []
+        """The hashes since the last comparison."""
         self._every = every
         self._agreed_at = agreed_at
         self._steps = range(0)
 
     def list_again(self, leaves: Sequence[Leaf]) -> None:
-        """Take the leaves as they are now."""
+        """Replace the leaves by the present leaves of the replica."""
         if self.coverage is None:
             self.coverage = Coverage(leaves, self._every, self._agreed_at)
         else:
@@ -203,13 +208,21 @@ class Turns:
         if found is not None:
             self.hashes.append(found)
 
+    def hashes_by_leaf(self) -> dict[int, int]:
+        """Return one hash per leaf, of all slices that were hashed, by the leaf's index."""
+        found: dict[int, int] = {}
+        for one in self.hashes:
+            for leaf, number in one.by_leaf().items():
+                found[leaf] = mixed(found.get(leaf, 0), number)
+        return found
+
     def agreed(self, at: int) -> None:
-        """Record that the hashes were equal on all ranks at a step."""
+        """Record that the hashes were equal on all ranks at step `at`."""
         if self.hashes and self.coverage is not None:
             self.coverage.agreed(self._steps, at)
 
     def all_agreed(self, at: int | None) -> None:
-        """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
+        """Record that all leaves were equal on all ranks at step `at`; None if that is no longer known."""
         self._agreed_at = at
         if self.coverage is not None:
             self.coverage.all_agreed(at)
@@ -223,14 +236,14 @@ class Turns:
 class Listing:
     """The leaves of parameters and of the optimizers' state, listed again when the state may have changed.
 
-    State of an optimizer appears with its first step, and loading replaces it. Listing takes microseconds per tensor,
-    so it is done again only if something was added, and once in a number of rotations.
+    The state of an optimizer appears with its first step, and loading replaces it. Listing takes microseconds per
+    tensor. So the leaves are listed again only if something was added, and once in a number of rotations.
 
     Args:
         parameters: the leaves of the parameters.
         optimizers: returns the optimizers whose state has to be equal at present.
         own: ids of the parameters.
-        every: the number of steps of a rotation.
+        every: the number of steps of a rotation, which compares all leaves.
     """
 
     def __init__(
