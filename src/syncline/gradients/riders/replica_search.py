@@ -10,7 +10,7 @@ from torch import Tensor
 from syncline.equality.leaves import Leaf
 from syncline.equality.locate import Difference, divergence_error, locate
 from syncline.errors import ReplicaDivergence
-from syncline.gradients.riders.coverage import Turns
+from syncline.gradients.riders.coverage import Coverage
 from syncline.transport.base import Transport
 from syncline.words import describe_ranks
 
@@ -48,28 +48,26 @@ class Peers:
     transport: Transport
     ranks: Sequence[int]
 
-    def search(self, turns: Turns, buffer_turns: Turns, step: int) -> Located:
+    def search(self, state: Coverage, buffers: Coverage, step: int) -> Located:
         """Search the whole replica for differences, then the buffers that were hashed. A collective call.
 
         Args:
-            turns: the parameters and the state of optimizers.
-            buffer_turns: the buffers.
+            state: the parameters and the state of optimizers.
+            buffers: the buffers.
             step: the number of the present step, for messages.
 
         Raises:
             ReplicaDivergence: the state of optimizers has different names or shapes; on every rank.
         """
-        assert turns.coverage is not None
-        leaves = turns.coverage.leaves
+        leaves = state.leaves
         self._check_structure(leaves, step)
         found = locate([leaf.name for leaf in leaves], [leaf.value() for leaf in leaves], self.transport)
-        if found or not buffer_turns.hashes:
-            return Located(found, leaves, turns.coverage.agreed_at(found[0].index) if found else None)
-        assert buffer_turns.coverage is not None
-        leaves, hashes = buffer_turns.coverage.leaves, buffer_turns.hashes_by_leaf()
-        names = [leaves[index].name for index in hashes]
+        if found or not buffers.hashes:
+            return Located(found, leaves, state.agreed_at(found[0].index) if found else None)
+        hashes = buffers.hashes_by_leaf()
+        names = [buffers.leaves[index].name for index in hashes]
         found = locate(names, [None] * len(names), self.transport, mine=list(hashes.values()))
-        return Located(found, leaves, buffer_turns.coverage.all_agreed_at, are_buffers=True)
+        return Located(found, buffers.leaves, buffers.all_agreed_at, are_buffers=True)
 
     def _check_structure(self, leaves: Sequence[Leaf], step: int) -> None:
         """Raise unless all ranks have state for the same parameters, of the same shapes. A collective call."""

@@ -23,7 +23,7 @@ from syncline.checks import checked_choice, checked_count, store
 from syncline.equality.fingerprint import mixed
 from syncline.equality.leaves import Leaf, parameter_leaves
 from syncline.errors import ReplicaDivergence
-from syncline.gradients.riders.coverage import Listing, Turns
+from syncline.gradients.riders.coverage import Coverage, Listing
 from syncline.gradients.riders.replica_search import Located, Peers
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.tensors.targets import distinct_tensors
@@ -107,10 +107,10 @@ class ReplicaWatch:
         self._buffer_leaves = [
             Leaf(name, owner, (key,), has_agreed_strides=True) for name, owner, key in buffers
         ]
-        self._turns = Turns(check.every, agreed_at)
-        """The turns of parameters and of the optimizers' state."""
-        self._buffer_turns = Turns(check.every, agreed_at)
-        """The turns of buffers, with one hash per forward since the last backward."""
+        self._coverage = Coverage(check.every, agreed_at)
+        """The slices of parameters and of the optimizers' state."""
+        self._buffer_coverage = Coverage(check.every, agreed_at)
+        """The slices of buffers, with one hash per forward since the last backward."""
         self._warned: set[str] = set()
         """Names of the values that a warning has named before."""
         self._was_finite = True
@@ -121,22 +121,22 @@ class ReplicaWatch:
         self.last_compared, self.num_repairs = former.last_compared, former.num_repairs
         self._warned, self._was_finite = former._warned, former._was_finite
         self.steps_before = former.steps_before
-        self._turns.all_agreed(former._turns.all_agreed_at)
-        if former._turns.coverage is None:
-            self._buffer_turns.all_agreed(former._buffer_turns.all_agreed_at)
+        self._coverage.all_agreed(former._coverage.all_agreed_at)
+        if not former._coverage.is_listed:
+            self._buffer_coverage.all_agreed(former._buffer_coverage.all_agreed_at)
 
     def agreed_at(self, step: int | None) -> None:
         """Record that parameters and optimizer state were equal after a step; None if they were replaced."""
-        self._turns.all_agreed(step)
-        self._buffer_turns.all_agreed(None)
+        self._coverage.all_agreed(step)
+        self._buffer_coverage.all_agreed(None)
 
     # ------------------------------------------------------------------ each step
 
     def buffers_are_equal(self, step: int) -> None:
         """Hash the slice of buffers whose turn it is. Called after they were synchronized, before forward."""
-        if self._buffer_turns.coverage is None or step % self.check.every == 0:
-            self._buffer_turns.list_again(self._buffer_leaves)
-        self._buffer_turns.hash(range(step, step + 1))
+        if not self._buffer_coverage.is_listed or step % self.check.every == 0:
+            self._buffer_coverage.list_again(self._buffer_leaves)
+        self._buffer_coverage.hash(range(step, step + 1))
 
     def begin(self, steps: range) -> None:
         """Hash the slices whose turn it is. Called when a backward begins that will be reduced.
@@ -146,16 +146,16 @@ class ReplicaWatch:
         """
         leaves = self._listing.changed(steps)
         if leaves is not None:
-            self._turns.list_again(leaves)
-        self._turns.hashes.clear()
-        self._turns.hash(steps)
+            self._coverage.list_again(leaves)
+        self._coverage.hashes.clear()
+        self._coverage.hash(steps)
 
     def fingerprint(self) -> int:
         """Return the fingerprint of the hashed slices; 0 if no part of the replica has its turn."""
-        hashes = (*self._turns.hashes, *self._buffer_turns.hashes)
+        hashes = (*self._coverage.hashes, *self._buffer_coverage.hashes)
         if not hashes:
             return 0
-        total = len(self._turns.hashes)
+        total = len(self._coverage.hashes)
         for one in hashes:
             total = mixed(total, one.value())
         return 1 + total % _MAX_FINGERPRINT
@@ -176,8 +176,8 @@ class ReplicaWatch:
         are_equal = len(set(reported)) == 1
         self.last_compared = (self.steps_before + step, are_equal)
         if are_equal:
-            self._turns.agreed(step)
-            self._buffer_turns.agreed(step)
+            self._coverage.agreed(step)
+            self._buffer_coverage.agreed(step)
         else:
             self._differ(step)
 
@@ -200,8 +200,8 @@ class ReplicaWatch:
 
     def forget(self) -> None:
         """Drop the hashes at the end of a backward."""
-        self._turns.hashes.clear()
-        self._buffer_turns.hashes.clear()
+        self._coverage.hashes.clear()
+        self._buffer_coverage.hashes.clear()
 
     # ------------------------------------------------------------------ error, repair or warning
 
@@ -213,7 +213,7 @@ class ReplicaWatch:
             is_certain: whether fingerprints have shown a difference.
         """
         in_run = self.steps_before + step
-        located = self._peers.search(self._turns, self._buffer_turns, in_run)
+        located = self._peers.search(self._coverage, self._buffer_coverage, in_run)
         if not located.differences:
             if is_certain:
                 error = self._peers.equal_again(in_run)
@@ -269,5 +269,5 @@ class ReplicaWatch:
                     leaf.write(json.loads(numbers[src]))
         self.num_repairs += 1
         self.last_compared = (self.steps_before + step, True)
-        self._turns.all_agreed(step)
+        self._coverage.all_agreed(step)
         return f"the values of {describe_ranks(sorted(sources))} were broadcast."
