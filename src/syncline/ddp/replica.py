@@ -226,7 +226,7 @@ class Replica:
             check,
             Peers(self._title, transport, ranks),
             [] if has_one_copy else self.selection.parameters,
-            buffers=[] if self.config.buffers == "none" else self.buffers.places(),
+            buffers=[] if self.config.buffers == "none" else self.buffers.places,
             optimizers=weakly(self.registered.optimizers) if steps_alike else list,
             agreed_at=0 if self.config.init_sync else None,
         )
