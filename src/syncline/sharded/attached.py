@@ -201,8 +201,8 @@ class AttachedShards(ShardedState):
 
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise SynclineError(
-                f"this {kind} can no longer be used, and its state is lost, because another optimizer of the same "
-                f"parameters was attached later: use that optimizer, of class {successor}"
+                f"this {kind} was replaced and has lost its state, because a {successor} of the same parameters was "
+                f"attached later: use the {successor}"
             )
 
         for name in _METHODS:
