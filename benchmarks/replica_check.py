@@ -90,15 +90,16 @@ def measure(
     steps = {name: step_of(name) for name in ddps}
     for _ in range(3):  # so that optimizer state is there, and what there is has been listed
         steps[WITH]()
-    watch = ddps[WITH]._replica.gradients.riders.replicas.watch
+    gradients = ddps[WITH]._replica.gradients
+    watch = gradients.riders.replicas.watch
     assert watch is not None
     timed = Timed(watch, "begin", "buffers_are_equal", "fingerprint", "compare", "mean_is")
     gc.collect()
     gc.disable()  # a pass over all objects would be charged to whoever makes the next one
-    before = watch.num_looks
+    before = gradients.num_backwards
     seconds = take_turns(steps, num_rounds=num_rounds, num_steps=num_steps, world=sl.world())
     gc.enable()
-    num_checked = watch.num_looks - before
+    num_checked = gradients.num_backwards - before
     return {
         "parameters": sum(p.numel() for p in ddps[WITH].parameters()),
         "seconds": seconds,

@@ -7,8 +7,9 @@ With x the samples of all ranks, n their number per channel, and dy the gradient
                                                          one all_reduce: the two sums
 
 M2 is the sum of squared deviations from a rank's own mean. The moments of all ranks are pooled by the formula of Chan,
-Golub and LeVeque (1979), extended from two sets to any number. It avoids cancellation when a mean is large, and gives
-every sample the same weight even if batch sizes differ. Moments and sums are float32, or float64 for float64 inputs.
+Golub and LeVeque (1979), extended from two sets to any number of sets. The formula avoids cancellation if a mean is
+large, and gives every sample the same weight even if batch sizes differ. Moments and sums are float32, or float64 for
+float64 inputs.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` for every device and transport.
+    """Batch normalization over the batches of all ranks: `torch.nn.SyncBatchNorm` for every device and transport.
 
     In training, outputs, gradients and running statistics equal those of one process that normalizes the
     concatenated batches of all ranks. Batches may differ in size, and may be empty on some ranks. In eval mode, or
-    with one rank, it is plain batch normalization. Gradients of `weight` and `bias` stay local;
+    with one rank, this layer is plain batch normalization. Gradients of `weight` and `bias` stay local;
     `DistributedDataParallel` averages them.
 
     Every rank must run the forward and the backward of each such layer equally often and in the same order. If
@@ -45,20 +46,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     their collectives are not matched with those of the gradients.
 
     Args:
-        num_features: number of channels C of an input (N, C, ...).
-        eps: added to the variance.
-        momentum: weight of the newest batch in the running statistics; None means their cumulative average.
-        affine: learn weight and bias.
-        track_running_stats: keep running statistics; without them eval mode uses the local batch's.
+        num_features: the number of channels C of an input (N, C, ...).
+        eps: a number that is added to the variance.
+        momentum: the weight of the newest batch in the running statistics; None for a cumulative average.
+        affine: whether the layer learns weight and bias.
+        track_running_stats: whether the layer has running statistics. Without them, eval mode uses the statistics of
+            the local batch.
         process_group: a torch.distributed process group, a Syncline transport, or None for the default group
             (this process alone, if torch.distributed is not initialised).
-        device, dtype: device and dtype of parameters and buffers.
-        bias: False leaves out the bias (in the versions of torch whose BatchNorm has this argument).
+        device, dtype: the device and dtype of parameters and buffers.
+        bias: whether the layer has a bias (in the versions of torch whose BatchNorm has this argument).
 
     Raises:
-        ValueError: an argument is invalid. In forward: an input has the wrong number of dimensions or channels, or a
-            single value per channel over all ranks.
-        TypeError: an argument has a wrong type. In forward: an input is not floating point.
+        ValueError: an argument is invalid. Also raised by forward: the input has the wrong number of dimensions or
+            channels, or all ranks together have a single value per channel.
+        TypeError: an argument has a wrong type. Also raised by forward: the input is not floating-point.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -98,7 +100,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input` (N, C, ...); in training a collective call of all ranks."""
+        """Normalize `input` (N, C, ...). In training this is a collective call of all ranks."""
         self._check_input(input)
         transport = transport_of(self.process_group) if self.training else None
         if transport is None or transport.size == 1:
@@ -113,13 +115,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | Transport | None = None
     ) -> nn.Module:
-        """Replace the BatchNorm layers in `module`, torch's SyncBatchNorm included, by this class.
+        """Replace the BatchNorm layers in `module`, including torch's SyncBatchNorm layers, by layers of this class.
 
         A new layer takes over parameters, buffers, hooks, training mode and every other attribute. A layer that
         occurs twice is converted once.
 
         Args:
-            module: the module, changed in place; if it is itself a BatchNorm layer, it is left unchanged.
+            module: the module, which is changed in place. If it is itself a BatchNorm layer, it is not changed.
             process_group: see the class.
 
         Returns:
@@ -127,7 +129,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
         Raises:
             TypeError: an argument has a wrong type; or a BatchNorm layer is lazy, or of a subclass whose own forward
-                would be lost. Nothing has been changed then.
+                would be lost. In this case `module` is not changed.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -173,7 +175,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         if input.size(1) != self.num_features or not self.num_features:
             raise ValueError(
-                f"expected {self.num_features} channels, at least one, in dimension 1 of the input; got shape "
+                f"expected {self.num_features} channels (at least 1) in dimension 1 of the input, got shape "
                 f"{tuple(input.shape)}"
             )
         if not input.is_floating_point():
@@ -205,14 +207,14 @@ def _check_convertible(name: str, layer: BatchNorm) -> None:
     if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
         raise TypeError(
             f"expected BatchNorm layers with known shapes, got a lazy {kind}{where}: run one forward with a real "
-            "batch first"
+            "batch before the conversion"
         )
     forward = cast("Callable[..., Tensor]", type(layer).forward)
     known = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     if forward not in known or "forward" in vars(layer):
         raise TypeError(
-            f"expected torch's BatchNorm layers, got a {kind}{where}, whose own forward would be lost: replace it "
-            "by a plain BatchNorm and what it does besides, or leave it out of the conversion"
+            f"expected torch's BatchNorm layers, got a {kind}{where}, whose own forward would be lost: split this "
+            "layer into a plain BatchNorm and another module, or convert only submodules that do not contain it"
         )
 
 
@@ -220,12 +222,12 @@ def _check_convertible(name: str, layer: BatchNorm) -> None:
 
 
 def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pool the moments of several samples into those of their union.
+    """Pool the moments of the batches of all ranks into the moments of all samples.
 
     Args:
-        counts: (num_ranks, 1) values per channel; 0 is allowed.
-        means: (num_ranks, C); must be finite even where the count is 0.
-        m2s: (num_ranks, C) sums of squared deviations from each rank's own mean.
+        counts: the number of values per channel on each rank, (num_ranks, 1); 0 is allowed.
+        means: the mean of each rank, (num_ranks, C). It must be finite even if the count is 0.
+        m2s: the sums of squared deviations from each rank's own mean, (num_ranks, C).
 
     Returns:
         The number of values (), their mean (C,) and biased variance (C,).
@@ -236,10 +238,10 @@ def pool_moments(counts: Tensor, means: Tensor, m2s: Tensor) -> tuple[Tensor, Te
         [4.0, [2.5], [2.25]]
     """
     total = counts.sum()
-    shares = counts / total  # (num_ranks, 1)
+    fractions = counts / total  # (num_ranks, 1)
     # Average the differences from one of the means, so that equal means give exactly that mean.
-    mean = means[0] + (shares * (means - means[0])).sum(0)
-    return total, mean, m2s.sum(0) / total + (shares * (means - mean).square()).sum(0)
+    mean = means[0] + (fractions * (means - means[0])).sum(0)
+    return total, mean, m2s.sum(0) / total + (fractions * (means - mean).square()).sum(0)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,10 @@ from tests.architecture.test_imports import SOURCES, Sources, assert_none, nodes
 ALLOWED = {
     "syncline.faces._IMPORTING": "threads that ask for public names at once import one module after the other",
     "syncline._torch.modules._is_kept_out": "torch's compiler, which is configured, is of the process",
-    "syncline._torch.optimizers._lock": "guards _seen",
-    "syncline._torch.optimizers._seen": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
+    "syncline._torch.optimizers._lock": "guards _scalers",
+    "syncline._torch.optimizers._scalers": "torch's GradScaler, a class, reports scalers; torch keeps no list of them",
     "syncline.gradients.backward._births": "numbers objects in the order of their creation",
-    "syncline.gradients.riders.discarded._numbers": "numbers steps, so that marks of two reducers differ",
+    "syncline.gradients.riders.nonfinite._numbers": "numbers steps, so that marks of two reducers differ",
     "syncline.liveness.processes._inherited": "filled once in a fork",
     "syncline.liveness.processes._live": "the hook on forks is of the process",
     "syncline.liveness.notices._publisher": "one thread of the process publishes all places",

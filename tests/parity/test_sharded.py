@@ -683,7 +683,10 @@ def test_what_cannot_go_on_with_shards_is_a_value_error() -> None:
             (lambda: run.optimizer.step(lambda: 0.0), "closure"),
             (lambda: run.optimizer.add_param_group({"params": []}), "before ddp.attach"),
             (lambda: run.ddp.attach(SGD(own, lr=0.1)), "has 7 of the 8 parameters of the SGD"),
-            (lambda: run.ddp.attach(SGD(own, lr=0.1), replace=False), "each parameter is stepped by one"),
+            (
+                lambda: run.ddp.attach(SGD(own, lr=0.1), replace=False),
+                "cannot be stepped by two attached optimizers",
+            ),
             (lambda: run.ddp.attach(torch.optim.LBFGS(own), replace=True), "LBFGS"),
             (
                 lambda: run.ddp.attach(SGD([nn.Parameter(torch.ones(1)), *own]), replace=True),
@@ -1032,5 +1035,5 @@ def _saved(module: nn.Module) -> io.BytesIO:
 
 @pytest.mark.ranks(2)
 def test_sharing_over_gloo_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match="expected ranks that share memory, got gloo"):
+    with pytest.raises(ValueError, match="expected ranks that share memory, got transport gloo"):
         sl.share_(net(), group=C10dTransport())

@@ -274,11 +274,11 @@ def test_a_rank_without_inputs_cannot_stop_so_it_is_told_again() -> None:
     alone = ThreadGroup(1).transport(0)
     rider, vote = Stop(), StopVote(StopRequest())
     rider.carry(vote)
-    rider.hear_silence(1)
-    rider.hear(Words((1, None), 2, alone))
+    rider.receive_nothing(1)
+    rider.receive(Words((1, None), 2, alone))
     assert (vote.asked_ranks, vote.num_received) == ((), 2)
-    rider.hear(Words((1, 0), 3, alone))
-    rider.hear(Words((0, 1), 4, alone))
+    rider.receive(Words((1, 0), 3, alone))
+    rider.receive(Words((0, 1), 4, alone))
     assert vote.asked_ranks == (0,)
 
 

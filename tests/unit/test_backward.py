@@ -50,7 +50,7 @@ def test_a_rank_names_the_gradients_that_are_missing_in_this_step_and_none_of_an
             backward.missing = frozenset(missing)
             rider.word(backward)
             with pytest.raises(UnreducedGradients) as caught:
-                rider.hear(Words((1, int(not t.rank or step == 1)), step, t))
+                rider.receive(Words((1, int(not t.rank or step == 1)), step, t))
             texts.append(str(caught.value))
         assert "weight" in texts[0]
         return texts[1]

@@ -329,7 +329,7 @@ def test_ignored_buffers_are_left_alone_and_a_variance_without_its_mean_is_not_p
         module.register_buffer("top", torch.tensor(float(t.rank)))
         sync = BufferSync(module, t, policy="average", ignored=["0.running_mean", "top"])
         sync.before_forward(next_is_due=True)
-        assert sync.size()[0] == 2
+        assert sync.last_forward().num_tensors == 2
         return [b.flatten()[0].item() for b in module.buffers()]
 
     assert run_ranks(2, rank) == [[0.0, 0.0, 1.5, 0], [1.0, 1.0, 1.5, 0]]
@@ -385,7 +385,7 @@ def test_equalize_makes_them_equal_now_and_the_next_forward_sends_nothing(
     assert [mean for mean, _, _ in results] == [expected] * 2
     assert [calls for _, calls, _ in results] == [0, 0]
     if policy != "none":
-        assert results[1][2] == ["they were made equal after the previous forward"]
+        assert results[1][2] == ["the buffers were made equal after the previous forward"]
 
 
 def test_training_under_average_keeps_evaluation_equal_on_all_ranks() -> None:

@@ -381,7 +381,7 @@ def test_a_block_that_ends_without_backward_changes_nothing() -> None:
 def test_no_items_anywhere_is_an_error_on_every_rank() -> None:
     def rank(t: Transport) -> None:
         ddp = DDP(linear(), process_group=t)
-        with pytest.raises(ValueError, match=r"0 items on all 2 rank"), ddp.normalize_by(0):
+        with pytest.raises(ValueError, match=r"got 0 items on each of 2 ranks"), ddp.normalize_by(0):
             backward(ddp, torch.ones(0, 2))
 
     each_rank(rank)
@@ -401,7 +401,7 @@ def test_normalize_by_on_some_ranks_only_is_an_error_on_every_rank() -> None:
 
     first, second = each_rank(rank)
     assert first == second
-    assert "rank 1 ran this backward under normalize_by, rank 0 did not" in first
+    assert "rank 1 ran this backward under normalize_by, but rank 0 did not" in first
 
 
 # ---------------------------------------------------------------------- second derivatives

@@ -69,9 +69,9 @@ def test_other_layouts_are_refused_by_name_before_anything_is_sent() -> None:
     layouts = {
         "torch.sparse_coo": x.to_sparse(),
         "torch.sparse_csr": x.to_sparse_csr(),
-        "a nested one": torch.nested.nested_tensor(rows),
-        "a nested one: pass its parts": torch.nested.nested_tensor(rows, layout=torch.jagged),
-        "a quantized one": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "a nested tensor": torch.nested.nested_tensor(rows),
+        "a nested tensor: pass its parts": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "a quantized tensor": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     }
     verbs = {**VERBS, "mean": lambda x, t: sl.mean(x, group=t)}
 

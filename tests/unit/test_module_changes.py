@@ -73,7 +73,7 @@ def test_a_watched_output_can_be_saved_and_copied() -> None:
     pickle.dumps(output.detach())
 
 
-def heard(of_rank: tuple[int | None, ...], *, rank: int, step: int) -> Words:
+def received(of_rank: tuple[int | None, ...], *, rank: int, step: int) -> Words:
     group = ThreadGroup(len(of_rank))
     return Words(of_rank, step, group.transport(rank))
 
@@ -82,10 +82,10 @@ def test_a_difference_in_forwards_is_a_warning_that_comes_once_and_on_rank_0() -
     waiting = (0, 2, None)
     first, second = Forwards(), Forwards()
     with pytest.warns(RuntimeWarning, match=r"step 7.*rank 1 ran forwards.*\(rank 0: 0, rank 1: 2\)"):
-        first.hear(heard(waiting, rank=0, step=7))
-    first.hear(heard(waiting, rank=0, step=8))  # warnings are errors here
-    second.hear(heard(waiting, rank=1, step=7))
-    second.hear(heard((1, 1, 1), rank=0, step=7))
+        first.receive(received(waiting, rank=0, step=7))
+    first.receive(received(waiting, rank=0, step=8))  # warnings are errors here
+    second.receive(received(waiting, rank=1, step=7))
+    second.receive(received((1, 1, 1), rank=0, step=7))
 
 
 # ---------------------------------------------------------------------- the fingerprint

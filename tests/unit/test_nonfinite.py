@@ -8,6 +8,7 @@ import gc
 import inspect
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,9 +27,10 @@ from syncline import (
     sync_gradients_,
 )
 from syncline import DistributedDataParallel as DDP
-from syncline._torch import ScalerFinder
+from syncline._torch import is_scaler_in_use, note_scalers
 from syncline.compression import Cast, PowerSGD, Quantize, TopK
-from syncline.gradients.riders.nonfinite import NonFiniteWatch, describe, is_finite
+from syncline.gradients.riders.finite import describe, is_finite, zero_nonfinite_
+from syncline.gradients.riders.nonfinite import NonFiniteWatch
 from syncline.transport import ThreadGroup, Transport, run_ranks
 
 torch.manual_seed(0)
@@ -42,7 +44,8 @@ NAN, INF = math.nan, math.inf
 @pytest.fixture(autouse=True, scope="module")
 def no_scaler_of_other_tests() -> None:
     gc.collect()
-    assert not ScalerFinder().is_any_in_use()
+    note_scalers()
+    assert not is_scaler_in_use()
 
 
 def batch(t: Transport, step: int = 0) -> Tensor:
@@ -552,7 +555,7 @@ def test_a_closure_that_fails_after_its_first_call_is_an_error() -> None:
             loss.backward()
             return loss
 
-        with pytest.raises(SynclineError, match="in a later call than the first"):
+        with pytest.raises(SynclineError, match="a later call computed gradients that are not finite"):
             optimizer.step(closure)
 
     each_rank(rank)
@@ -1090,12 +1093,11 @@ def test_a_scaler_of_a_subclass_is_one() -> None:
         pass
 
     scaler = Mine("cpu")
-    finder = ScalerFinder()
-    assert not finder.is_any_in_use()
+    assert not is_scaler_in_use()
     scaler.scale(torch.ones(()))
-    assert finder.is_any_in_use()
+    assert is_scaler_in_use()
     del scaler
-    assert not finder.is_any_in_use(), "it is not kept alive"
+    assert not is_scaler_in_use(), "it is not kept alive"
 
 
 @pytest.fixture
@@ -1125,14 +1127,14 @@ class OwnScale(torch.amp.GradScaler):
 @pytest.mark.usefixtures("unfrozen")
 @pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu"), of_cuda, lambda: OwnScale("cpu")])
 def test_a_frozen_scaler_is_found(make: Callable[[], torch.amp.GradScaler]) -> None:
-    finder = ScalerFinder()
     scaler = make()
     scaler.scale(torch.ones(()))
     gc.freeze()
-    assert finder.is_any_in_use()
-    assert ScalerFinder().is_any_in_use()
+    assert is_scaler_in_use()
+    note_scalers()
+    assert is_scaler_in_use()
     del scaler
-    assert not finder.is_any_in_use(), "it is not kept alive"
+    assert not is_scaler_in_use(), "it is not kept alive"
 
 
 @pytest.mark.usefixtures("unfrozen")
@@ -1155,12 +1157,33 @@ def test_a_scaler_owns_what_is_not_finite_after_a_freeze(policy: Any) -> None:
 
 
 def test_scalers_are_noted_once_and_look_as_they_did() -> None:
-    ScalerFinder()
-    scale = torch.amp.GradScaler.scale
-    ScalerFinder()
+    note_scalers()
+    create, scale = torch.amp.GradScaler.__init__, torch.amp.GradScaler.scale
+    note_scalers()
+    assert torch.amp.GradScaler.__init__ is create
     assert torch.amp.GradScaler.scale is scale
-    assert scale.__name__ == "scale"
+    assert (create.__name__, scale.__name__) == ("__init__", "scale")
     assert list(inspect.signature(scale).parameters) == ["self", "outputs"]
+    assert list(inspect.signature(torch.amp.GradScaler).parameters)[:2] == ["device", "init_scale"]
+
+
+@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_scaler_that_is_older_than_the_first_wrapper_is_found(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first wrapper of a process searches for scalers. It cannot find a frozen one before that scales a loss."""
+    monkeypatch.setattr("syncline._torch.optimizers._scalers", weakref.WeakSet())
+    for name in ("__init__", "scale", "_lazy_init_scale_growth_tracker"):
+        monkeypatch.setattr(torch.amp.GradScaler, name, vars(torch.amp.GradScaler)[name].__wrapped__)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    if is_frozen:
+        gc.freeze()
+    note_scalers()
+    assert is_scaler_in_use() is not is_frozen
+    scaler.scale(torch.ones(()))
+    assert is_scaler_in_use()
 
 
 # ---------------------------------------------------------------------- on accelerators
@@ -1170,9 +1193,9 @@ class OnAccelerator(NonFiniteWatch):
     """Takes the way of accelerators, with tensors of the CPU."""
 
     def look_at(self, bucket: Any) -> None:
-        self._look_later(bucket.own_parts())
+        self._own.check_later(bucket.own_parts())
         if self._replaces:
-            bucket.own().nan_to_num_(0.0, 0.0, 0.0)
+            zero_nonfinite_(bucket.own())
 
 
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")

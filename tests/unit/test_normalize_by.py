@@ -55,14 +55,14 @@ def test_counted_and_uncounted_micro_batches_do_not_mix() -> None:
     items.backward_begins()
     items.open(5)
     items.backward_begins()
-    with pytest.raises(ValueError, match="inside normalize_by, or none"):
+    with pytest.raises(ValueError, match="inside of normalize_by, or none"):
         items.take_for_reduction()
 
 
 def test_blocks_do_not_nest() -> None:
     items = ItemCount()
     items.open(1)
-    with pytest.raises(ValueError, match="do not nest"):
+    with pytest.raises(ValueError, match="inside of another normalize_by block"):
         items.open(2)
 
 

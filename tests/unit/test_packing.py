@@ -41,7 +41,7 @@ def test_tensors_of_two_places_are_never_packed_together() -> None:
 
 @pytest.mark.parametrize("sizes", [{"cap_bytes": 0}, {"alone_bytes": 0}])
 def test_sizes_that_make_no_sense_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected sizes above 0"):
+    with pytest.raises(ValueError, match="expected cap_bytes and alone_bytes above 0"):
         plan_pieces([1], **sizes)
 
 

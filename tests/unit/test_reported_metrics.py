@@ -171,10 +171,10 @@ def test_other_names_on_another_rank_are_an_error_everywhere(first: bool) -> Non
         (
             {"loss": "low"},
             TypeError,
-            "expected metrics to be real numbers or tensors of one element, got a str for loss",
+            "expected the metric loss to be a real number or a tensor of one element, got a str",
         ),
         ({"loss": torch.ones(2)}, TypeError, r"got a Tensor of shape \(2,\)"),
-        ({"loss": 1j}, TypeError, "real numbers"),
+        ({"loss": 1j}, TypeError, "a real number"),
         ({"loss": 1.0, "weight": -1}, ValueError, "weight"),
         ({"loss": 1.0, "weight": math.nan}, ValueError, "weight"),
         ({"loss": 1.0, "weight": "3"}, TypeError, "weight"),

@@ -160,7 +160,8 @@ def test_more_than_is_left_is_refused() -> None:
     sampler = DistributedSampler(range(10), 2, 1)
     list(sampler)
     with pytest.raises(
-        ValueError, match="expected num_samples from 0 to 5, the number that is left of epoch 0 on rank 1"
+        ValueError,
+        match="expected num_samples from 0 to 5, the number of samples that rank 1 has left in epoch 0",
     ):
         sampler.advance(6)
 
@@ -168,9 +169,9 @@ def test_more_than_is_left_is_refused() -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"dataset": range(11)}, "num_samples=10, here 11"),
-        ({"seed": 1}, "seed=0, here 1"),
-        ({"shuffle": False}, "shuffle=True, here False"),
+        ({"dataset": range(11)}, r"num_samples=10 \(this sampler has 11\)"),
+        ({"seed": 1}, r"seed=0 \(this sampler has 1\)"),
+        ({"shuffle": False}, r"shuffle=True \(this sampler has False\)"),
     ],
 )
 def test_the_place_of_another_order_is_refused(other: Any, text: str) -> None:
@@ -188,7 +189,7 @@ def test_a_step_says_how_many_samples_it_took() -> None:
     with pytest.raises(TypeError, match=r"expected commit\(num_samples\)"):
         state.commit()
     assert state.step == 0
-    with pytest.raises(ValueError, match="left of epoch"):
+    with pytest.raises(ValueError, match="rank 0 has left in epoch 0, got 11"):
         state.commit(11)
     assert state.step == 0
     state.commit(3)
@@ -203,7 +204,7 @@ def test_what_was_dealt_before_a_place_was_loaded_does_not_count() -> None:
     state.commit(1)
     state.load_state_dict(state.state_dict())
     next(under_way)
-    with pytest.raises(ValueError, match=r"a place was loaded \(epoch 0, after 1 samples of all ranks\)"):
+    with pytest.raises(ValueError, match=r"a position was loaded \(epoch 0, after 1 samples of all ranks\)"):
         state.commit(1)
     assert state.step == 1
     next(iter(sampler))

@@ -424,7 +424,7 @@ def test_layers_that_conversion_would_spoil_are_refused_and_nothing_is_changed()
     ("x", "error", "message"),
     [
         (torch.zeros(3), ValueError, r"at least 2 dimensions, got shape \(3,\)"),
-        (torch.zeros(2, 4), ValueError, r"expected 3 channels, .* got shape \(2, 4\)"),
+        (torch.zeros(2, 4), ValueError, r"expected 3 channels .*, got shape \(2, 4\)"),
         (torch.zeros(2, 3, dtype=torch.int64), TypeError, r"floating-point input, got torch\.int64"),
     ],
 )

@@ -106,14 +106,20 @@ class Wrapping(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: nn.LazyLinear(2), "weight is lazy, it has no shape yet: run one forward"),
-        (lambda: {"x": torch.zeros(2, device="meta")}, "x is on the meta device"),
+        (lambda: nn.LazyLinear(2), "expected weight to have a shape, got a lazy tensor: run one forward"),
+        (
+            lambda: {"x": torch.zeros(2, device="meta")},
+            "expected x to have values, got a tensor on the meta device",
+        ),
         (lambda: {"x": torch.zeros(2).to_sparse()}, "expected x to be a dense tensor, got torch.sparse_coo"),
         (
             lambda: {"x": torch.zeros(1, 3).expand(2, 3)},
-            r"x is expanded \(shape \(2, 3\), strides \(0, 1\)\)",
+            r"expected x to be writable in place, got an expanded tensor \(shape \(2, 3\), strides \(0, 1\)\)",
         ),
-        (lambda: {"x": torch.zeros(2).as_subclass(Wrapping)}, "x is a Wrapping, which wraps other tensors"),
+        (
+            lambda: {"x": torch.zeros(2).as_subclass(Wrapping)},
+            "expected x to be a dense tensor, got a Wrapping, which wraps other tensors",
+        ),
     ],
 )
 def test_tensors_that_cannot_be_written_are_refused_by_name(make: Callable[[], Any], text: str) -> None:

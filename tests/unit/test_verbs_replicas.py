@@ -241,7 +241,7 @@ def test_the_first_tensor_that_differs_and_the_minority_are_named() -> None:
     error = diverged(5, change)[0]
     assert (error.tensor, error.num_differing, error.minority_ranks) == ("0.weight", 3, (2, 3))
     text = str(error)
-    assert "3 of 7 tensors and other values differ, the first of them 0.weight" in text
+    assert "3 of 7 tensors and other values differ. The first of them is 0.weight" in text
     assert (
         "\n  0.weight, element [1, 1] of 9  ranks 0, 1, 3, 4 | rank 2\n  1.running_var, element 0 of 3  "
         in text

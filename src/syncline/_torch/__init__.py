@@ -17,6 +17,6 @@ tensors.py         operations on lists of tensors; tensor subclasses
 
 from __future__ import annotations
 
-from syncline._torch.optimizers import ScalerFinder
+from syncline._torch.optimizers import is_scaler_in_use, note_scalers
 
-__all__ = ["ScalerFinder"]
+__all__ = ["is_scaler_in_use", "note_scalers"]

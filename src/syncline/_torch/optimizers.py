@@ -1,7 +1,7 @@
 """Optimizers: hooks of their state dicts, optimizers that step inside backward, and GradScalers in use.
 
 A scaler expects infinite gradients at times, because it then lowers its scale. torch keeps no list of scalers. So
-methods of torch's class are replaced, once per process, when the first finder is created.
+`note_scalers` makes torch's class report them.
 """
 
 from __future__ import annotations
@@ -22,55 +22,51 @@ from syncline._torch.lookup import attribute, lookup
 
 _lock = threading.Lock()  # ranks may be threads
 
-_seen: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-"""Scalers that have scaled a loss since the first finder was created."""
+_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+"""The scalers of this process that `note_scalers` has found, and those that were created or used since."""
 
-_SCALING = ("scale", "_lazy_init_scale_growth_tracker")
-"""Every loss goes through the first method. A subclass with its own `scale` calls the second at its first loss. If
-torch has no such method, that scaler is found only by a search among all objects."""
+_NOTING = ("__init__", "scale", "_lazy_init_scale_growth_tracker")
+"""The methods that note their scaler: the constructor, and those that use a scaler which no search can find. Every loss
+goes through `scale`. A subclass with its own `scale` calls the last one at its first loss, if torch has that method."""
 
 _scale_of = attribute("_scale", "see whether a GradScaler is in use")
 """Return the scale of a GradScaler; None until it has scaled a loss."""
 
 
-class ScalerFinder:
-    """A search for a `torch.amp.GradScaler` that is in use: alive, enabled, and with at least one scaled loss.
+def note_scalers() -> None:
+    """Note all scalers of this process, now and from now on, for `is_scaler_in_use`.
 
-    Scalers are not registered. After the first finder is created, `GradScaler.scale` records each scaler that scales a
-    loss, by a weak reference. Recorded scalers are found even after `gc.freeze()`, which hides all present objects from
-    searches. Scalers that scaled a loss earlier are searched among all objects. This takes milliseconds, in the rare
-    steps with a gradient that is not finite.
+    The first call searches all objects for scalers, which takes tens of milliseconds. It also replaces methods of
+    `torch.amp.GradScaler`, so that each scaler is noted when it is created, or when it scales a loss. The latter finds
+    scalers that `gc.freeze()` had hidden from the search, and unpickled ones. Scalers are not kept alive.
+    """
+    with _lock:
+        if hasattr(GradScaler.__init__, "_notes_scaler"):
+            return
+        for name in _NOTING:
+            if hasattr(GradScaler, name):
+                setattr(GradScaler, name, _noting(getattr(GradScaler, name)))
+        _scalers.update(_living())
+
+
+def is_scaler_in_use() -> bool:
+    """Return whether a `torch.amp.GradScaler` is alive, enabled, and has scaled a loss. Call `note_scalers` before.
 
     Example:
         >>> import torch
-        >>> finder = ScalerFinder()
+        >>> note_scalers()
         >>> scaler = torch.amp.GradScaler("cpu")
         >>> _ = scaler.scale(torch.ones(()))
-        >>> finder.is_any_in_use()
+        >>> is_scaler_in_use()
         True
     """
-
-    def __init__(self) -> None:
-        _note_those_that_scale()
-
-    def is_any_in_use(self) -> bool:
-        """Return whether a scaler is in use."""
-        with _lock:
-            seen = list(_seen)
-        if any(_is_in_use(scaler) for scaler in seen):
-            return True
-        for scaler in _living():
-            if _is_in_use(scaler):
-                _remember(scaler)
-                return True
-        return False
-
-
-def _is_in_use(scaler: GradScaler) -> bool:
-    return scaler.is_enabled() and _scale_of(scaler) is not None
+    with _lock:
+        scalers = list(_scalers)
+    return any(scaler.is_enabled() and _scale_of(scaler) is not None for scaler in scalers)
 
 
 def _living() -> Iterator[GradScaler]:
+    """Search all objects of this process for scalers."""
     kinds = [GradScaler]
     for kind in kinds:  # the list grows by the subclasses of its entries
         kinds += [one for one in kind.__subclasses__() if one not in kinds]
@@ -78,28 +74,18 @@ def _living() -> Iterator[GradScaler]:
     return (found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
 
-def _remember(scaler: GradScaler) -> None:
-    with _lock:
-        _seen.add(scaler)
-
-
-def _note_those_that_scale() -> None:
-    """Record scalers that scale a loss from now on; `torch.cuda.amp.GradScaler` and other subclasses inherit this."""
-    with _lock:
-        for name in _SCALING:
-            method = getattr(GradScaler, name, None)
-            if method is not None and not hasattr(method, "_is_noting"):
-                setattr(GradScaler, name, _noting(method))
-
-
 def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method in a form that also notes its scaler, once the scaler is complete."""
+
     @functools.wraps(method)
     def noting(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
         if not torch.compiler.is_compiling():  # compiled code stays unchanged
-            _remember(self)
-        return method(self, *args, **kwargs)
+            with _lock:
+                _scalers.add(self)
+        return result
 
-    noting._is_noting = True  # type: ignore[attr-defined]
+    noting._notes_scaler = True  # type: ignore[attr-defined]
     return noting
 
 

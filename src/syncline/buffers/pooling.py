@@ -1,21 +1,22 @@
 """The mean of buffers over ranks, with pooled running statistics.
 
-[Note: pooling] A running variance describes how samples spread around *its rank's* mean. Where the means differ, the
-mean of the variances leaves that difference out. With equal weights for all ranks (each has seen as many batches as
-the others, as in the mean of gradients) the pooled statistics are
+[Note: pooling] A rank's running variance describes how samples spread around the mean of *that rank*. If the means
+differ, the mean of the variances ignores the spread of the means. With equal weights for all ranks (which have seen
+equally many batches, as in the mean of gradients) the pooled statistics are
 
     mean = mean over ranks of mean_i
     var  = mean over ranks of (var_i + mean_i**2) - mean**2
          = mean of the variances + variance of the means
 
-This is one sum over ranks. With weights, as in `sl.average_`, each term is multiplied by the rank's weight. The sum is
-computed in float64, which has two consequences:
+With weights, as in `sl.average_`, each term is multiplied by the rank's weight. The sums are computed in float64, which
+has two consequences:
 
 - Buffers that are equal on all ranks stay the same, bit for bit, for any number of ranks, because a sum of N equal
-  numbers of 24 bits is exact in float64. (For the same reason float64 and complex128 buffers travel as two halves of 26
-  bits.) The exception are variances whose mean is so large that mean**2 / var exceeds 2**27 (2**0 for float64 buffers,
-  whose last bits may change once).
-- The difference does not cancel for float32 statistics: its relative error is about 1e-16 * mean**2 / var.
+  numbers of 24 bits is exact in float64. For the same reason float64 and complex128 buffers are sent as two halves of
+  26 bits. Variances are an exception if mean**2 / var exceeds 2**27 (2**0 for float64 buffers): their last bits may
+  change once.
+- For float32 statistics the subtraction of mean**2 loses little precision: the relative error is about
+  1e-16 * mean**2 / var.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def to_raw_moments_(means: Tensor, variances: Tensor) -> None:
-    """Turn variances into means of squares, in place, because these can be averaged.
+    """Turn variances into means of squares, in place, because means of squares can be averaged.
 
     Args:
-        means, variances: float64, of the same shape.
+        means, variances: float64 tensors of the same shape.
     """
     variances.addcmul_(means, means)
 
@@ -61,7 +62,7 @@ def from_raw_moments_(means: Tensor, squares: Tensor) -> None:
 
 
 def split_halves(x: Tensor) -> Tensor:
-    """Return float64 numbers (n,) as (2n,): 26 leading bits, then the rest; the sum of both is exactly x."""
+    """Split float64 numbers (n,) into two halves, (2n,): the 26 leading bits, and the rest. Their sum is exactly x."""
     high = (x.view(torch.int64) & ~_LOW_BITS).view(torch.float64)
     return torch.cat([high, torch.where(x.isfinite(), x - high, 0.0)])
 
@@ -89,11 +90,11 @@ def average_buffers(
     counts: bool = True,
     num_counting: int | None = None,
 ) -> int:
-    """Replace buffers by their average over ranks, in place, and wait; see `BufferAverage`.
+    """Replace buffers by their average over ranks, in place, and wait. See `BufferAverage`.
 
     Args:
         tensors, pairs, transport, counts: see `BufferAverage`.
-        num_counting: number of ranks whose values count, with equal weights; None for all.
+        num_counting: the number of ranks whose values count, with equal weights; None for all ranks.
 
     Returns:
         The number of collectives.
@@ -106,19 +107,19 @@ def average_buffers(
 
 
 class BufferAverage(CombinedWork):
-    """An average of buffers over ranks in flight; waiting for it writes the results in place.
+    """An average of buffers over ranks that is in flight. Waiting for it writes the results in place.
 
-    A running variance is pooled with its mean. Other floating buffers become their mean, and integers their maximum; a
-    bool becomes true if any is true. There are at most two collectives per device, all in flight at once. Autograd's
-    version counters do not change.
+    A running variance is pooled with its mean. Other floating-point buffers become their mean over ranks, and integers
+    their maximum. A bool becomes true if any rank's is true. There are at most two collectives per device, all in
+    flight at once. Autograd's version counters do not change.
 
     Args:
         tensors: the buffers, of the same shapes and dtypes on all ranks, in the same order.
-        pairs: running means with their running variances, which are pooled; all are among `tensors`.
-        transport: connects the ranks.
-        counts: whether this rank's values count; it receives the results in any case.
-        fraction: factor of this rank's floating values; the factors of all ranks add up to `divisor`.
-        divisor: divides the weighted sum.
+        pairs: running means with their running variances, which are pooled. All of them are among `tensors`.
+        transport: the transport between the ranks.
+        counts: whether this rank's values count. The rank receives the results in any case.
+        fraction: the factor of this rank's floating-point values. The factors of all ranks add up to `divisor`.
+        divisor: the divisor of the weighted sum.
     """
 
     def __init__(
@@ -156,11 +157,11 @@ class BufferAverage(CombinedWork):
 
 
 def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Container[int]) -> list[_Pair]:
-    """Return the running means with their variances, of each submodule that has both; each pair once.
+    """Return each submodule's running mean with its running variance, if the submodule has both. Each pair occurs once.
 
     Args:
         owners: the buffers of each submodule, by name.
-        among: the `id`s of the tensors to consider.
+        among: the `id`s of the tensors to consider. Both tensors of a pair are among them.
     """
     found: dict[tuple[int, int], _Pair] = {}
     for owner in owners:
@@ -174,7 +175,7 @@ def running_statistics(owners: Iterable[Mapping[str, Tensor | None]], among: Con
 
 
 class _Averages:
-    """Floating buffers of one device as one float64 vector: means, their variances, all others."""
+    """The floating-point buffers of one device as one float64 vector: means, their variances, all other buffers."""
 
     def __init__(
         self, pairs: Sequence[_Pair], others: Sequence[Tensor], transport: Transport, divisor: float
@@ -202,7 +203,7 @@ class _Averages:
 
 
 class _Maxima:
-    """Integer and bool buffers of one device as one int64 vector."""
+    """The integer and bool buffers of one device as one int64 vector."""
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
         self._targets = [tensor.data for tensor in tensors]

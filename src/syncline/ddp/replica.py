@@ -28,6 +28,7 @@ from syncline.ddp.wrapping import (
 from syncline.errors import SynclineError
 from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.reducer import GradientSync
+from syncline.gradients.riders.replica_search import Peers
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.gradients.riders.stop import StopVote, VoteRoute
 from syncline.gradients.usage import when_backward_reaches_any
@@ -223,11 +224,9 @@ class Replica:
         steps_alike = self.drift.rounds is None and not self.config.gradients.sharded
         return ReplicaWatch(
             check,
-            self._title,
+            Peers(self._title, transport, ranks),
             [] if has_one_copy else self.selection.parameters,
-            transport,
-            ranks=ranks,
-            buffers=[] if self.config.buffers == "none" else self.buffers.places(),
+            buffers=[] if self.config.buffers == "none" else self.buffers.places,
             optimizers=weakly(self.registered.optimizers) if steps_alike else list,
             agreed_at=0 if self.config.init_sync else None,
         )

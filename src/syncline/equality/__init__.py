@@ -1,4 +1,4 @@
-"""Bit-for-bit comparison of tensors between ranks: leaves, their fingerprints, and the location of differences.
+"""Bit-for-bit comparison of tensors between ranks: leaves (tensors and numbers), fingerprints, and differences.
 
 Imports: errors, words, transport, optimizers, tensors.
 

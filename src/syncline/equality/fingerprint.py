@@ -3,8 +3,8 @@
 A tensor is read as words of 64 bits, in the order of its elements. An offset that depends on its position is added to
 each word, the mixing function of SplitMix64 (Steele, Lea and Flood 2014) is applied, and the results are added up
 modulo 2**64. This is integer arithmetic, so it is exact on every device, and the sum may be split in any way. One
-changed word always changes the sum, because the mixing is one to one. Any other difference is missed with a probability
-of about 2**-64.
+changed word always changes the sum, because the mixing is one to one. Any other difference is not detected with a
+probability of about 2**-64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CPU_CHUNK_BYTES = 1 << 18
 
 _DEVICE_CHUNK_BYTES = 1 << 25
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 and the others below, as signed integers
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed integer, as the two constants below
 
 _FIRST = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 
@@ -37,9 +37,9 @@ _WORD = 1 << 64
 def fingerprints(values: Sequence[Any]) -> list[int]:
     """Return a fingerprint of 64 bits for each tensor or other value (see `fingerprint_of`).
 
-    That of a tensor covers its bytes in the order of its elements, but not its shape or dtype. Strides and pending
-    conjugations do not matter. 0.0 and -0.0 are different values, and so are NaNs with different payloads. Memory for
-    copies is bounded: below 1 MiB on the CPU, 130 MiB elsewhere.
+    The fingerprint of a tensor covers its bytes in the order of its elements, but not its shape or dtype. Strides and
+    pending conjugations do not matter. 0.0 and -0.0 are different values, and so are NaNs with different payloads.
+    Memory for copies is below 1 MiB on the CPU, and below 130 MiB on other devices.
 
     Example:
         >>> x = torch.arange(6.0).view(2, 3)
@@ -123,12 +123,12 @@ def _signed(number: int) -> int:
 
 
 def fingerprint_of(value: object) -> int:
-    """Return a fingerprint of a plain value, by its `repr`; 1 and 1.0 differ, and so do 0.0 and -0.0."""
+    """Return a fingerprint of the `repr` of a value. 1 and 1.0 differ, and so do 0.0 and -0.0."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
 def digest_of(numbers: Sequence[int]) -> bytes:
-    """Return 32 bytes that are equal on two ranks if all their fingerprints are."""
+    """Return 32 bytes that are equal on two ranks if and only if all their fingerprints are equal."""
     return hashlib.sha256(b"".join(one.to_bytes(8, "little") for one in numbers)).digest()
 
 
@@ -138,9 +138,9 @@ def digest_of(numbers: Sequence[int]) -> bytes:
 class SliceHash:
     """A hash of 64 bits of some slices of tensors, read in memory order.
 
-    On the CPU it uses XXH3, which is as fast as reading the memory. On other devices it uses the sums above, which wait
-    for the device only when the number is requested. Ranks can compare their hashes if their tensors have the same
-    strides and types of devices.
+    On the CPU the hash is XXH3, which is as fast as reading the memory. On other devices it is a sum as in
+    `fingerprints`, and the device is waited for only when the value is requested. Ranks can compare their hashes if
+    their tensors have the same strides, and are on devices of the same type.
 
     Example:
         >>> one, same, other = SliceHash(), SliceHash(), SliceHash()
@@ -162,8 +162,8 @@ class SliceHash:
             value: the tensor or number.
             start: a multiple of 64.
             stop: a multiple of 64, or the end.
-            in_memory_order: count elements in memory order, which needs no copy. Where strides may differ between
-                ranks, pass False to count along the flattened tensor.
+            in_memory_order: whether to count elements in memory order, which needs no copy. If strides may differ
+                between ranks, pass False to count along the flattened tensor.
         """
         if not isinstance(value, Tensor):
             self._parts.append((leaf, 0 if value is None else fingerprint_of(value)))
@@ -208,7 +208,7 @@ def _is_in_host_memory(tensor: Tensor) -> bool:
 
 
 def mixed(total: int, number: int) -> int:
-    """Return a running hash with one more 64-bit number added; the order of the numbers matters."""
+    """Return a running hash with another 64-bit number added. The order of the numbers matters."""
     return (total * (_GOLDEN % _WORD) + number) % _WORD  # odd factor, so that the product is one to one
 
 

@@ -1,4 +1,4 @@
-"""The leaves of a replica: its tensors and integers, by name, each looked up again when it is compared."""
+"""The leaves of a replica: its tensors and integers, by name. Each leaf is looked up when it is compared."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from syncline.optimizers.contents import parameters_of
 
 
 class Leaf(NamedTuple):
-    """One tensor or integer of the replica, and the path at which it is looked up when its turn comes."""
+    """One tensor or integer of the replica, and the path at which it is looked up."""
 
     name: str
     root: Any
-    """A parameter, or a container of the leaf. A leaf that may be replaced is looked up in its container each time."""
+    """A parameter, or a container. A leaf that may be replaced by another object is looked up in its container."""
     keys: tuple[Any, ...] = ()
     """The path from the root: keys of dicts, indices of lists, attributes of tensors that consist of other tensors."""
     has_agreed_strides: bool = False
     """Whether the ranks have agreed on the strides, so that the tensor can be read in memory order."""
 
     def value(self) -> Any:
-        """Return the present value; None if it no longer exists."""
+        """Return the present value of the leaf; None if the leaf no longer exists."""
         found = self.root
         for key in self.keys:
-            # It is nearly always a dict, and isinstance(found, Mapping) takes as long as everything else here.
+            # `found` is nearly always a dict, and isinstance(found, Mapping) takes as long as the rest of this loop.
             found = found.get(key) if isinstance(found, dict) else _child(found, key)
         return found if isinstance(found, Tensor | int) else None
 
     def write(self, value: int) -> None:
-        """Replace an integer; tuples that contain it are rebuilt."""
+        """Replace an integer. Tuples that contain the integer are built again."""
         holders = [self.root]
         for key in self.keys[:-1]:
             holders.append(_child(holders[-1], key))
@@ -96,13 +96,14 @@ def parameter_leaves(named: Sequence[tuple[str, Tensor]]) -> list[Leaf]:
 
 
 def optimizer_leaves_of(optimizers: Sequence[Optimizer], own: set[int]) -> list[Leaf]:
-    """Return the leaves of optimizers' state: tensors and integers, kept for a parameter or for the optimizer itself.
+    """Return the leaves of optimizers' state: the tensors and integers stored for a parameter or for an optimizer.
 
-    Floats are left out, because the floats that known optimizers keep (the last loss of LBFGS) differ between ranks.
+    Floats are not included, because the floats that known optimizers store (the last loss of LBFGS) differ between
+    ranks.
 
     Args:
         optimizers: the optimizers.
-        own: ids of the parameters that are kept equal; state of other parameters is left out.
+        own: ids of the parameters that have to be equal. The state of other parameters is not included.
     """
     leaves = []
     for number, optimizer in enumerate(optimizers):

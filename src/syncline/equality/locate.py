@@ -26,13 +26,13 @@ class Difference:
     """A tensor or other value that is not equal on all ranks.
 
     Attributes:
-        name: its name.
-        index: its position among the compared values.
-        groups: groups of ranks with equal values, the largest first (of equally large groups, that with the lowest
-            rank).
-        elements: the first and the last element that differ, counted along the flattened tensor; None for another
-            value, or if they were not located.
-        shape: shape of the tensor; None for another value.
+        name: the name of the value.
+        index: the position of the value among the compared values.
+        groups: groups of ranks with equal values. The largest group is first; among equally large groups, the group
+            with the lowest rank is first.
+        elements: the first and the last element that differ, counted along the flattened tensor; None if the value is
+            not a tensor, or if the elements were not located.
+        shape: the shape of the tensor; None if the value is not a tensor.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks outside of the majority; empty if there is no majority."""
+        """The ranks that do not belong to the majority; empty if there is no majority."""
         return outside_of_largest(self.groups) if self.has_majority else ()
 
     def among(self, ranks: Sequence[int]) -> Difference:
@@ -77,11 +77,11 @@ def _at(element: int, shape: tuple[int, ...]) -> str:
 
 
 def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Difference]:
-    """Return the values that differ, in order.
+    """Return the values that differ, in the order of the values.
 
     Args:
-        names: names of the values; a name may occur more than once.
-        rows: the values' fingerprints on each rank, in rank order.
+        names: the names of the values. A name may occur more than once.
+        rows: the fingerprints of the values on each rank, in rank order.
 
     Example:
         >>> found = differences(["a", "b"], [[1, 5], [1, 6], [1, 5]])
@@ -97,12 +97,12 @@ def differences(names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[Dif
 
 
 def differing(names: Sequence[str], mine: Sequence[int], transport: Transport) -> list[Difference]:
-    """Return the values whose fingerprints differ between ranks. A collective call.
+    """Return the values whose fingerprints differ between ranks. This is a collective call.
 
     Args:
-        names: names of the values, the same on all ranks.
-        mine: the fingerprints of this rank.
-        transport: connects the ranks.
+        names: the names of the values, the same on all ranks.
+        mine: the fingerprints of the values on this rank.
+        transport: the transport between the ranks.
     """
     return differences(names, _gathered(mine, transport))
 
@@ -110,13 +110,13 @@ def differing(names: Sequence[str], mine: Sequence[int], transport: Transport) -
 def locate(
     names: Sequence[str], values: Sequence[Any], transport: Transport, *, mine: Sequence[int] | None = None
 ) -> list[Difference]:
-    """Return the values that differ between ranks, in order, and the elements that differ. A blocking collective call.
+    """Return the values that differ between ranks, with the elements that differ. A blocking collective call.
 
     Args:
-        names: names of tensors and other values, the same on all ranks.
-        values: the tensors and other values; tensors have the same shapes on all ranks.
-        transport: connects the ranks.
-        mine: their fingerprints on this rank, if known.
+        names: the names of tensors and other values, the same on all ranks.
+        values: the tensors and other values. The tensors have the same shapes on all ranks.
+        transport: the transport between the ranks.
+        mine: the fingerprints of the values on this rank, if they are known.
     """
     found = differing(names, fingerprints(values) if mine is None else mine, transport)
     for number, one in enumerate(found):
@@ -133,9 +133,10 @@ def _gathered(mine: Sequence[int], transport: Transport) -> list[list[int]]:
 
 
 def _elements(tensor: Tensor, transport: Transport) -> tuple[int, int] | None:
-    """Return the first and the last element that differ.
+    """Return the first and the last element that differ between ranks; None if no element differs any more.
 
-    Blocks are compared, then the blocks of the first and of the last block that differ, and so on.
+    Blocks of the tensor are compared. The first and the last block that differ are then divided into smaller blocks,
+    until each has one element.
     """
     flat = tensor.detach().reshape(-1)
     first, last = (0, flat.numel()), (0, flat.numel())
@@ -168,22 +169,22 @@ def divergence_error(
     """Return the error that names the differences.
 
     Args:
-        title: the check that found them.
+        title: the name of the check that found the differences.
         found: the differences, at least one.
-        num_compared: number of compared tensors and other values.
-        num_ranks: number of compared ranks.
+        num_compared: the number of compared tensors and other values.
+        num_ranks: the number of compared ranks.
         remedy: advice for the user.
-        agreed_at: the step at which all ranks last agreed on the first difference, if known.
-        step: the step at which it differed.
+        agreed_at: the step at which all ranks last agreed on the first value that differs, if known.
+        step: the step at which the difference was found.
         where: the compared ranks in words, if not all ranks were compared.
     """
     minority = tuple(sorted({rank for one in found for rank in one.minority}))
     if minority:
         verdict = f"In the minority: {describe_ranks(minority)}."
     elif num_ranks == 2:
-        verdict = "With two ranks there is no majority, so either of them may be wrong."
+        verdict = "With two ranks there is no majority, so either rank may have the wrong value."
     else:
-        verdict = "No more than half of the ranks agree, so any of them may be wrong."
+        verdict = "No more than half of the ranks agree, so any rank may have the wrong value."
     window = ""
     if agreed_at is not None:
         when = "when the module was wrapped" if not agreed_at else f"at step {agreed_at}"
@@ -192,7 +193,7 @@ def divergence_error(
         window = f"All ranks last agreed on {found[0].name} {when}. "
     problem = (
         f"{title}: expected the same bits on {where or f'all {num_ranks} ranks'}, but {len(found)} of {num_compared} "
-        f"tensors and other values differ, the first of them {found[0].name}. Groups of ranks that are equal:"
+        f"tensors and other values differ. The first of them is {found[0].name}. Groups of ranks with equal values:"
     )
     more = len(found) - _MAX_LOCATED
     shown = [*map(str, found[:_MAX_LOCATED])] + ([f"and {more} more"] if more > 0 else [])

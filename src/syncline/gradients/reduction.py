@@ -297,7 +297,7 @@ class Reduction:
         rows: Sequence[Sequence[int] | None] = ()
         if any(tail) or self.options.allow_unused:
             rows, self.usage.num_ranks_using = self.layout.form.decode(tail)
-        self.riders.hear(rows, self.backward.step)
+        self.riders.receive(rows, self.backward.step)
 
     def _conclude(self, buckets: Sequence[Bucket]) -> None:
         """Let the riders act on the result in `.grad`. If a rider raises, it raises on every rank."""

@@ -19,7 +19,7 @@ from syncline.words import format_count
 
 
 def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of `owner` as a function of the owner. A bound method's function holds no reference to it."""
+    """Return a bound method as a function whose first argument is the owner. It holds no reference to the owner."""
     if getattr(method, "__self__", None) is owner:
         own: Callable[..., Any] = method.__func__  # type: ignore[attr-defined]
         return own
@@ -32,7 +32,9 @@ def unbound(owner: object, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
-    """Return the equivalent of `MethodType(function, owner)`, with `__func__` and signature but without `__self__`.
+    """Return the equivalent of `MethodType(function, owner)` that does not keep the owner alive.
+
+    It has a `__func__` and the right signature, but no `__self__`.
 
     Example:
         >>> import torch
@@ -46,13 +48,12 @@ def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
         found = reference()
-        assert found is not None, "whose method is called exists"
+        assert found is not None, "an object whose method is called is alive"
         return function(found, *args, **kwargs)
 
     bound: Any = method
-    del (
-        bound.__wrapped__
-    )  # otherwise `inspect.signature` would follow it, and include the owner among the parameters
+    # Otherwise `inspect.signature` would follow this attribute, and include the owner among the parameters.
+    del bound.__wrapped__
     signature = inspect.signature(function)
     bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
     bound.__func__ = function
@@ -60,7 +61,10 @@ def weakly_bound(owner: object, function: Callable[..., Any]) -> Any:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method without keeping its object alive; it does nothing after that."""
+    """Return a function that calls a bound method, and does not keep the object of the method alive.
+
+    Once the object has been freed, the function does nothing.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -77,17 +81,20 @@ _LINK = "_syncline_link"
 
 
 class AttachedOptimizer:
-    """A watch over one optimizer. Its `step` is replaced by a function that calls this object while it is alive.
+    """A watch over the steps of one optimizer.
+
+    The optimizer's `step` is replaced by a function that calls this object, as long as this object is alive.
 
     The optimizer stays the same object. Its new `step` has a `__func__`, as a bound method has, because learning rate
     schedulers need it. A scheduler may have wrapped the old step, or may wrap the new one.
 
     Args:
         optimizer: the optimizer.
-        before_step: called with this object before each step; the step raises what it raises.
+        before_step: called with this object before each step. Its errors are raised by the step.
         after_step: called with this object after each step.
         discards: called once the gradients of a step exist; returns whether to skip the step. A skipped step is not
-            counted. A closure, which computes the gradients inside of the step, is called before. None: never skip.
+            counted. A closure, which computes the gradients inside of the step, is called before `discards`. None if no
+            step is ever skipped.
 
     Example:
         >>> import torch
@@ -108,9 +115,9 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.num_steps = 0
         self.counts = True
-        """Whether steps are counted and the callbacks called; switched off while replicas drift on purpose."""
+        """Whether steps are counted and the callbacks are called; False while replicas drift on purpose."""
         self.compared_settings: object = None
-        """The settings at the last reduction, which compared them between ranks."""
+        """The settings that ranks compared in the last synchronized backward."""
         self._before_step = before_step
         self._after_step = after_step
         self._discards = discards
@@ -135,24 +142,28 @@ class AttachedOptimizer:
         return result
 
     def replace_by(self, successor: str) -> None:
-        """Detach from the optimizer. Its step raises from now on, unless it is attached again.
+        """Detach from the optimizer. Its `step` raises an error from now on, unless the optimizer is attached again.
 
         Args:
-            successor: the class of the optimizer that replaces it.
+            successor: the class of the optimizer that replaces this optimizer.
         """
         self._link.replaced_by = successor
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the number of steps and the numbers that determine a step; cheap."""
+        """Return the number of steps, and the settings of all parameter groups. The call is cheap."""
         return (self.num_steps, *settings_of(self.optimizer))
 
     def describe(self, number: int) -> list[str]:
-        """Return the settings in words, one line per setting, with the number of steps."""
+        """Return the number of steps and the settings in words, one line each.
+
+        Args:
+            number: the number of the optimizer, for the lines.
+        """
         kind = type(self.optimizer).__name__
         return [f"steps of optimizer {number} ({kind})  {self.num_steps}", *self.describe_settings(number)]
 
     def describe_settings(self, number: int) -> list[str]:
-        """Return the settings in words, one line per setting."""
+        """Return the settings in words, one line each, without the number of steps."""
         kind = type(self.optimizer).__name__
         return [
             f"{key} of optimizer {number} ({kind}), param_groups[{index}]  {value}"
@@ -162,22 +173,22 @@ class AttachedOptimizer:
 
 
 class _Link:
-    """A link from an optimizer's step to its watch. It keeps neither of the two alive."""
+    """A link from an optimizer's step to its watch. It keeps neither the optimizer nor the watch alive."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
         """The former step, called with the optimizer."""
         self.attached: Callable[[], AttachedOptimizer | None] = lambda: None
         self.replaced_by = ""
-        """The class of the optimizer that replaced this one."""
+        """The class of the optimizer that replaced this optimizer; empty if it was not replaced."""
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take a step; this is the optimizer's new step."""
+        """Take a step of the optimizer. This method replaces the optimizer's `step`."""
         if self.replaced_by:
             raise SynclineError(
-                f"this {type(optimizer).__name__} was replaced: an optimizer of its parameters, of class "
-                f"{self.replaced_by}, was attached after it. Step that one; or, if both are to step, attach it by "
-                "ddp.attach(optimizer, replace=False)"
+                f"this {type(optimizer).__name__} was replaced, because a {self.replaced_by} of the same parameters "
+                f"was attached later: step the {self.replaced_by} instead. If both optimizers have to step, attach "
+                "the second one by ddp.attach(optimizer, replace=False)"
             )
         attached, inner = self.attached(), functools.partial(self.inner, optimizer)
         return inner(*args, **kwargs) if attached is None else attached.step(inner, args, kwargs)
@@ -213,25 +224,26 @@ def _bound(optimizer: Optimizer, link: _Link, inner: Callable[..., Any]) -> Call
 
 
 class _Evaluated:
-    """A closure that was called once. Its first call returns that result; later calls call the closure again."""
+    """A closure that was called in advance. The first call returns that result; later calls call the closure again."""
 
     def __init__(self, closure: Callable[[], Any], discards: Callable[[], bool]) -> None:
         self._closure = closure
         self._discards = discards
         with torch.enable_grad():
             self.loss = closure()
-        self._is_told = False
+        self._was_returned = False
 
     def __call__(self) -> Any:
-        if not self._is_told:
-            self._is_told = True
+        if not self._was_returned:
+            self._was_returned = True
             return self.loss
         loss = self._closure()
         if self._discards():
             raise SynclineError(
-                "the closure of optimizer.step() has made gradients that are not finite, in a later call than the "
-                "first, where the step can no longer be left undone. Attach an optimizer that calls its closure once, "
-                'or use on_nonfinite="raise"'
+                "the closure of optimizer.step() was called more than once in a step, and a later call computed "
+                "gradients that are not finite. The step has begun by then and can no longer be skipped. Attach an "
+                "optimizer that "
+                'calls its closure once, or use on_nonfinite="raise"'
             )
         return loss
 
@@ -239,7 +251,12 @@ class _Evaluated:
 def _evaluated(
     discards: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Evaluated | None, tuple[Any, ...], dict[str, Any]]:
-    """Call the closure among the arguments of a step; return it and the arguments with its wrapper in its place."""
+    """Call the closure among the arguments of a step, if there is one.
+
+    Returns:
+        The closure in a form that returns the result without a second call, or None; and the arguments of the step with
+        that form of the closure.
+    """
     if args and callable(args[0]):
         evaluated = _Evaluated(args[0], discards)
         return evaluated, (evaluated, *args[1:]), kwargs
@@ -261,8 +278,8 @@ def to_replace(
         optimizer: the new optimizer.
         attached: the attached optimizers, each with its parameters.
         own: the `id`s of the parameters to consider.
-        replace: True: replace optimizers that have any parameter of the new one. False: replace none. None: replace
-            optimizers all of whose parameters are the new one's.
+        replace: True to replace optimizers that have any parameter of the new optimizer; False to replace none; None to
+            replace optimizers that have no other parameters than the new optimizer.
 
     Raises:
         ValueError: `replace` is None, and an attached optimizer has only some of its parameters in common.
@@ -287,9 +304,9 @@ def to_replace(
             kinds = type(optimizer).__name__, type(other).__name__
             raise ValueError(
                 f"this {kinds[0]} has {len(common)} of the {format_count(len(its), 'parameter')} of the {kinds[1]} "
-                "that was attached before, and it is not clear whether that one is to step any more: "
-                f"ddp.attach(optimizer, replace=True) if not (nobody steps its other parameters then), replace=False "
-                "if both are to step"
+                f"that was attached before, so it is not clear whether the {kinds[1]} will still step. If both "
+                "optimizers will step, use ddp.attach(optimizer, replace=False). Otherwise use replace=True, and no "
+                f"optimizer will step the other parameters of the {kinds[1]}"
             )
         found.append(other)
     return found
@@ -304,7 +321,7 @@ def settings_of(optimizer: Optimizer) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def _plain(value: object) -> _Setting | tuple[_Setting, ...]:
-    """Return a setting as a value that is equal on two ranks if the setting is; None if that would be expensive."""
+    """Return a setting as a value that ranks can compare; None if that would be expensive."""
     if isinstance(value, Tensor):
         # Reading a tensor on an accelerator would wait for all work there.
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None

@@ -1,4 +1,4 @@
-"""The contents of an optimizer: parameters, state, settings, and its Python numbers as tensors that can be sent."""
+"""The contents of an optimizer: parameters, state and settings, with its Python numbers as tensors that can be sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of state and settings with their paths.
+    """Yield the leaves of an optimizer's state and settings with their paths.
 
     Examples of paths are `state[3].exp_avg` (of the fourth parameter over all groups) and `param_groups[0].lr`.
     """
@@ -27,10 +27,11 @@ def optimizer_leaves(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def keep_saved_types(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore the types in which one parameter's optimizer state was saved.
+    """Restore the dtypes in which one parameter's optimizer state was saved.
 
     Args:
-        state: the loaded state, in which torch has converted floating-point tensors to the parameter's type; changed.
+        state: the loaded state, in which torch has converted floating-point tensors to the parameter's dtype. It is
+            changed in place.
         saved: the saved state.
     """
     for name, value in saved.items():
@@ -59,8 +60,8 @@ class OptimizerNumbers:
 
     Args:
         optimizer: the optimizer.
-        settings: also send the numbers of the parameter groups. False: these stay as they are, and their values are
-            part of the description.
+        settings: whether to send the numbers of the parameter groups, too. Otherwise they are not changed, and their
+            values are part of the description.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -87,7 +88,7 @@ class OptimizerNumbers:
             for path, leaf in found
             if not isinstance(leaf, Tensor) or (not settings and is_setting(path))
         ]
-        """A description for `agree`."""
+        """A description of what is not sent, which ranks compare by `agree`."""
         for index, group in enumerate(optimizer.param_groups):
             self.lines.append(f"param_groups[{index}].params  {len(group['params'])} tensors")
 
@@ -124,7 +125,7 @@ def _described(leaf: Any) -> str:
 
 
 def _valued(leaf: Any) -> str:
-    """Return a setting in words that are equal on two ranks if its value is."""
+    """Return a setting in words that are equal on two ranks if and only if the value is."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} {leaf.tolist()}"
     if isinstance(leaf, float):
@@ -133,7 +134,7 @@ def _valued(leaf: Any) -> str:
 
 
 def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Return floating-point state such as momenta, by name, without step counts and scalars.
+    """Return an optimizer's floating-point state (momenta, for example) by name, without step counts and scalars.
 
     Example:
         >>> import torch

@@ -14,96 +14,80 @@ from torch.optim import Optimizer
 
 from syncline._torch.optimizers import state_dict_post_hooks, state_dict_pre_hooks
 from syncline.errors import SynclineError
-from syncline.gradients.shard import BucketShard, Shard
+from syncline.gradients.shard import Shard
 from syncline.gradients.shard_plan import Piece, pieces_of, spans_in
 from syncline.optimizers.attached import unbound, weakly_bound
 from syncline.optimizers.contents import keep_saved_types
 from syncline.sharded.part import ShardedState, attach_sharded_state, has_sharded_state, whole_of
-from syncline.sharded.state import gather_state, shard_state, slice_state
-from syncline.transport.base import Transport
+from syncline.sharded.state import ShardedModule, gather_state, shard_state, slice_state
 
 _METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
 """The methods of an attached optimizer that are replaced."""
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Return whether an optimizer's state differs from rank to rank, because each steps its shard."""
+    """Return whether an optimizer's state differs from rank to rank, because each rank steps its shard."""
     return isinstance(optimizer, Optimizer) and has_sharded_state(optimizer)
 
 
 class AttachedShards(ShardedState):
-    """An optimizer's link to this rank's shards, which replace the module's parameters in it.
+    """An optimizer's link to this rank's shards, which replace the module's parameters in the optimizer.
 
     The optimizer stays the same object with the same parameter groups, so that schedulers and scalers keep working. Its
-    `state_dict` and `load_state_dict` use torch's ordinary format; checkpoints use this rank's shard of it.
+    `state_dict` and `load_state_dict` use torch's ordinary format. Checkpoints use this rank's shard of that format.
 
     Args:
-        optimizer: has trained parameters of one module; frozen ones are allowed among them.
-        index_of: the index of each trained parameter, by its `id`.
-        names: names of the trained parameters.
-        bucket_shards: the `BucketShard` of each bucket.
-        lane: connects the ranks.
-        whole: step whole parameters, in their own shape.
-        by_parameter: end flat spans where a parameter ends.
+        optimizer: an optimizer of trained parameters of one module. Frozen parameters are allowed among them.
+        module: the module's trained parameters and shards.
+        whole: whether to step whole parameters, in their own shape.
         find_together: see `ShardGradient`.
-        around_step: called with this object and the plain step; it decides when the ranks may write.
+        around_step: called with this object and the plain step. It decides when the ranks may write.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        module: ShardedModule,
         *,
-        index_of: Mapping[int, int],
-        names: Sequence[str],
-        bucket_shards: Sequence[BucketShard],
-        lane: Transport,
         whole: bool,
-        by_parameter: bool,
         find_together: Callable[[Tensor], None],
         around_step: Callable[[AttachedShards, Callable[[], Any]], Any],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.whole = whole
         self.shards: list[Shard] = []
-        self._names = names
-        self._bucket_shards = bucket_shards
-        self._lane = lane
-        self._by_parameter = by_parameter
+        self._module = module
         self._find_together = find_together
         self.groups: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         """The original parameters, by group."""
         self._param_names = [group.pop("param_names", None) for group in optimizer.param_groups]
-        self._positions = {
-            index_of[id(parameter)]: position
-            for position, parameter in enumerate(p for group in self.groups for p in group)
-            if id(parameter) in index_of
+        flat = [(at, parameter) for at, group in enumerate(self.groups) for parameter in group]
+        trained = {
+            module.index_of[id(parameter)]: (position, at)
+            for position, (at, parameter) in enumerate(flat)
+            if id(parameter) in module.index_of
         }
+        self._positions = {index: position for index, (position, _) in trained.items()}
         """The position of each trained parameter over all groups, by its index."""
-        self.group_of = {
-            index_of[id(parameter)]: at
-            for at, group in enumerate(self.groups)
-            for parameter in group
-            if id(parameter) in index_of
-        }
+        self.group_of = {index: at for index, (_, at) in trained.items()}
+        """The group of each trained parameter, by its index."""
         self.bucket_shards = [
             bucket_shard
-            for bucket_shard in bucket_shards
+            for bucket_shard in module.bucket_shards
             if not set(bucket_shard.plan.parameters).isdisjoint(self.group_of)
         ]
         """The `BucketShard`s of the buckets that contain parameters of this optimizer."""
-        self.members = [p for bucket_shard in self.bucket_shards for p in bucket_shard.members]
         self._native_load = unbound(optimizer, optimizer.load_state_dict)
         self._put_methods(around_step)
         attach_sharded_state(optimizer, self)
-        given = {index: optimizer.state.get(self._parameter(index), {}) for index in self.group_of}
-        flat = [p for group in self.groups for p in group]
-        trained = set(self._positions.values())
-        self._idle_state = {
+        states = {
             position: optimizer.state[parameter]
-            for position, parameter in enumerate(flat)
-            if position not in trained and parameter in optimizer.state
+            for position, (_, parameter) in enumerate(flat)
+            if parameter in optimizer.state
         }
-        """State of frozen parameters, by position; some optimizers create it in their constructor."""
+        given = {index: states.pop(position, {}) for index, position in self._positions.items()}
+        self._idle_state = states
+        """State of frozen parameters, by position. Some optimizers create such state in their constructor."""
         optimizer.state.clear()
         self.cut()
         for shard, state in self._sliced(given):
@@ -111,59 +95,58 @@ class AttachedShards(ShardedState):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer. Only its replaced methods keep this object alive once the wrapper is gone."""
+        """The optimizer. Its replaced methods keep this object alive, also when the wrapper is gone."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
 
-    def _parameter(self, index: int) -> Tensor:
-        flat = [p for group in self.groups for p in group]
-        return flat[self._positions[index]]
+    @property
+    def members(self) -> list[Tensor]:
+        """All parameters in the buckets that contain parameters of this optimizer."""
+        return [parameter for bucket_shard in self.bucket_shards for parameter in bucket_shard.members]
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer has state, which would be lost by cutting the shards again."""
+        """Whether the optimizer has state, which would be lost if the shards were cut again."""
         return bool(self.optimizer.state)
 
     def cut(self) -> None:
         """Create the shards by the present bounds, and give them to the optimizer."""
-        for bucket_shard in self._bucket_shards:
-            bucket_shard.shards = [shard for shard in bucket_shard.shards if shard not in self.shards]
+        self._drop_shards()
+        bucket_shards = self._module.bucket_shards
         pieces = pieces_of(
-            [bucket_shard.plan for bucket_shard in self._bucket_shards],
-            [bucket_shard.bounds for bucket_shard in self._bucket_shards],
-            self._bucket_shards[0].team.position,
+            [bucket_shard.plan for bucket_shard in bucket_shards],
+            [bucket_shard.bounds for bucket_shard in bucket_shards],
+            bucket_shards[0].team.position,
             self.group_of,
             whole=self.whole,
-            by_parameter=self._by_parameter,
+            by_parameter=self._module.by_parameter,
         )
-        bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in self._bucket_shards}
         self.shards = [
-            bucket_shard_of[piece.bucket].make_shard(piece, self._find_together)
+            bucket_shards[piece.bucket].make_shard(piece, self._find_together)
             for piece in (*pieces, *self._empty_pieces(pieces))
         ]
         for at, group in enumerate(self.optimizer.param_groups):
             group["params"] = [shard.parameter for shard in self.shards if shard.piece.group == at]
 
-    def _empty_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return an empty piece for each type of parameters of which this rank has none.
+    def _drop_shards(self) -> None:
+        for bucket_shard in self._module.bucket_shards:
+            bucket_shard.shards = [shard for shard in bucket_shard.shards if shard not in self.shards]
+        self.shards = []
 
-        A GradScaler makes one call per type that it finds, and all ranks have to make the same calls.
+    def _empty_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return an empty piece for each dtype of parameters of which this rank has no piece.
+
+        A GradScaler makes one call per dtype that it finds, and all ranks have to make the same calls.
         """
-        found = {self._bucket_shards[piece.bucket].dtype for piece in pieces}
+        found = {self._module.bucket_shards[piece.bucket].dtype for piece in pieces}
         empty = []
         for bucket_shard in self.bucket_shards:
             if bucket_shard.dtype not in found:
                 found.add(bucket_shard.dtype)
                 group = next(self.group_of[i] for i in bucket_shard.plan.parameters if i in self.group_of)
-                empty.append(
-                    Piece(
-                        bucket=bucket_shard.plan.index,
-                        start=bucket_shard.start,
-                        stop=bucket_shard.start,
-                        group=group,
-                    )
-                )
+                start = bucket_shard.start
+                empty.append(Piece(bucket=bucket_shard.plan.index, start=start, stop=start, group=group))
         return empty
 
     # ------------------------------------------------------------------ the optimizer's methods
@@ -176,8 +159,8 @@ class AttachedShards(ShardedState):
         def step(self_: Optimizer, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
             if closure is not None:
                 raise ValueError(
-                    "with sharded=True step() takes no closure, because all backwards must be over before any rank "
-                    "writes the parameters: run the backward, then step()"
+                    "with sharded=True, step() takes no closure, because the backwards of all ranks must have ended "
+                    "before any rank writes the parameters: run the backward first, then call step()"
                 )
             return around_step(self, functools.partial(inner_step, self_, **kwargs))
 
@@ -198,62 +181,54 @@ class AttachedShards(ShardedState):
 
         def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
             raise ValueError(
-                "with sharded=True an attached optimizer has the parameters that it was attached with: add the group "
-                "before ddp.attach(optimizer)"
+                "with sharded=True, no parameters can be added to an attached optimizer: call add_param_group before "
+                "ddp.attach(optimizer)"
             )
 
-        methods: tuple[Callable[..., Any], ...] = (
-            step,
-            zero_grad,
-            add_param_group,
-            state_dict,
-            load_state_dict,
-        )
+        methods: list[Callable[..., Any]] = [step, zero_grad, add_param_group, state_dict, load_state_dict]
         for method in methods:
             method.__dict__.pop("__wrapped__", None)
             setattr(optimizer, method.__name__, weakly_bound(optimizer, method))
 
     def release(self, successor: str) -> None:
-        """Detach from the optimizer, which can no longer be used.
+        """Detach from the optimizer. The optimizer can no longer be used.
 
         Args:
-            successor: the class of the optimizer that replaces it.
+            successor: the class of the optimizer that replaces this optimizer, for the message.
         """
         optimizer: Any = self.optimizer
         kind = type(optimizer).__name__
 
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise SynclineError(
-                f"this {kind} was replaced, and its state is gone with its shards: an optimizer of its parameters, of "
-                f"class {successor}, was attached after it. Use that one"
+                f"this {kind} was replaced and has lost its state, because a {successor} of the same parameters was "
+                f"attached later: use the {successor}"
             )
 
         for name in _METHODS:
             setattr(optimizer, name, refuse)
         attach_sharded_state(optimizer, _Released(refuse))
-        for bucket_shard in self._bucket_shards:
-            bucket_shard.shards = [shard for shard in bucket_shard.shards if shard not in self.shards]
+        self._drop_shards()
         for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
             group["params"] = parameters
         optimizer.state.clear()
-        self.shards = []
 
     def use_plain_gradients(self) -> None:
         """Set `.grad` of each shard to a plain tensor for the optimizer's kernels, or to None if it has no gradient."""
-        counts = {bucket_shard.plan.index: bucket_shard.has_gradients for bucket_shard in self.bucket_shards}
+        has_gradients = {one.plan.index: one.has_gradients for one in self.bucket_shards}
         for shard in self.shards:
             gradient = shard.parameter.grad
             if gradient is shard.guarded or gradient is shard.gradient:
-                is_there = counts[shard.piece.bucket] and shard.gradient.numel()
+                is_there = has_gradients[shard.piece.bucket] and shard.gradient.numel()
                 shard.parameter.grad = shard.gradient if is_there else None
 
     # ------------------------------------------------------------------ saving and loading
 
     def _state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's ordinary format, the same on every rank. A collective call."""
+        """Return the state in torch's ordinary format, the same on every rank. This is a collective call."""
         shards, states = self._shards_with_states()
         with torch.no_grad():
-            gathered = gather_state(shards, states, self.bucket_shards, self._lane)
+            gathered = gather_state(shards, states, self.bucket_shards, self._module.lane)
         result = self._in_ordinary_form(gathered)
         for hook in state_dict_post_hooks(self.optimizer):
             changed = hook(self.optimizer, result)
@@ -261,19 +236,20 @@ class AttachedShards(ShardedState):
         return result
 
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of torch's ordinary format, with its span of a tensor as a `TensorPart`; local.
+        """Return this rank's shard of the state in torch's ordinary format. Nothing is sent.
 
-        Joined over all ranks (`join_parts`), the shards are equal to the result of `state_dict`. If several teams of
-        ranks have the same shards, only the first team returns them. Post hooks expect the ordinary format, so with
-        such hooks the state is gathered as by `state_dict`.
+        This rank's span of a tensor is a `TensorPart`. Joined over all ranks (`join_parts`), the shards are equal to
+        the result of `state_dict`. If several teams of ranks have the same shards, only the first team returns them.
+        Post hooks expect the ordinary format, so with such hooks the state is gathered as by `state_dict`, which is a
+        collective call.
         """
         if state_dict_post_hooks(self.optimizer):
             return self._state_dict()
         shards, states = self._shards_with_states()
-        if shards and self._lane.rank not in self._bucket_shards[0].team.members:
+        if shards and self._module.lane.rank not in self._module.bucket_shards[0].team.members:
             shards, states = [], []
         with torch.no_grad():
-            return self._in_ordinary_form(shard_state(shards, states, self.bucket_shards))
+            return self._in_ordinary_form(shard_state(shards, states, self._module))
 
     def _shards_with_states(self) -> tuple[list[Shard], list[dict[str, Any]]]:
         optimizer: Any = self.optimizer
@@ -302,15 +278,15 @@ class AttachedShards(ShardedState):
 
         Args:
             state: the state in that format.
-            types: the types in which parameters were saved, by `id`. If a parameter still has that type, its state
-                keeps the types in which it was saved. Otherwise its state gets the parameter's type, as in torch.
+            types: the dtypes in which parameters were saved, by `id`. If a parameter still has the saved dtype, its
+                state keeps the saved dtypes. Otherwise its state gets the parameter's dtype, as in torch.
         """
         saved = state["param_groups"]
         lengths, expected = [len(group["params"]) for group in saved], [len(group) for group in self.groups]
         if lengths != expected:
             raise ValueError(
-                f"expected the state of parameter groups of {expected} parameters, got {lengths}: load what the same "
-                "optimizer saved, sharded or not"
+                f"expected an optimizer state with parameter groups of {expected} parameters, got groups of {lengths} "
+                "parameters: load the state of an optimizer with the same groups, which may be sharded or not"
             )
         ids = [parameter_id for group in saved for parameter_id in group["params"]]
         state_of = {
@@ -335,42 +311,33 @@ class AttachedShards(ShardedState):
         }
         self._native_load(self.optimizer, {"state": packed, "param_groups": groups})
         self._idle_state = idle_state
-        bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in self._bucket_shards}
         for shard, entries in sliced:
-            bucket_shard, piece = bucket_shard_of[shard.piece.bucket], shard.piece
+            bucket_shard, piece = self._module.bucket_shards[shard.piece.bucket], shard.piece
             spans = spans_in(bucket_shard.plan, piece.start, piece.stop)
             if any(types.get(id(bucket_shard.members[at])) == bucket_shard.dtype for at, _, _ in spans):
                 with torch.no_grad():
                     keep_saved_types(self.optimizer.state[shard.parameter], entries)
 
     def _sliced(self, state_of: Mapping[int, dict[str, Any]]) -> list[tuple[Shard, dict[str, Any]]]:
-        bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in self._bucket_shards}
-        found = []
-        for shard in self.shards:
-            state = slice_state(shard, bucket_shard_of[shard.piece.bucket], state_of, self._names)
-            if state:
-                found.append((shard, state))
-        return found
+        """Return the shards that have state, each with its state, cut out of the state by parameter index."""
+        sliced = ((shard, slice_state(shard, self._module, state_of)) for shard in self.shards)
+        return [(shard, state) for shard, state in sliced if state]
 
     # ------------------------------------------------------------------ description
 
     def describe(self) -> str:
-        """Return the optimizer's type and how it steps, for agreement and contract."""
+        """Return the optimizer's class and how it steps, in words that ranks compare and the contract shows."""
         kind = type(self.optimizer).__name__
         if self.whole:
             return f"{kind} by whole parameters"
-        return f"{kind} by flat spans" + (" within parameters" if self._by_parameter else "")
-
-    def own_numel(self) -> int:
-        """Return the number of elements that this rank steps."""
-        return sum(shard.piece.stop - shard.piece.start for shard in self.shards)
+        return f"{kind} by flat spans" + (" within parameters" if self._module.by_parameter else "")
 
 
 class _Released(ShardedState):
-    """The state of an optimizer that was replaced. It can be neither saved nor loaded.
+    """The state of an optimizer that was replaced, which can be neither saved nor loaded.
 
     Args:
-        refuse: raises the error.
+        refuse: the function that raises the error.
     """
 
     def __init__(self, refuse: Callable[..., NoReturn]) -> None:

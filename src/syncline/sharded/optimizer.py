@@ -5,17 +5,18 @@ One step, in order:
 1. backward reduces each bucket so that this rank's span holds the mean (`gradients/shard.py`);
 2. `clip_grad_norm_` combines the spans' norms, and ranks combine the infinities that a GradScaler found
    (`gradients/shard.py`);
-3. `step` waits until every rank's backward has ended, because no rank may write values that another still reads;
+3. `step` waits until every rank's backward has ended, because no rank may write values that another rank reads;
 4. this rank's shards are stepped;
-5. with one copy per host, ranks wait for each other before they read it; with one copy per rank, the spans are
-   gathered.
+5. with one copy per host, ranks wait for each other before they read the parameters; with one copy per rank, the spans
+   are gathered.
 
-An optimizer that updates each element on its own (`is_elementwise`) can step a flat span of several parameters. Others
-need whole parameters.
+An optimizer that updates each element independently (`is_elementwise`) can step a flat span of several parameters.
+Other optimizers need whole parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from syncline.gradients.shard_plan import bounds_of
 from syncline.optimizers.attached import weakly
 from syncline.sharded.attached import AttachedShards
 from syncline.sharded.sharing import OneCopy, one_copy_of, remember_one_copy
+from syncline.sharded.state import ShardedModule
 from syncline.transport.base import Transport
 
 _ELEMENTWISE = (
@@ -47,7 +49,7 @@ _ELEMENTWISE = (
 
 _REFUSED = {
     optim.LBFGS: "it needs all parameters at once",
-    optim.SparseAdam: "its gradients are sparse, and cannot be cut into spans",
+    optim.SparseAdam: "its gradients are sparse and cannot be cut into spans",
 }
 
 
@@ -55,9 +57,9 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
     """Return whether an optimizer can step flat spans; otherwise it needs whole parameters.
 
     Args:
-        optimizer: the optimizer. For types not known here, whole parameters are right if the update of a parameter
-            depends on that parameter alone (Muon, Shampoo, LAMB, Adafactor).
-        given: the user's answer; None to decide by the type.
+        optimizer: the optimizer. If its class is not known here, it gets whole parameters. This is right if the update
+            of a parameter depends on that parameter alone (Muon, Shampoo, LAMB, Adafactor).
+        given: the user's answer; None to decide by the class of the optimizer.
 
     Raises:
         ValueError: the optimizer can step neither.
@@ -71,8 +73,8 @@ def is_elementwise(optimizer: Optimizer, given: bool | None) -> bool:
     for kind, reason in _REFUSED.items():
         if isinstance(optimizer, kind):
             raise ValueError(
-                f"sharded=True: {type(optimizer).__name__} cannot step a shard: {reason}: wrap the module without "
-                "sharded=True"
+                f"with sharded=True, a {type(optimizer).__name__} cannot step a shard, because {reason}: wrap the "
+                "module without sharded=True, or use another optimizer"
             )
     return type(optimizer) in _ELEMENTWISE if given is None else given
 
@@ -84,10 +86,10 @@ class Sharding:
 
     Args:
         module: the module.
-        named: its trained parameters with their names; the position is the parameter's index.
+        named: the trained parameters with their names, in the order of their indices.
         bucket_shards: the `BucketShard` of each bucket.
-        lane: connects the ranks, and carries nothing else.
-        by_parameter: whether flat spans end where a parameter does.
+        lane: the transport between the ranks, which sends nothing else.
+        by_parameter: whether flat spans end where a parameter ends.
     """
 
     def __init__(
@@ -100,15 +102,19 @@ class Sharding:
         by_parameter: bool,
     ) -> None:
         self.optimizers: list[AttachedShards] = []
-        self._names = [name for name, _ in named]
-        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._module = ShardedModule(
+            names=[name for name, _ in named],
+            index_of={id(parameter): index for index, (_, parameter) in enumerate(named)},
+            bucket_shards=bucket_shards,
+            lane=lane,
+            by_parameter=by_parameter,
+        )
         self._frozen = {id(p) for p in module.parameters() if not p.requires_grad}
-        self._bucket_shards = list(bucket_shards)
-        self._lane = lane
-        self._by_parameter = by_parameter
+        """The ids of parameters that are not trained."""
         self._team = bucket_shards[0].team
-        self._private = [bucket_shard for bucket_shard in bucket_shards if not bucket_shard.is_common]
-        self.num_copies = 0 if self._private else lane.size // self._team.size
+        self._has_private = not all(bucket_shard.is_common for bucket_shard in bucket_shards)
+        """Whether each rank has a copy of some parameters for itself."""
+        self.num_copies = 0 if self._has_private else lane.size // self._team.size
         """Number of copies of the parameters, one per host; 0 where each rank has its own copy."""
         for bucket_shard in bucket_shards:
             if self._team.position == 0 or not bucket_shard.is_common:
@@ -117,10 +123,14 @@ class Sharding:
         for bucket_shard in bucket_shards:
             bucket_shard.adopt()
         former = one_copy_of(module)
-        rest = [] if former is None else [(n, t) for n, t in former.named if id(t) not in self._index_of]
-        self.copy = OneCopy(
-            [*named, *rest], lane, num_copies=self.num_copies, check=lambda: _check_adopted(bucket_shards)
-        )
+        shared = [] if former is None else former.named
+        rest = [(name, tensor) for name, tensor in shared if id(tensor) not in self._module.index_of]
+
+        def check() -> None:
+            for bucket_shard in bucket_shards:
+                bucket_shard.check_adopted()
+
+        self.copy = OneCopy([*named, *rest], lane, num_copies=self.num_copies, check=check)
         remember_one_copy(module, self.copy)
 
     def attach(
@@ -135,12 +145,13 @@ class Sharding:
 
         Args:
             optimizer: the optimizer.
-            elementwise: whether it can step flat spans; None to decide by its type.
+            elementwise: whether the optimizer can step flat spans; None to decide by its class.
             has_begun: whether gradients were already reduced by the present bounds.
-            replaced: attached optimizers that it replaces.
+            replaced: attached optimizers that the new optimizer replaces.
 
         Raises:
-            ValueError: it has parameters that are not sharded, or whole parameters are no longer possible.
+            ValueError: the optimizer has parameters that are not sharded, or needs whole parameters when it is too late
+                to move the bounds.
         """
         whole = not is_elementwise(optimizer, elementwise)
         gone = [one for one in self.optimizers if any(one.optimizer is other for other in replaced)]
@@ -149,7 +160,12 @@ class Sharding:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._check_parameter(parameter, optimizer, taken)
-        own = {self._index_of[id(p)] for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
+        own = {
+            self._module.index_of[id(p)]
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if p.requires_grad
+        }
         if whole:
             self._move_bounds(own, staying, has_begun=has_begun)
         for one in gone:
@@ -157,18 +173,14 @@ class Sharding:
         self.optimizers = staying
         attached = AttachedShards(
             optimizer,
-            index_of=self._index_of,
-            names=self._names,
-            bucket_shards=self._bucket_shards,
-            lane=self._lane,
+            self._module,
             whole=whole,
-            by_parameter=self._by_parameter,
             find_together=weakly(self._find_together),
             around_step=self._around_step,
         )
-        self.optimizers.append(attached)
+        self.optimizers = [*staying, attached]
         stepped = {index for one in self.optimizers for index in one.group_of}
-        for bucket_shard in self._bucket_shards:
+        for bucket_shard in self._module.bucket_shards:
             for index, stand_in in zip(bucket_shard.plan.parameters, bucket_shard.stand_ins, strict=True):
                 stand_in.is_stepped = index in stepped
         for bucket_shard in attached.bucket_shards:
@@ -178,62 +190,62 @@ class Sharding:
         return attached
 
     def _check_parameter(self, parameter: Tensor, optimizer: Optimizer, taken: set[int]) -> None:
-        index = self._index_of.get(id(parameter))
+        index = self._module.index_of.get(id(parameter))
         kind = type(optimizer).__name__
         if index is None and (parameter.requires_grad or id(parameter) not in self._frozen):
             raise ValueError(
-                f"this {kind} has a parameter of shape {tuple(parameter.shape)} that is not sharded (of another "
-                "module, or under ignore=): with sharded=True give such parameters an optimizer of their own, and do "
-                "not attach it"
+                f"expected sharded parameters only, got a {kind} with a parameter of shape {tuple(parameter.shape)} "
+                "that is not sharded, because it belongs to another module or was given to ignore=: put such "
+                "parameters into an optimizer of their own, and do not attach that optimizer"
             )
         if index in taken:
             raise ValueError(
-                f"{self._names[index or 0]} belongs to an optimizer that was attached before: each parameter is "
-                "stepped by one"
+                f"{self._module.names[index or 0]} belongs to an optimizer that was attached before, and a parameter "
+                "cannot be stepped by two attached optimizers: give this parameter to one of them only"
             )
 
     def _move_bounds(self, whole: set[int], staying: Sequence[AttachedShards], *, has_begun: bool) -> None:
-        """Move span bounds out of the parameters in `whole` and out of those attached as whole parameters before."""
+        """Move the bounds of spans out of the parameters in `whole`, and out of parameters attached as whole before."""
         for attached in staying:
             if attached.whole:
                 whole = whole | set(attached.group_of)
-        bounds = bounds_of(
-            [bucket_shard.plan for bucket_shard in self._bucket_shards], self._team.size, whole=whole
-        )
-        changed = [
-            bucket_shard
-            for bucket_shard, cuts in zip(self._bucket_shards, bounds, strict=True)
+        bucket_shards = self._module.bucket_shards
+        bounds = bounds_of([one.plan for one in bucket_shards], self._team.size, whole=whole)
+        changed = {
+            bucket_shard: cuts
+            for bucket_shard, cuts in zip(bucket_shards, bounds, strict=True)
             if bucket_shard.bounds != tuple(cuts)
-        ]
-        again = [attached for attached in staying if not {*attached.bucket_shards}.isdisjoint(changed)]
+        }
+        again = [attached for attached in staying if not changed.keys().isdisjoint(attached.bucket_shards)]
         if changed and (has_begun or any(attached.has_state for attached in again)):
             raise ValueError(
-                "an optimizer that steps whole parameters has to be attached before the first backward, and before "
-                "optimizers that have state already"
+                "an optimizer that steps whole parameters was attached too late to move the bounds of the shards: "
+                "attach it before the first backward, and before other optimizers have state"
             )
-        for bucket_shard, cuts in zip(self._bucket_shards, bounds, strict=True):
-            if bucket_shard in changed:
-                bucket_shard.set_bounds(cuts)
+        for bucket_shard, cuts in changed.items():
+            bucket_shard.set_bounds(cuts)
         for attached in again:
             attached.cut()
 
     # ------------------------------------------------------------------ the step
 
     def _around_step(self, attached: AttachedShards, step: Callable[[], Any]) -> Any:
-        self._lane.board.phase = "optimizer.step(), before this rank writes its shard"
+        board = self._module.lane.board
+        board.phase = "optimizer.step(), before this rank writes its shard"
         self.copy.wait_to_write()
         attached.use_plain_gradients()
         result = step()
-        self._lane.board.phase = "optimizer.step(), after this rank has written its shard"
-        if self._private:
+        board.phase = "optimizer.step(), after this rank has written its shard"
+        if self._has_private:
             self._gather(attached)
         self.copy.wait_to_read(attached.members)
-        self._lane.board.phase = "after step"
+        board.phase = "after step"
         return result
 
     @torch.no_grad()
     def _gather(self, attached: AttachedShards) -> None:
-        lane, works = self._lane, []
+        """Send the parameters that this rank has stepped, and receive the others. A collective call."""
+        lane, works = self._module.lane, []
         for bucket_shard in attached.bucket_shards:
             if bucket_shard.is_common:
                 continue
@@ -252,18 +264,19 @@ class Sharding:
             work.wait()
 
     def _find_together(self, found: Tensor) -> None:
-        """Set `found` on all ranks if a GradScaler found an infinity on any."""
-        self._lane.board.phase = "GradScaler, looking for infinities"
-        told = found.detach().reshape(1).to(self._lane.sending_device(found.device))
-        self._lane.all_reduce(told, "max").wait()
-        found.copy_(told.view(found.shape))
+        """Set `found` on all ranks if a GradScaler has found an infinity on any rank."""
+        lane = self._module.lane
+        lane.board.phase = "GradScaler, looking for infinities"
+        on_any = found.detach().reshape(1).to(lane.sending_device(found.device))
+        lane.all_reduce(on_any, "max").wait()
+        found.copy_(on_any.view(found.shape))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip the gradients; see `DistributedDataParallel.clip_grad_norm_`. A collective call."""
+        """Clip the gradients as `DistributedDataParallel.clip_grad_norm_` does. A collective call."""
         if not norm_type > 0:
-            raise ValueError(f"with sharded=True expected norm_type above 0, got {norm_type}")
-        counting = [bucket_shard for bucket_shard in self._bucket_shards if bucket_shard.has_gradients]
+            raise ValueError(f"with sharded=True, expected norm_type above 0, got {norm_type}")
+        counting = [bucket_shard for bucket_shard in self._module.bucket_shards if bucket_shard.has_gradients]
         gradients = [bucket_shard.gradient for bucket_shard in counting if bucket_shard.gradient.numel()]
         total = self._total_norm(gradients, float(norm_type), counting)
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -284,9 +297,9 @@ class Sharding:
 
         All ranks combine the gathered norms of one team in rank order, so that they get the same bits.
         """
-        lane = self._lane
+        lane, home = self._module.lane, self._module.bucket_shards[0].values.device
         lane.board.phase = "clip_grad_norm_"
-        device = lane.sending_device(self._bucket_shards[0].values.device)
+        device = lane.sending_device(home)
         parts = [_norm(gradient, order).to(device) for gradient in gradients]
         own = torch.linalg.vector_norm(
             torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device), order
@@ -294,12 +307,8 @@ class Sharding:
         norms = torch.zeros(lane.size, dtype=torch.float64, device=device)
         lane.all_gather(norms, own.view(1)).wait()
         total = torch.linalg.vector_norm(norms[list(self._team.members)], order)
-        dtype = torch.float32
-        for bucket_shard in counting[:1]:
-            dtype = bucket_shard.dtype.to_real()
-        for bucket_shard in counting[1:]:
-            dtype = torch.promote_types(dtype, bucket_shard.dtype.to_real())
-        rounded: Tensor = total.to(dtype).to(self._bucket_shards[0].values.device)
+        dtypes = [bucket_shard.dtype.to_real() for bucket_shard in counting] or [torch.float32]
+        rounded: Tensor = total.to(functools.reduce(torch.promote_types, dtypes)).to(home)
         return rounded
 
     # ------------------------------------------------------------------ description
@@ -317,8 +326,3 @@ def _norm(gradient: Tensor, order: float) -> Tensor:
     dtype = torch.complex128 if gradient.dtype.is_complex else torch.float64
     norm: Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
     return norm
-
-
-def _check_adopted(bucket_shards: Sequence[BucketShard]) -> None:
-    for bucket_shard in bucket_shards:
-        bucket_shard.check_adopted()

@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part, and how the parts are joined again."""
+"""Tensors of which each rank has a part, and how to join the parts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class TensorPart:
 
 
 class PartedTensor:
-    """All parts of one tensor. The whole is built only on request, so that many of these cost no memory.
+    """All parts of one tensor. The whole tensor is built only on request, so the object itself costs no memory.
 
     Args:
-        parts: in any order. Where several contain the same elements, any one of them is used.
+        parts: the parts, in any order. If several parts contain the same elements, any of these parts is used.
 
     Raises:
-        ValueError: they are not parts of one tensor, or elements are missing.
+        ValueError: the parts do not belong to one tensor, or elements are missing.
 
     Example:
         >>> def part(start, *values):
@@ -56,7 +56,7 @@ class PartedTensor:
                 [2, 4]])
         >>> PartedTensor([part(3, 4), part(0, 1)])
         Traceback (most recent call last):
-        ValueError: of 4 elements, those from 1 to 3 are missing
+        ValueError: expected parts that contain all 4 elements of a tensor, but elements 1 to 2 are missing
     """
 
     def __init__(self, parts: Sequence[TensorPart]) -> None:
@@ -68,13 +68,17 @@ class PartedTensor:
         kinds = {(part.shape, part.order, part.values.dtype) for part in parts}
         if len(kinds) > 1:
             raise ValueError(
-                f"parts of one tensor have different shapes, orders or types: {sorted(map(str, kinds))}"
+                "expected parts of one tensor, got parts with different shapes, orders or dtypes of the whole tensor: "
+                f"{sorted(map(str, kinds))}"
             )
         numel, end = self.shape.numel(), 0
         for part in [*self._parts, None]:
             start = numel if part is None else part.start
             if start > end:
-                raise ValueError(f"of {numel} elements, those from {end} to {start} are missing")
+                raise ValueError(
+                    f"expected parts that contain all {numel} elements of a tensor, but elements {end} to {start - 1} "
+                    "are missing"
+                )
             end = end if part is None else max(end, part.stop)
 
     def dim(self) -> int:
@@ -82,7 +86,7 @@ class PartedTensor:
         return len(self.shape)
 
     def whole(self) -> Tensor:
-        """Return the tensor in new memory; its strides follow the dimensions' order."""
+        """Return the whole tensor in new memory. Its strides follow the order of the dimensions."""
         order = self._parts[0].order
         flat = torch.empty(self.shape.numel(), dtype=self.dtype, device=self.device)
         for part in self._parts:
@@ -92,29 +96,29 @@ class PartedTensor:
 
 
 class ShardedState(ABC):
-    """A state of which each rank has a shard. Each rank saves and loads its shard without the other ranks."""
+    """A state of which each rank has a shard. Each rank saves and loads its shard without communication."""
 
     @abstractmethod
     def _shard_state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state; tensors that are split are `TensorPart`s. Local."""
+        """Return this rank's shard of the state, with a `TensorPart` for each tensor that is split. Nothing is sent."""
 
     @abstractmethod
     def _load_shards(self, state: Mapping[str, Any], types: Mapping[int, torch.dtype]) -> None:
-        """Load this rank's shard from the joined state of all ranks, and keep none of its tensors. Local.
+        """Load this rank's shard from the joined state of all ranks. Nothing is sent, and no tensor of `state` is kept.
 
         Args:
-            state: the shards of all ranks, joined by `join_parts`; split tensors are `PartedTensor`s.
-            types: the type in which each parameter was saved, by the parameter's `id` (see `keep_types`).
+            state: the shards of all ranks, joined by `join_parts`; tensors that were split are `PartedTensor`s.
+            types: the dtype in which each parameter was saved, by the parameter's `id`.
         """
 
 
 def attach_sharded_state(optimizer: Optimizer, state: ShardedState) -> None:
-    """Make `sharded_state_of` find the state of an optimizer."""
+    """Store an optimizer's state so that `sharded_state_of` finds it."""
     setattr(optimizer, _ATTRIBUTE, state)
 
 
 def sharded_state_of(one: object) -> ShardedState | None:
-    """Return the sharded state of an object, or None if every rank has all of its state.
+    """Return the sharded state of an object, or None if every rank has the whole state of the object.
 
     Example:
         >>> sharded_state_of(torch.optim.SGD([torch.zeros(1)])) is None
@@ -130,7 +134,7 @@ def has_sharded_state(one: object) -> bool:
 
 
 def join_parts(states: Sequence[Any]) -> Any:
-    """Join the states of all ranks into one: dicts by their keys, parts into `PartedTensor`s.
+    """Join the states of all ranks into one state. Dicts are joined by their keys, and parts into `PartedTensor`s.
 
     Values that are not parts are taken from the first rank that has them.
 
@@ -138,7 +142,7 @@ def join_parts(states: Sequence[Any]) -> Any:
         states: the state of each rank, in rank order.
 
     Raises:
-        ValueError: parts do not make a whole; the message contains the path.
+        ValueError: the parts of a tensor are incomplete, or do not belong to one tensor. The message contains the path.
 
     Example:
         >>> halves = [TensorPart(values=torch.ones(1), start=i, shape=(2,), order=(0,)) for i in range(2)]

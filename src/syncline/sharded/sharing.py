@@ -1,8 +1,9 @@
-"""Parameters with one copy per host: `share_`, `write_shared`, and when ranks may write them.
+"""Parameters with one copy per host: `share_`, `write_shared`, and when ranks may write the parameters.
 
-All ranks of a host compute with the same memory, so no rank may write while another reads. There is a barrier before
-each write (all backwards have ended) and one after it. Writes at other times are detected by autograd's version
-counters. Writes that bypass these (`.data`, `.numpy()`, a pointer) are not detected.
+All ranks of a host compute with the same memory, so no rank may write while another rank reads. There is a barrier
+before each write, which waits until all backwards have ended, and a barrier after it. Writes at other times are
+detected by autograd's version counters. Writes that bypass the counters (by `.data`, `.numpy()` or a pointer) are not
+detected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MAX_NAMES = 5
 
 
 def one_copy_of(module: nn.Module) -> OneCopy | None:
-    """Return the guard of a module's shared parameters; None if they are not shared."""
+    """Return the guard of a module's shared parameters; None if the parameters are not shared."""
     return REGISTRY.by_module(OneCopy).get(module)
 
 
@@ -42,7 +43,7 @@ def has_one_copy(module: nn.Module) -> bool:
 
 
 def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
-    """Make `copy` the guard of a module's parameters. `load_state_dict` of the module then waits as writers must."""
+    """Make `copy` the guard of a module's parameters. `load_state_dict` of the module then waits as writers have to."""
     copies = REGISTRY.by_module(OneCopy)
     if module not in copies:
         module.register_load_state_dict_pre_hook(_BeforeLoading(module))
@@ -51,13 +52,14 @@ def remember_one_copy(module: nn.Module, copy: OneCopy) -> None:
 
 
 class OneCopy:
-    """The guard of one module's parameters.
+    """The guard of the parameters of a module, which makes writers and readers wait for each other.
 
     Args:
         named: the parameters with their names.
-        lane: connects the ranks that have them; nothing else uses it at the same time.
-        num_copies: number of copies, one per host; 0 where each rank has its own and the optimizer keeps them equal.
-        check: raises if a parameter's memory was replaced.
+        lane: the transport between the ranks that have the parameters. Nothing else uses it at the same time.
+        num_copies: the number of copies, one per host; 0 if each rank has its own copy and the optimizer keeps the
+            copies equal.
+        check: a function that raises an error if a parameter's memory was replaced.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class OneCopy:
     ) -> None:
         self.lane = lane
         self.is_common = num_copies > 0
-        """Whether ranks of a host use the same memory."""
+        """Whether the ranks of a host use the same memory."""
         self._num_copies = num_copies
         self.named = list(named)
         self._tensors = [tensor for _, tensor in named]
@@ -81,17 +83,17 @@ class OneCopy:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Record the parameters' present versions as the expected ones."""
+        """Record the present version counters of the parameters as the expected values."""
         self._versions = self._present_versions()
 
     def _present_versions(self) -> list[int]:
         return [version_of(tensor) for tensor in self._tensors]
 
     def wait_to_write(self) -> None:
-        """Wait until no rank reads any more. A collective call.
+        """Wait until no rank reads the parameters any more. This is a collective call.
 
         Raises:
-            SynclineError: a rank has written outside of `sl.write_shared`; on all ranks.
+            SynclineError: a rank has written outside of `sl.write_shared`. Raised on all ranks.
         """
         self._check()
         if not self.is_common or self.lane.size == 1:
@@ -103,7 +105,9 @@ class OneCopy:
             self._raise_touched(is_touched=is_touched)
 
     def wait_to_read(self, written: Sequence[Tensor]) -> None:
-        """Wait until all ranks have written. A collective call. It marks the change for autograd graphs made before.
+        """Wait until all ranks have written. This is a collective call.
+
+        The parameters are marked as changed, so that autograd detects graphs that saved the former values.
 
         Args:
             written: the parameters that any rank has written.
@@ -115,7 +119,7 @@ class OneCopy:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Return the context of `sl.write_shared`."""
+        """Enter and leave the context of `sl.write_shared`."""
         self.open()
         try:
             yield
@@ -123,13 +127,13 @@ class OneCopy:
             self.close()
 
     def open(self) -> None:
-        """Wait until this rank may write. Every call needs a call of `close`."""
+        """Wait until this rank may write. `close` must be called as often as this method."""
         if not self._depth:
             self.wait_to_write()
         self._depth += 1
 
     def close(self) -> None:
-        """Wait until all ranks may read; unless there is only one copy, broadcast rank 0's values first."""
+        """Wait until all ranks may read. If there are several copies, broadcast rank 0's values first."""
         self._depth -= 1
         if self._depth:
             return
@@ -140,9 +144,9 @@ class OneCopy:
         self.wait_to_read(self._tensors)
 
     def written_here(self) -> str:
-        """Return the names of parameters that this rank wrote without permission since the last call.
+        """Return the names of parameters that this rank wrote outside of `sl.write_shared` since the last call.
 
-        Nothing is sent, so this also works after the lane was closed.
+        Nothing is sent, so the method also works after the lane was closed.
         """
         if not self.is_common or self.lane.size == 1:
             return ""
@@ -154,16 +158,16 @@ class OneCopy:
 
     def _raise_touched(self, *, is_touched: bool) -> None:
         shown = self.written_here() if is_touched else ""
-        told = [row.decode() for row in self.lane.all_gather_bytes(shown.encode())]
-        ranks = [rank for rank, text in enumerate(told) if text]
-        raise written_elsewhere(f", on {describe_ranks(ranks)}: {told[ranks[0]]}")
+        rows = [row.decode() for row in self.lane.all_gather_bytes(shown.encode())]
+        ranks = [rank for rank, text in enumerate(rows) if text]
+        raise written_elsewhere(f", on {describe_ranks(ranks)}: {rows[ranks[0]]}")
 
 
 def written_elsewhere(where: str) -> SynclineError:
     """Return the error for a write outside of `sl.write_shared`."""
     return SynclineError(
-        f"shared parameters were written outside of sl.write_shared{where}. All ranks of the host compute with this "
-        "one copy, so a write is seen by all, at whatever they are just doing: write inside of "
+        f"shared parameters were written outside of sl.write_shared{where}. All ranks of a host compute with the same "
+        "copy, so the write may have changed values while another rank was reading them: write only inside of "
         "`with sl.write_shared(module):`, which all ranks enter"
     )
 
@@ -207,23 +211,23 @@ _ALIGNMENT_BYTES = 64
 def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = None) -> AnyModule:
     """Move the parameters of `module` into shared memory: one copy per host, with rank 0's values.
 
-    All parameters are moved, frozen ones too, and their own memory is freed. Buffers are not shared, because forwards
-    write them. A collective call. Afterwards parameters may be written only inside of `sl.write_shared(module)`, or by
-    the optimizer of `sl.DistributedDataParallel(module, sharded=True)`.
+    This is a collective call. All parameters are moved, including frozen parameters, and their former memory is freed.
+    Buffers are not shared, because forwards write them. Afterwards parameters may be written only inside of
+    `sl.write_shared(module)`, or by the optimizer of `sl.DistributedDataParallel(module, sharded=True)`.
 
     Args:
-        module: the same on all ranks, on the CPU.
-        group: the ranks, on one host or on several hosts with equally many ranks each, that share memory: a
-            `torch.distributed` process group, a Syncline transport, or None for the default group.
+        module: a module on the CPU, the same on all ranks.
+        group: the ranks that share memory: a `torch.distributed` process group, a Syncline transport, or None for the
+            default group. They may be on several hosts if each host has equally many ranks.
 
     Returns:
         `module` itself.
 
     Raises:
-        TypeError: not a module.
-        ValueError: the group has no shared memory (for example because each rank is on a host of its own, or `c10d` was
-            chosen explicitly), or a parameter is not on the CPU. All ranks raise it.
-        ContractMismatch: the ranks' modules differ; the same text on every rank.
+        TypeError: `module` is not a module.
+        ValueError: the group has no shared memory (for example because each rank is on another host, or because the
+            transport `c10d` was selected), or a parameter is not on the CPU. Raised on all ranks.
+        ContractMismatch: the ranks' modules differ. Raised on all ranks, with the same text.
 
     Example:
         >>> import torch, syncline as sl
@@ -260,16 +264,18 @@ def share_(module: AnyModule, *, group: dist.ProcessGroup | Transport | None = N
 def write_shared(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which shared parameters may be written, by one rank or by all ranks with the same values.
 
-    Entering is a collective call: all ranks have arrived, so none reads. Leaving is one too: all ranks have written. If
-    there are several copies (one per host, or one per rank with `sharded=True` and without shared memory), leaving
-    sends the values of rank 0's copy to all others. A program in which rank 0 writes is therefore right in each case.
+    Entering and leaving the context are collective calls. Entering waits until no rank reads the parameters any more.
+    Leaving waits until all ranks have written. If there are several copies (one per host, or one per rank with
+    `sharded=True` and without shared memory), leaving sends the values of rank 0's copy to all other copies. A program
+    in which rank 0 writes is therefore right in each case.
 
     Args:
         module: the module that was given to `sl.share_` or wrapped with `sharded=True`, or the wrapper.
 
     Raises:
         ValueError: the module's parameters are not shared.
-        SynclineError: the parameters were written outside of such a context before. Raised on entering, on all ranks.
+        SynclineError: the parameters were written outside of such a context before. Entering the context raises the
+            error, on all ranks.
     """
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     copy = one_copy_of(module)
@@ -277,8 +283,9 @@ def write_shared(module: nn.Module) -> AbstractContextManager[None]:
         copy = one_copy_of(module.module)
     if copy is None:
         raise ValueError(
-            f"the parameters of this {type(module).__name__} are not shared: sl.share_(module) shares them, or "
-            "sharded=True. Of a part of a module that is shared, name the module"
+            f"expected a module with shared parameters, got a {type(module).__name__} whose parameters are not shared: "
+            "share them by sl.share_(module) or sharded=True. If this module is a part of a shared module, pass the "
+            "whole module"
         )
     return copy.writing()
 
@@ -297,9 +304,10 @@ def _allocate(parameters: list[Tensor], transport: Transport) -> list[Tensor]:
         flat = transport.allocate_shared(numel, members[0].dtype, members[0].device)
         if flat is None:
             raise ValueError(
-                f"sl.share_: expected ranks that share memory, got {transport.name} and a parameter on "
-                f"{members[0].device}. Shared memory serves CPU tensors of ranks on one host, or on several with as "
-                'many ranks each (on one host, sl.init(transport="shm") says why it is not available)'
+                f"sl.share_: expected ranks that share memory, got transport {transport.name} and a parameter on "
+                f"{members[0].device}. Shared memory is available for CPU tensors, if all hosts have equally many "
+                "ranks. "
+                'On one host, sl.init(transport="shm") raises an error that says why shared memory is not available'
             )
         for member, offset in zip(members, offsets, strict=True):
             views[id(member)] = view_like(flat, offset, member)

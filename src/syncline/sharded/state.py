@@ -1,7 +1,7 @@
 """Conversion of an optimizer's state between torch's ordinary format, by parameter, and this rank's shards.
 
-A value with its parameter's shape is cut as the parameter is. A number (or a tensor without dimensions, such as a step
-count) belongs to the whole parameter. Any other tensor is possible only if the parameter is not cut.
+A tensor with its parameter's shape is cut in the same way as the parameter. A number (or a tensor without dimensions,
+such as a step count) belongs to the whole parameter. Any other tensor is possible only if the parameter is not cut.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,24 +25,40 @@ ParameterState = dict[str, Any]
 """The state that an optimizer keeps of one parameter, or of one shard."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModule:
+    """The trained parameters of a module, and this rank's shards of them."""
+
+    names: Sequence[str]
+    """Names of the parameters, by index."""
+    index_of: Mapping[int, int]
+    """The index of each parameter, by its `id`."""
+    bucket_shards: Sequence[BucketShard]
+    """The `BucketShard` of each bucket, by the index of the bucket."""
+    lane: Transport
+    """The transport between the ranks, which sends nothing else."""
+    by_parameter: bool
+    """Whether flat spans end where a parameter ends."""
+
+
 # ---------------------------------------------------------------------- from the ordinary format
 
 
 def slice_state(
-    shard: Shard, bucket_shard: BucketShard, state_of: Mapping[int, ParameterState], names: Sequence[str]
+    shard: Shard, module: ShardedModule, state_of: Mapping[int, ParameterState]
 ) -> ParameterState:
     """Return the state of one shard.
 
     Args:
         shard: the shard.
-        bucket_shard: the `BucketShard` that contains it.
+        module: the module's parameters and shards.
         state_of: the state in torch's ordinary format, by parameter index; tensors may be in parts (`PartedTensor`).
             It is not changed, and the result shares no memory with it.
-        names: names of the parameters, by index.
 
     Raises:
         ValueError: the state cannot be cut, or parameters in one piece have different step counts.
     """
+    bucket_shard, names = module.bucket_shards[shard.piece.bucket], module.names
     spans = spans_in(bucket_shard.plan, shard.piece.start, shard.piece.stop)
     indices = [bucket_shard.plan.parameters[position] for position, _, _ in spans]
     present = [index for index in indices if state_of.get(index)]
@@ -49,7 +66,9 @@ def slice_state(
         return {}
     for index in indices:
         if set(state_of.get(index, ())) != set(state_of[present[0]]):
-            raise _differ(names[present[0]], names[index], "one has state that the other does not have")
+            raise _differ(
+                names[present[0]], names[index], "the state of one has entries that the other lacks"
+            )
     sliced: ParameterState = {}
     for key, first in state_of[present[0]].items():
         values = [state_of[index][key] for index in indices]
@@ -107,17 +126,18 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _differ(first: str, second: str, how: str) -> ValueError:
     return ValueError(
-        f"the optimizer's state cannot be put into flat spans: {first} and {second} lie in one, but {how}. "
-        "Wrap the module with find_unused_parameters=True (spans then end where a parameter does), or attach with "
-        "elementwise=False"
+        f"the optimizer's state cannot be divided into flat spans: {first} and {second} are in the same span, but "
+        f"{how}. Wrap the module with find_unused_parameters=True, so that each span ends where a parameter ends, or "
+        "call ddp.attach(optimizer, elementwise=False)"
     )
 
 
 def _uncuttable(name: str, key: str, value: Any) -> ValueError:
     form = tuple(value.shape) if isinstance(value, Tensor | PartedTensor) else type(value).__name__
     return ValueError(
-        f"the optimizer's state {key} of {name} has not the parameter's form ({form}), so it cannot be cut into flat "
-        "spans: ddp.attach(optimizer, elementwise=False) shards by whole parameters"
+        f"expected the optimizer's state {key!r} of {name} to have the shape of the parameter, got {form}, which "
+        "cannot be cut into flat spans: call ddp.attach(optimizer, elementwise=False), which shards by whole "
+        "parameters"
     )
 
 
@@ -125,21 +145,20 @@ def _uncuttable(name: str, key: str, value: Any) -> ValueError:
 
 
 def shard_state(
-    shards: Sequence[Shard], states: Sequence[ParameterState], bucket_shards: Sequence[BucketShard]
+    shards: Sequence[Shard], states: Sequence[ParameterState], module: ShardedModule
 ) -> dict[int, ParameterState]:
     """Return this rank's state by parameter index, in torch's ordinary format but with parts for tensors that are cut.
 
-    Nothing is sent. A value is copied only if its memory order differs from its parameter's.
+    Nothing is sent. A value is copied only if its memory order differs from that of its parameter.
 
     Args:
         shards: this rank's shards, of one optimizer.
         states: the optimizer's state of each shard.
-        bucket_shards: the `BucketShard` of each bucket.
+        module: the module's parameters and shards.
     """
-    bucket_shard_of = {bucket_shard.plan.index: bucket_shard for bucket_shard in bucket_shards}
     found: dict[int, ParameterState] = {}
     for shard, state in zip(shards, states, strict=True):
-        bucket_shard, piece = bucket_shard_of[shard.piece.bucket], shard.piece
+        bucket_shard, piece = module.bucket_shards[shard.piece.bucket], shard.piece
         for position, from_, to in spans_in(bucket_shard.plan, piece.start, piece.stop) if state else ():
             member = bucket_shard.members[position]
             at = bucket_shard.plan.offsets[position] + from_ - piece.start
@@ -183,8 +202,8 @@ def gather_state(
     Args:
         shards: this rank's shards, of one optimizer.
         states: the optimizer's state of each shard.
-        bucket_shards: the `BucketShard` of each bucket.
-        lane: connects the ranks.
+        bucket_shards: the `BucketShard` of each bucket that contains parameters of the optimizer.
+        lane: the transport between the ranks.
     """
     mine = [_described(shard, state) for shard, state in zip(shards, states, strict=True)]
     rows = [json.loads(row) for row in lane.all_gather_bytes(json.dumps(mine).encode())]
@@ -193,38 +212,36 @@ def gather_state(
         (shard.piece.bucket, shard.piece.start): state for shard, state in zip(shards, states, strict=True)
     }
     for bucket_shard in bucket_shards:
-        members = bucket_shard.team.members
-        keys = {
-            key: dtype
+        members, device = bucket_shard.team.members, bucket_shard.values.device
+        pieces = [
+            (rank, start, stop, values)
             for rank in members
-            for bucket, _, _, values in rows[rank]
-            if bucket == bucket_shard.plan.index
+            for bucket, start, stop, values in rows[rank]
+            if bucket == bucket_shard.plan.index and values
+        ]
+        dtypes = {
+            key: dtype
+            for _, _, _, values in pieces
             for key, (kind, dtype, _) in values.items()
             if kind == "cut"
         }
         flats = {}
-        for key, dtype in keys.items():
-            flat = torch.zeros(
-                bucket_shard.values.numel(), dtype=getattr(torch, dtype), device=bucket_shard.values.device
-            )
-            for shard in shards:
-                if (
-                    shard.piece.bucket == bucket_shard.plan.index
-                    and key in own[bucket_shard.plan.index, shard.piece.start]
-                ):
-                    _place(flat, shard, bucket_shard, own[bucket_shard.plan.index, shard.piece.start][key])
+        for key, dtype in dtypes.items():
+            flat = torch.zeros(bucket_shard.values.numel(), dtype=getattr(torch, dtype), device=device)
+            for shard, state in zip(shards, states, strict=True):
+                if shard.piece.bucket == bucket_shard.plan.index and key in state:
+                    _place(flat, shard, bucket_shard, state[key])
             _spread(flat, bucket_shard.bounds, members, lane)
             flats[key] = flat
-        for rank in members:
-            for bucket, start, stop, values in rows[rank]:
-                if bucket == bucket_shard.plan.index and values:
-                    state = own.get((bucket, start), {}) if rank == lane.rank else {}
-                    ready = dict(_values(values, state, rank, lane, bucket_shard.values.device))
-                    _assemble(gathered, bucket_shard, start, stop, values, ready, flats)
+        for rank, start, stop, values in pieces:
+            own_state = own.get((bucket_shard.plan.index, start), {}) if rank == lane.rank else {}
+            ready = dict(_values(values, own_state, rank, lane, device))
+            _assemble(gathered, bucket_shard, start, stop, values, ready, flats)
     return gathered
 
 
 def _described(shard: Shard, state: ParameterState) -> list[Any]:
+    """Return the bounds of a shard, and the kind, the dtype and the text form of each value of its state."""
     values: dict[str, tuple[str, str | None, Any]] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -266,17 +283,15 @@ def _values(
     described: Mapping[str, Any], state: ParameterState, rank: int, lane: Transport, device: torch.device
 ) -> Iterator[tuple[str, Any]]:
     """Yield the values that are not cut: numbers, and tensors of other shapes, which their rank broadcasts."""
-    for key, (kind, dtype, told) in described.items():
+    for key, (kind, dtype, content) in described.items():
         if kind == "number":
-            yield key, told
+            yield key, content
         elif kind == "scalar":  # a step count may be on the CPU while its parameter is not
-            number, is_on_cpu = told
-            yield (
-                key,
-                torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if is_on_cpu else device),
-            )
+            number, is_on_cpu = content
+            where = "cpu" if is_on_cpu else device
+            yield key, torch.tensor(number, dtype=getattr(torch, dtype), device=where)
         elif kind == "tensor":
-            value = torch.zeros(told, dtype=getattr(torch, dtype), device=lane.sending_device(device))
+            value = torch.zeros(content, dtype=getattr(torch, dtype), device=lane.sending_device(device))
             if rank == lane.rank:
                 value.copy_(state[key])
             lane.broadcast(value, rank).wait()
@@ -292,7 +307,7 @@ def _assemble(
     ready: Mapping[str, Any],
     flats: Mapping[str, Tensor],
 ) -> None:
-    """Add what was gathered of one piece to the state of each parameter in it."""
+    """Add the gathered values of one piece to the state of each parameter in the piece."""
     for position, _, _ in spans_in(bucket_shard.plan, start, stop):
         index = bucket_shard.plan.parameters[position]
         if index in gathered:

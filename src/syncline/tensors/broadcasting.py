@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,18 +17,18 @@ from syncline.transport.work import CombinedWork, Work
 
 
 class TensorBroadcaster:
-    """A broadcast of the same tensors that can be repeated; it is planned once, and its memory is reused.
+    """A broadcast of the same tensors that can be repeated. The plan is made once, and memory is reused.
 
     Tensors of 1 MiB and more are sent from their own memory. Smaller ones are packed, as raw bytes, into pieces of up
     to 32 MiB. Tensors that are not contiguous are sent as a contiguous copy. If the transport cannot send from the CPU
     (NCCL), CPU tensors are sent from its control device.
 
     Args:
-        tensors: the tensors to broadcast: the same shapes and dtypes on all ranks, in the same order; strides may
-            differ. They are identified by object: when a module's buffer is replaced, make a new broadcaster.
-        transport: connects the ranks.
-        preserve_version: hide the writes from autograd. Otherwise a backward through a graph that saved one of the
-            tensors before they were overwritten raises torch's usual error.
+        tensors: the tensors to broadcast, of the same shapes and dtypes on all ranks, in the same order. Strides may
+            differ. If a module's buffer is replaced by another tensor, a new broadcaster is needed.
+        transport: the transport between the ranks.
+        preserve_version: hide the writes from autograd. Otherwise a backward raises torch's usual error if its graph
+            saved one of the tensors before the tensor was overwritten.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -56,10 +57,9 @@ class TensorBroadcaster:
         return len(self._pieces)
 
     def start(self, src: int = 0) -> Work:
-        """Broadcast from rank `src`, with all messages in flight at once.
+        """Start to broadcast from rank `src`, with all messages in flight at once.
 
-        The packed copies are kept for the next call. If a previous broadcast is still in flight, this waits for it
-        first.
+        The packed copies are kept for the next call. If a previous broadcast is still in flight, wait for it first.
         """
         self._prepare()
         is_source = self._transport.rank == src
@@ -68,7 +68,7 @@ class TensorBroadcaster:
                 (piece.launch(self._transport, src), None if is_source else piece.land)
                 for piece in self._pieces
             ],
-            at_end=None if is_source else self._mark_written,
+            at_end=None if is_source else partial(mark_written, self._written),
         )
         return self._in_flight
 
@@ -86,11 +86,7 @@ class TensorBroadcaster:
             run_pieces(self._pieces, lambda piece: piece.launch(self._transport, src), land)
         finally:
             if not is_source:
-                self._mark_written()
-
-    def _mark_written(self) -> None:
-        if self._written:
-            mark_written(self._written)
+                mark_written(self._written)
 
     def _prepare(self) -> None:
         if self._in_flight is not None:
@@ -112,7 +108,7 @@ class TensorBroadcaster:
 
 
 class _BytesPiece:
-    """The tensors of one collective, sent as bytes: one contiguous tensor in place, others as a copy."""
+    """The tensors of one collective, sent as bytes. A single contiguous tensor is sent in place, others as a copy."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,6 @@
 """Send pieces of tensors one after the other, with a bound on the memory for packed copies.
 
-To send all pieces at once, make a `CombinedWork` of them.
+To send all pieces at once, put them into a `CombinedWork`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from syncline.transport.work import Work
 
 _MAX_COPIES = 2
-"""The next copy is packed while the previous one is sent; more copies in flight gain nothing."""
+"""Number of packed copies at a time. The next copy is packed while the previous copy is sent; more gain nothing."""
 
 
 class Piece(Protocol):
@@ -20,7 +20,7 @@ class Piece(Protocol):
 
     @property
     def is_copied(self) -> bool:
-        """Whether a copy is sent, which exists from the start of the collective until it was waited for."""
+        """Whether a copy is sent. It exists from the start of the collective until the wait for its end."""
 
 
 AnyPiece = TypeVar("AnyPiece", bound=Piece)
@@ -33,8 +33,8 @@ def run_pieces(
 
     Args:
         pieces: the pieces, in the same order on all ranks.
-        launch: packs a piece and starts its collective.
-        land: writes the result of a piece into its tensors, and frees the copy.
+        launch: a function that packs a piece and starts its collective.
+        land: a function that writes the result of a piece into its tensors, and frees the copy.
     """
     in_flight: deque[tuple[Work, AnyPiece]] = deque()
     num_copies = 0

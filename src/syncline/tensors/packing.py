@@ -13,7 +13,7 @@ CAP_BYTES = 32 * 1024 * 1024
 """Size of the largest chunk of packed tensors."""
 
 ALONE_BYTES = 1024 * 1024
-"""Size from which tensors are sent alone."""
+"""Least size of a tensor that is sent alone."""
 
 
 def plan_pieces(
@@ -26,10 +26,11 @@ def plan_pieces(
     """Group tensors into pieces; each piece is one collective.
 
     Args:
-        sizes_bytes: size of each tensor. Empty tensors are in no piece, because there is nothing to send.
-        places: the place (device) of each tensor; the tensors of a piece are in the same place. None: one place.
-        cap_bytes: maximum size of a piece of several tensors.
-        alone_bytes: size from which a tensor is a piece of its own.
+        sizes_bytes: the size of each tensor. Empty tensors are in no piece, because there is nothing to send.
+        places: the place (device) of each tensor; the tensors of a piece are in the same place. None if all tensors are
+            in the same place.
+        cap_bytes: the maximum size of a piece of several tensors.
+        alone_bytes: the least size of a tensor that is a piece of its own.
 
     Returns:
         The indices of the tensors of each piece, in the order of their first tensors.
@@ -39,7 +40,9 @@ def plan_pieces(
         [(0, 3), (1,), (4,)]
     """
     if cap_bytes < 1 or alone_bytes < 1:
-        raise ValueError(f"expected sizes above 0, got cap_bytes={cap_bytes}, alone_bytes={alone_bytes}")
+        raise ValueError(
+            f"expected cap_bytes and alone_bytes above 0, got cap_bytes={cap_bytes}, alone_bytes={alone_bytes}"
+        )
     pieces: list[list[int]] = []
     open_pieces: dict[object, tuple[list[int], int]] = {}
     for index, size in enumerate(sizes_bytes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ _Place = tuple[torch.device, torch.dtype]
 
 
 def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
-    """Raise if a tensor cannot be reduced by `op`; the message contains its name.
+    """Raise if a tensor cannot be reduced by `op`. The message contains the tensor's name.
 
     Raises:
         ValueError: `op` is unknown, or not defined for a tensor's dtype.
@@ -37,8 +38,8 @@ def check_reducible(named: Sequence[tuple[str, Tensor]], op: str) -> None:
     for name, tensor in named:
         if op not in reductions_of(tensor.dtype):
             raise ValueError(
-                f"op={op!r} is not defined for {name}, {tensor.dtype}: leave it out, or convert it first (integers can "
-                "be summed, and give their maximum or minimum, but have no mean)"
+                f"op={op!r} is not defined for {name}, which has dtype {tensor.dtype}: leave this tensor out, or "
+                "convert it to another dtype first (for integers, sum, max and min are defined, but not mean)"
             )
 
 
@@ -47,26 +48,26 @@ class _PiecePlan:
     """The plan of one collective."""
 
     members: tuple[int, ...]
-    """Indices of the parts of tensors that it reduces."""
+    """Indices of the parts of tensors that the collective reduces."""
     numel: int
     device: torch.device
-    """The device from which it is sent."""
+    """The device from which the parts are sent."""
     dtype: torch.dtype
-    """The type in which it is sent."""
+    """The type in which the parts are sent."""
     is_copied: bool
     """Whether a copy is sent; otherwise a single part is sent from its own memory."""
     has_pending: bool
-    """Whether a member has a pending conjugation or negation."""
+    """Whether a part has a pending conjugation or negation."""
 
 
 class ReductionPlan:
-    """Which tensors are sent alone and which are packed, by their shapes, dtypes, devices and strides.
+    """A plan of which tensors are sent alone and which are packed, by their shapes, dtypes, devices and strides.
 
     A plan holds no tensor, so it can be used again for similar tensors.
 
     Args:
         tensors: the tensors, none of them empty.
-        places: device and type for sending tensors of each kind.
+        places: the device from which, and the type in which, tensors of each kind are sent.
     """
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[_Kind, _Place]) -> None:
@@ -108,23 +109,24 @@ class ReductionPlan:
 
 
 class TensorReducer:
-    """Reduces tensors in place, those of one dtype and device together.
+    """A reduction of tensors in place. Tensors of the same dtype and device are reduced together.
 
     Tensors of 1 MiB and more are sent from their own memory, in parts of up to 32 MiB; smaller ones are packed. A
     tensor that is not contiguous is sent as a contiguous copy. If the transport cannot send from the CPU, a CPU tensor
     is sent from its control device. Every rank gets the same bits.
 
     Args:
-        tensors: the same shapes and dtypes on all ranks, in the same order; strides may differ.
-        transport: connects the ranks.
+        tensors: the tensors to reduce, of the same shapes and dtypes on all ranks, in the same order. Strides may
+            differ.
+        transport: the transport between the ranks.
         op: the reduction; see `check_reducible`.
-        fraction: this rank's part of the sum of weights, by which its values are multiplied first. With 0 none of them
-            counts, not even NaN. None: no weights on any rank.
-        divisor: divides the result.
+        fraction: this rank's part of the sum of weights, by which its values are multiplied first. With 0 no value of
+            this rank counts, not even NaN. None if no rank has a weight.
+        divisor: the divisor of the result.
         rounds_once: add, scale and divide 16-bit floats in fp32. They are also sent as fp32, unless nothing is scaled
             and the transport adds them in fp32 anyway.
-        plan: the plan of an earlier reducer of similar tensors. If it does not fit the other arguments, a new plan is
-            made.
+        plan: the plan of an earlier reducer of similar tensors. If the plan does not fit the other arguments, a new
+            plan is made.
 
     Example:
         >>> from syncline.transport.threads import run_ranks
@@ -172,10 +174,10 @@ class TensorReducer:
         ]
 
     def start(self) -> Work:
-        """Start to reduce, with all messages in flight at once; the tensors must not be used before the wait."""
+        """Start to reduce, with all messages in flight at once. The tensors must not be used before the wait."""
         return CombinedWork(
             [(piece.launch(self._transport, self._op), piece.land) for piece in self._pieces],
-            at_end=self._mark_written,
+            at_end=partial(mark_written, self._written),
         )
 
     def run(self) -> None:
@@ -185,10 +187,6 @@ class TensorReducer:
                 self._pieces, lambda piece: piece.launch(self._transport, self._op), _ReducedPiece.land
             )
         finally:
-            self._mark_written()
-
-    def _mark_written(self) -> None:
-        if self._written:
             mark_written(self._written)
 
 

@@ -15,7 +15,7 @@ from syncline.optimizers.contents import optimizer_leaves
 from syncline.trees import leaves
 
 _OWN_MEMORY = (Tensor, nn.Parameter)
-"""Types that are neither lazy nor wrappers of other tensors; other subclasses may be."""
+"""Types that are never lazy and never wrap other tensors. Other subclasses may."""
 
 
 # ---------------------------------------------------------------------- tensors of a target
@@ -28,14 +28,14 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
     name.
 
     Args:
-        target: a Module (parameters, then buffers, including non-persistent ones), an Optimizer (tensors of its state
-            and of its parameter groups, but not the parameters), a Tensor, or dicts, lists and tuples of tensors
-            (dicts in the order of their keys' text).
-        for_writing: raise for tensors that cannot be written in place.
+        target: a Module (its parameters, then its buffers, including non-persistent buffers), an Optimizer (tensors of
+            its state and of its parameter groups, but not the parameters), a Tensor, or dicts, lists and tuples of
+            tensors (dicts in the order of their keys' text).
+        for_writing: whether to raise for tensors that cannot be written in place.
 
     Raises:
-        TypeError: something else, or a leaf that is not a tensor; the message contains its path.
-        ValueError: a tensor that `check_dense` rejects, or one that cannot be written in place (expanded).
+        TypeError: the target has another type, or contains a leaf that is not a tensor. The message contains the path.
+        ValueError: a tensor is rejected by `check_dense`, or cannot be written in place because it is expanded.
 
     Example:
         >>> [name for name, _ in named_tensors(nn.BatchNorm1d(4))]
@@ -47,7 +47,7 @@ def named_tensors(target: Any, *, for_writing: bool = True) -> list[tuple[str, T
 def distinct_tensors(
     walked: Iterable[tuple[str, Tensor]], *, for_writing: bool = True
 ) -> list[tuple[str, Tensor]]:
-    """Return the tensors of `walk` that `named_tensors` lists; raise as it does."""
+    """Return the distinct tensors among those that `walk` has returned. Raises the ValueErrors of `named_tensors`."""
     seen: dict[int, list[Tensor]] = {}
     named: list[tuple[str, Tensor]] = []
     for name, tensor in walked:
@@ -62,10 +62,10 @@ def distinct_tensors(
 
 
 def walk(target: Any) -> list[tuple[str, Tensor]]:
-    """Return all tensors of a target with their names; some may occur more than once. See `named_tensors`.
+    """Return all tensors of a target with their names. A tensor may occur more than once. See `named_tensors`.
 
     Raises:
-        TypeError: the target is or contains something else.
+        TypeError: the target has another type, or contains a leaf that is not a tensor.
     """
     if isinstance(target, nn.Module):
         kind = type(target)
@@ -78,7 +78,7 @@ def walk(target: Any) -> list[tuple[str, Tensor]]:
 
 
 def _walk_module(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the same as named_parameters() and named_buffers(), in one walk; tied tensors occur more than once."""
+    """Return the same tensors as named_parameters() and named_buffers(), in one walk. Tied tensors occur repeatedly."""
     parameters: list[tuple[str, Tensor]] = []
     buffers: list[tuple[str, Tensor]] = []
     _collect(module, "", set(), parameters, buffers)
@@ -116,7 +116,7 @@ def _walk_tree(tree: Any) -> Iterator[tuple[str, Tensor]]:
             where = f" at {path}" if path else ""
             raise TypeError(
                 f"expected the target to be a Module, an Optimizer, a Tensor, or dicts, lists and tuples of tensors, "
-                f"got {what_it_is(leaf)}{where}: take it out, or make it a tensor"
+                f"got {what_it_is(leaf)}{where}: remove this value, or convert it to a tensor"
             )
         yield path or "tensor", leaf
 
@@ -125,34 +125,40 @@ def check_dense(name: str, tensor: Tensor) -> None:
     """Raise if a tensor does not hold its values in its own dense memory.
 
     Raises:
-        ValueError: the tensor is lazy, nested, sparse, quantized, on the meta device, or a subclass that wraps others
-            (DTensor).
+        ValueError: the tensor is lazy, nested, sparse, quantized, on the meta device, or of a subclass that wraps other
+            tensors (DTensor).
 
     Example:
         >>> check_dense("x", torch.eye(2).to_sparse())
         Traceback (most recent call last):
-        ValueError: expected x to be a dense tensor, got torch.sparse_coo: pass its values, or to_dense()
+        ValueError: expected x to be a dense tensor, got torch.sparse_coo: pass x.values() or x.to_dense()
     """
     if type(tensor) not in _OWN_MEMORY and is_lazy(tensor):
-        raise ValueError(f"{name} is lazy, it has no shape yet: run one forward with a real batch first")
+        raise ValueError(
+            f"expected {name} to have a shape, got a lazy tensor: run one forward with a real batch first"
+        )
     if tensor.is_nested:
-        raise ValueError(f"expected {name} to be a dense tensor, got a nested one: pass its parts (unbind())")
+        raise ValueError(
+            f"expected {name} to be a dense tensor, got a nested tensor: pass its parts, {name}.unbind()"
+        )
     if type(tensor) not in _OWN_MEMORY and hasattr(tensor, "__tensor_flatten__"):
         raise ValueError(
-            f"{name} is a {type(tensor).__name__}, which wraps other tensors: pass the wrapped ones "
-            "(a DTensor's to_local())"
+            f"expected {name} to be a dense tensor, got a {type(tensor).__name__}, which wraps other tensors: pass the "
+            "wrapped tensors (to_local() of a DTensor)"
         )
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"expected {name} to be a dense tensor, got {tensor.layout}: pass its values, or to_dense()"
+            f"expected {name} to be a dense tensor, got {tensor.layout}: pass {name}.values() or {name}.to_dense()"
         )
     if tensor.is_quantized:
         raise ValueError(
-            f"expected {name} to be a dense tensor, got a quantized one ({tensor.dtype}): pass int_repr(), or "
-            "dequantize()"
+            f"expected {name} to be a dense tensor, got a quantized tensor of type {tensor.dtype}: pass "
+            f"{name}.int_repr() or {name}.dequantize()"
         )
     if tensor.is_meta:
-        raise ValueError(f"{name} is on the meta device, it has no values: materialize it first (to_empty)")
+        raise ValueError(
+            f"expected {name} to have values, got a tensor on the meta device: materialize it first, by to_empty()"
+        )
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
@@ -163,8 +169,8 @@ def _check_writable(name: str, tensor: Tensor) -> None:
     )
     if repeats:
         raise ValueError(
-            f"{name} is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): several elements "
-            "share one place in memory and cannot be written; clone() it first"
+            f"expected {name} to be writable in place, got an expanded tensor (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}), in which several elements have the same memory: pass {name}.clone()"
         )
 
 
@@ -179,16 +185,17 @@ def _identity(tensor: Tensor) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory holds the values in order: no strides, no pending conjugation or negation."""
+    """Return whether the memory holds the values in order: contiguous, without pending conjugation or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Mark an in-place change for autograd: a later backward through a graph that saved a tensor raises torch's error.
+    """Mark tensors as changed in place, so that a backward through a graph that saved one of them raises torch's error.
 
     Inference tensors are in no graph and have no version counter.
     """
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    if tensors:
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -204,7 +211,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
-    """Return views of at most `cap_bytes` each that make up a tensor, row by row; they depend on its shape only.
+    """Divide a tensor into views of at most `cap_bytes` each, row by row. The division depends on the shape only.
 
     Example:
         >>> [part.shape[0] for part in parts_of(torch.zeros(5, 2), 17)]
@@ -219,15 +226,13 @@ def parts_of(tensor: Tensor, cap_bytes: int) -> list[Tensor]:
 
 
 def as_flat(tensor: Tensor) -> Tensor:
-    """Return the memory of a plain tensor, (numel,).
-
-    For a single element `view(-1)` would keep the stride, whatever it is, so it is not used.
-    """
+    """Return the memory of a plain tensor as a view, (numel,)."""
+    # For a single element `view(-1)` would keep the stride, which may have any value.
     return tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.view(-1)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor outside of autograd, as real numbers: a complex number is a pair."""
+    """Return the memory of a tensor as real numbers, outside of autograd. A complex number becomes a pair."""
     data = tensor.data
     if not data.is_complex():
         return data

@@ -1,4 +1,4 @@
-"""The rider interface: a rider is a small fact that every rank must learn from every other rank in the same step."""
+"""The interface of a rider: a small fact that every rank reports to all other ranks in each step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words that all ranks reported for one rider in one step; the same on every rank.
+    """The words that all ranks reported for one rider in one step. Every rank has the same words.
 
     Example:
         >>> from syncline.transport.threads import ThreadGroup
@@ -43,11 +43,11 @@ class Words:
     """
 
     of_rank: tuple[int | None, ...]
-    """One word per rank; None for a rank that has no inputs left and takes part with zeros (see `join`)."""
+    """One word per rank. It is None for a rank that has no inputs left and takes part with zeros (see `join`)."""
     step: int
     """The step that has just been reduced."""
     transport: Transport
-    """The transport over which details are exchanged, by all ranks or by none."""
+    """The transport over which the ranks exchange details. Either all ranks do so, or none."""
 
     @property
     def rank(self) -> int:
@@ -55,7 +55,7 @@ class Words:
 
     @property
     def active(self) -> Mapping[int, int]:
-        """The words of the ranks that have inputs, by rank."""
+        """The words of the ranks that still have inputs, by rank."""
         return {rank: word for rank, word in enumerate(self.of_rank) if word is not None}
 
     @property
@@ -64,11 +64,11 @@ class Words:
 
     @property
     def any_set(self) -> bool:
-        """Whether any rank reported something."""
+        """Whether any rank reported a word other than 0."""
         return any(self.of_rank)
 
     def exchange(self, lines: Sequence[str]) -> list[list[str]]:
-        """Gather lines of text from all ranks; a collective call. A rank without inputs sends no lines."""
+        """Gather lines of text from all ranks. This is a collective call. A rank without inputs sends no lines."""
         mine = [] if self.of_rank[self.rank] is None else list(lines)
         return [json.loads(row) for row in self.transport.all_gather_bytes(json.dumps(mine).encode())]
 
@@ -79,22 +79,29 @@ class Reduced:
 
     step: int
     buckets: Sequence[Holder]
-    """The buckets that were handed out; empty on a rank that took part with zeros."""
+    """The buckets whose results were written to `.grad`; empty on a rank that took part with zeros."""
     can_overflow: bool
-    """Whether finite gradients may have given a result that is not finite, because a sum was sent or a hook reduced."""
+    """Whether the result may be infinite or NaN although all gradients are finite, because a sum was sent or a
+    communication hook reduced the buckets."""
     is_mean: bool
     """Whether each bucket holds the mean over all ranks, the same on every rank."""
     any_nonfinite: bool
-    """Whether some rank reported that its own gradients are not finite."""
+    """Whether some rank reported that its own gradients are not finite, before they were reduced."""
 
 
 class Rider:
     """One fact per rank and step: a word that this rank reports, and a conclusion that all ranks draw from all words.
 
-    A synchronized backward calls these methods in this order: `begin_step`; `look_at` for each bucket before it is
-    sent; `word` when the last bucket is sent; `hear`, or `hear_silence` if no rank reported anything; `conclude` when
-    `.grad` holds the result; and `forget`, even after an error. If `hear` or `conclude` raises, it raises on every
-    rank.
+    A synchronized backward calls the methods in this order:
+
+    1. `begin_step`;
+    2. `look_at` for each bucket, before the bucket is sent;
+    3. `word`, when the last bucket is sent;
+    4. `receive`, or `receive_nothing` if no rank reported anything;
+    5. `conclude`, when `.grad` holds the result;
+    6. `forget`, even after an error.
+
+    If `receive` or `conclude` raises an error, every rank raises it.
 
     Attributes:
         num_bits: the number of bits of a word.
@@ -103,7 +110,7 @@ class Rider:
     num_bits: int
 
     def begin_step(self, step: int) -> None:
-        """Prepare for a backward that is reduced.
+        """Prepare for a backward whose gradients will be reduced.
 
         Args:
             step: the step that begins.
@@ -113,38 +120,41 @@ class Rider:
         """Read this rank's gradients before they are sent."""
 
     def word(self, backward: Backward) -> int:
-        """Return this rank's word, from 0 (nothing to report) to 2**num_bits - 1.
+        """Return this rank's word, from 0 (nothing to report) to `2**num_bits - 1`.
 
         Args:
             backward: the backward that is being reduced.
         """
         return 0
 
-    def hear(self, words: Words) -> None:
-        """Read the words of all ranks, and draw the conclusion before anything is applied."""
+    def receive(self, words: Words) -> None:
+        """Read the words of all ranks, and decide before the result is written to `.grad`."""
 
-    def hear_silence(self, step: int) -> None:
-        """Note that no rank reported anything in this step, for any rider."""
+    def receive_nothing(self, step: int) -> None:
+        """Handle a step in which no rank reported anything for any rider."""
 
     def conclude(self, reduced: Reduced) -> None:
-        """Act on the result in `.grad`. Called after `hear` in each reduced step."""
+        """Act on the result in `.grad`. Called after `receive` in each reduced step."""
 
     def forget(self) -> None:
-        """Reset what belongs to one backward; called when it is over."""
+        """Reset the state of one backward. Called at its end, even after an error."""
 
 
 class Riders:
-    """All riders of a reducer, in the order in which they draw their conclusions; the same on all ranks."""
+    """All riders of a reducer, in the order in which they conclude; the same on all ranks."""
 
     def __init__(self, riders: Sequence[Rider], transport: Transport) -> None:
+        def overriding(method: str) -> list[Rider]:
+            return [rider for rider in riders if getattr(type(rider), method) is not getattr(Rider, method)]
+
         self._riders = riders
         self._transport = transport
         # Calling an empty method costs about as much as calling a short one, so only overridden methods are called.
-        self._beginning = [one for one in riders if type(one).begin_step is not Rider.begin_step]
-        self._looking = [one for one in riders if type(one).look_at is not Rider.look_at]
-        self._hearing_silence = [one for one in riders if type(one).hear_silence is not Rider.hear_silence]
-        self._concluding = [one for one in riders if type(one).conclude is not Rider.conclude]
-        self._forgetting = [one for one in riders if type(one).forget is not Rider.forget]
+        self._beginning = overriding("begin_step")
+        self._looking = overriding("look_at")
+        self._receiving_nothing = overriding("receive_nothing")
+        self._concluding = overriding("conclude")
+        self._forgetting = overriding("forget")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -152,33 +162,33 @@ class Riders:
         return tuple(rider.num_bits for rider in self._riders)
 
     def begin_step(self, step: int) -> None:
-        """Begin a backward that is reduced."""
+        """Prepare all riders for a backward whose gradients will be reduced."""
         for rider in self._beginning:
             rider.begin_step(step)
 
     def look_at(self, bucket: Holder) -> None:
-        """Show the riders a bucket before it is sent."""
+        """Let the riders read a bucket before it is sent."""
         for rider in self._looking:
             rider.look_at(bucket)
 
     def words(self, backward: Backward) -> list[int]:
-        """Return this rank's words."""
+        """Return this rank's words, one per rider."""
         return [rider.word(backward) for rider in self._riders]
 
-    def hear(self, rows: Sequence[Sequence[int] | None], step: int) -> None:
-        """Give each rider its words from all ranks.
+    def receive(self, rows: Sequence[Sequence[int] | None], step: int) -> None:
+        """Pass each rider the words that all ranks reported for it.
 
         Args:
-            rows: the words of each rank; None for a rank without inputs. Empty if no rank reported anything.
+            rows: the words of each rank, or None for a rank without inputs; empty if no rank reported anything.
             step: the step that was reduced.
         """
         if not rows:
-            for rider in self._hearing_silence:
-                rider.hear_silence(step)
+            for rider in self._receiving_nothing:
+                rider.receive_nothing(step)
             return
         for at, rider in enumerate(self._riders):
             of_rank = tuple(None if row is None else row[at] for row in rows)
-            rider.hear(Words(of_rank, step, self._transport))
+            rider.receive(Words(of_rank, step, self._transport))
 
     def conclude(self, reduced: Reduced) -> None:
         """Let the riders act on the result in `.grad`."""

@@ -1,7 +1,7 @@
-"""The schedule by which the leaves of a replica are compared.
+"""The schedule by which the leaves (the tensors and integers) of a replica are compared.
 
-They are divided into slices, and each step compares one slice, so that the whole replica has been compared after a
-fixed number of steps.
+The leaves are divided into slices. Each step compares one slice, so that a fixed number of steps compares the whole
+replica.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.equality.fingerprint import SliceHash
+from syncline.equality.fingerprint import SliceHash, mixed
 from syncline.equality.leaves import Leaf, optimizer_leaves_of
 
 _OVERHEAD_BYTES = 1 << 14
-"""Fixed cost of hashing one more tensor of any size, as the number of bytes that take as long to hash."""
+"""Fixed cost of hashing a tensor of any size, given as the number of bytes that take as long to hash."""
 
 _LEAST_BYTES = 1 << 18
-"""Least cost of a slice. If there is less to compare per slice, there are fewer slices."""
+"""Least cost of a slice. A small replica is divided into fewer slices."""
 
 _LISTED_ANEW = 8
 """The tensors are listed again at least once in this many rotations of `every` steps."""
@@ -34,14 +34,16 @@ class Piece(NamedTuple):
     leaf: int
     """Index of the tensor."""
     start: int
+    """Index of the first element."""
     stop: int
+    """Index after the last element."""
 
 
 def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Piece, ...]]:
-    """Divide tensors among slices of about the same cost, in order; large tensors are cut.
+    """Divide tensors among slices of about the same cost, in order. Large tensors are cut.
 
     Args:
-        sizes: (numel, itemsize) of each tensor. A tensor without elements is one piece, too.
+        sizes: (numel, itemsize) of each tensor. A tensor without elements is one piece.
         num_slices: the number of slices; some may be empty.
 
     Example:
@@ -73,7 +75,9 @@ def rotation(sizes: Sequence[tuple[int, int]], num_slices: int) -> list[tuple[Pi
 
 
 def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece, ...]]:
-    """Divide tensors among turns, as `rotation` does; if there is little data, some turns are empty, evenly spread.
+    """Divide tensors among turns, as `rotation` does among slices. With little data, some turns are empty.
+
+    The turns that are not empty are evenly spread.
 
     Example:
         >>> [len(pieces) for pieces in spread([(50_000, 4), (50_000, 4)], 5)]
@@ -88,35 +92,46 @@ def spread(sizes: Sequence[tuple[int, int]], num_turns: int) -> list[tuple[Piece
 
 
 class Coverage:
-    """Leaves divided into slices, where the step number alone determines which slice has its turn.
+    """Leaves divided into slices, the hashes of the slices that are compared next, and when all ranks last agreed.
 
-    Ranks may list their leaves at different times. So nothing is counted here, and the division depends only on names
-    and sizes.
+    The step number alone determines which slice has its turn. Ranks may list their leaves at different times. So the
+    slices depend on the names and sizes of the leaves only, and not on the number of steps since the leaves were
+    listed.
 
     Args:
-        leaves: the leaves; the same on all ranks.
-        num_slices: the number of slices, and so of steps until every leaf has had its turn.
+        every: the number of slices. This is also the number of steps that compare all leaves.
         agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], num_slices: int, agreed_at: int | None) -> None:
-        self.leaves = leaves
-        self._forms = _forms(leaves)
-        self._slices = spread([form[1:] for form in self._forms], num_slices)
-        self._agreed_at = [agreed_at] * num_slices
+    def __init__(self, every: int, agreed_at: int | None) -> None:
+        self.leaves: Sequence[Leaf] = ()
+        self.hashes: list[SliceHash] = []
+        """The hashes since the last comparison."""
+        self._steps = range(0)
+        """The steps whose slices were hashed last."""
+        self._forms: list[tuple[str, int, int]] | None = None
+        """Name, numel and itemsize of each leaf; None before the leaves are listed."""
+        self._slices: list[tuple[Piece, ...]] = [()] * every
+        self._agreed_at = [agreed_at] * every
+        """The step at which all ranks last agreed on each slice; None if unknown."""
 
-    def found_again(self, leaves: Sequence[Leaf]) -> Coverage:
-        """Return the coverage of the leaves as they are now: this object if names and sizes have not changed."""
-        if _forms(leaves) == self._forms:
-            self.leaves = leaves
-            return self
-        found = Coverage(leaves, len(self._slices), self.all_agreed_at)
-        before = {leaf.name: agreed for leaf, agreed in zip(self.leaves, self._agreed_by_leaf(), strict=True)}
-        for index, pieces in enumerate(found._slices):
-            known = [leaves[piece.leaf].name for piece in pieces if leaves[piece.leaf].name in before]
-            if known:
-                found._agreed_at[index] = _earliest(before[name] for name in known)
-        return found
+    @property
+    def is_listed(self) -> bool:
+        """Whether the leaves have been listed."""
+        return self._forms is not None
+
+    def list_again(self, leaves: Sequence[Leaf]) -> None:
+        """Replace the leaves by the present leaves of the replica, and divide them again if names or sizes differ."""
+        forms = _forms(leaves)
+        if forms != self._forms:
+            agreed_by_leaf, agreed_on_all = self._agreed_by_leaf(), self.all_agreed_at
+            before = {leaf.name: agreed for leaf, agreed in zip(self.leaves, agreed_by_leaf, strict=True)}
+            self._forms, self._slices = forms, spread([form[1:] for form in forms], len(self._slices))
+            for index, pieces in enumerate(self._slices):
+                names = [leaves[piece.leaf].name for piece in pieces]
+                known = [before[name] for name in names if name in before]
+                self._agreed_at[index] = _earliest(known) if known else agreed_on_all
+        self.leaves = leaves
 
     def _agreed_by_leaf(self) -> list[int | None]:
         found: list[list[int | None]] = [[] for _ in self.leaves]
@@ -125,23 +140,35 @@ class Coverage:
                 found[piece.leaf].append(agreed)
         return [_earliest(agreed) for agreed in found]
 
-    def hashed(self, steps: range) -> SliceHash | None:
-        """Return the hash of the pieces whose turn it is in these steps; None if there are none."""
+    def hash(self, steps: range) -> None:
+        """Hash the pieces whose turn it is in these steps."""
+        self._steps = steps
         pieces = [piece for index in self._indices(steps) for piece in self._slices[index]]
-        found = SliceHash()
+        if not pieces:
+            return
+        one = SliceHash()
         for index, start, stop in pieces:
             leaf = self.leaves[index]
-            found.add(index, leaf.value(), start, stop, in_memory_order=leaf.has_agreed_strides)
-        return found if pieces else None
+            one.add(index, leaf.value(), start, stop, in_memory_order=leaf.has_agreed_strides)
+        self.hashes.append(one)
+
+    def hashes_by_leaf(self) -> dict[int, int]:
+        """Return one hash per leaf, of all pieces that were hashed, by the leaf's index."""
+        found: dict[int, int] = {}
+        for one in self.hashes:
+            for leaf, number in one.by_leaf().items():
+                found[leaf] = mixed(found.get(leaf, 0), number)
+        return found
+
+    def agreed(self, at: int) -> None:
+        """Record that the hashes were equal on all ranks at step `at`."""
+        if self.hashes:
+            for index in self._indices(self._steps):
+                self._agreed_at[index] = at
 
     def all_agreed(self, at: int | None) -> None:
-        """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
+        """Record that all leaves were equal on all ranks at step `at`; None if that is no longer known."""
         self._agreed_at = [at] * len(self._slices)
-
-    def agreed(self, steps: range, at: int) -> None:
-        """Record that the slices of these steps were equal on all ranks at step `at`."""
-        for index in self._indices(steps):
-            self._agreed_at[index] = at
 
     def _indices(self, steps: range) -> list[int]:
         return sorted({step % len(self._slices) for step in steps[: len(self._slices)]})
@@ -153,9 +180,8 @@ class Coverage:
     @property
     def all_agreed_at(self) -> int | None:
         """The last step at which all ranks agreed on every leaf; None if unknown."""
-        return _earliest(
-            agreed for agreed, pieces in zip(self._agreed_at, self._slices, strict=True) if pieces
-        )
+        slices = zip(self._agreed_at, self._slices, strict=True)
+        return _earliest(agreed for agreed, pieces in slices if pieces or not self.is_listed)
 
 
 def _earliest(steps: Iterable[int | None]) -> int | None:
@@ -172,65 +198,17 @@ def _forms(leaves: Sequence[Leaf]) -> list[tuple[str, int, int]]:
     return forms
 
 
-class Turns:
-    """The slices of some leaves that were hashed since the last comparison, and when all ranks last agreed on them.
-
-    Args:
-        every: the number of steps until every leaf has had its turn.
-        agreed_at: the step at which all ranks last agreed on the leaves; None if unknown.
-    """
-
-    def __init__(self, every: int, agreed_at: int | None) -> None:
-        self.coverage: Coverage | None = None
-        """The slices; None before the leaves are listed."""
-        self.hashes: list[SliceHash] = []
-        self._every = every
-        self._agreed_at = agreed_at
-        self._steps = range(0)
-
-    def list_again(self, leaves: Sequence[Leaf]) -> None:
-        """Take the leaves as they are now."""
-        if self.coverage is None:
-            self.coverage = Coverage(leaves, self._every, self._agreed_at)
-        else:
-            self.coverage = self.coverage.found_again(leaves)
-
-    def hash(self, steps: range) -> None:
-        """Hash the slices whose turn it is in these steps."""
-        assert self.coverage is not None
-        self._steps = steps
-        found = self.coverage.hashed(steps)
-        if found is not None:
-            self.hashes.append(found)
-
-    def agreed(self, at: int) -> None:
-        """Record that the hashes were equal on all ranks at a step."""
-        if self.hashes and self.coverage is not None:
-            self.coverage.agreed(self._steps, at)
-
-    def all_agreed(self, at: int | None) -> None:
-        """Record that all leaves were equal on all ranks at a step; None if that is no longer known."""
-        self._agreed_at = at
-        if self.coverage is not None:
-            self.coverage.all_agreed(at)
-
-    @property
-    def all_agreed_at(self) -> int | None:
-        """The last step at which all ranks agreed on every leaf; None if unknown."""
-        return self._agreed_at if self.coverage is None else self.coverage.all_agreed_at
-
-
 class Listing:
     """The leaves of parameters and of the optimizers' state, listed again when the state may have changed.
 
-    State of an optimizer appears with its first step, and loading replaces it. Listing takes microseconds per tensor,
-    so it is done again only if something was added, and once in a number of rotations.
+    The state of an optimizer appears with its first step, and loading replaces it. Listing takes microseconds per
+    tensor. So the leaves are listed again only if something was added, and once in a number of rotations.
 
     Args:
         parameters: the leaves of the parameters.
         optimizers: returns the optimizers whose state has to be equal at present.
         own: ids of the parameters.
-        every: the number of steps of a rotation.
+        every: the number of steps of a rotation, which compares all leaves.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ _MAX_WATCHED_TENSORS = 8
 
 
 class Forwards(Rider):
-    """Count of the forwards that wait for a backward; 255, the largest word, stands for 255 or more.
+    """A count of the forwards that wait for a backward; 255, the largest word, stands for 255 or more.
 
     Example:
         >>> import torch
@@ -41,7 +41,7 @@ class Forwards(Rider):
 
     def __init__(self) -> None:
         self.num_waiting = 0
-        """Forwards since the last reduction that no backward has reached."""
+        """Number of forwards since the last reduction that no backward has reached."""
         self.era = 0
         """Number of reductions that left forwards waiting; forwards of an earlier era no longer count."""
         self._has_warned = False
@@ -64,7 +64,7 @@ class Forwards(Rider):
         """Return the number of waiting forwards, at most 255."""
         return min(self.num_waiting, 255)
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Warn on rank 0, once, if some ranks ran a forward without a backward and others did not."""
         waiting = words.active
         if self._has_warned or len(set(waiting.values())) < 2:
@@ -77,21 +77,21 @@ class Forwards(Rider):
         counts = ", ".join(f"rank {rank}: {number}" for rank, number in waiting.items())
         warn_user(
             f"step {words.step}, backward: {describe_ranks(ahead)} ran forwards in training mode that had no backward "
-            f"({counts}). If a batch was skipped there (its loss was not finite, say), the ranks now average gradients "
-            "of different batches, and that rank will run out of batches before the others: decide on all ranks "
-            "whether to skip, by sl.mean of a flag. If these forwards need no backward, run them under torch.no_grad() "
-            "or through ddp.module. This warning comes once"
+            f"({counts}). If {describe_ranks(ahead)} skipped a batch (because its loss was not finite, for example), "
+            "the ranks now average gradients of different batches, and will not run out of batches in the same step. "
+            "Let all ranks skip the same batches: compute sl.mean of a flag. If these forwards need no backward, run "
+            "them under torch.no_grad() or through ddp.module. This warning comes only once"
         )
 
     def forget(self) -> None:
-        """Reset the count after a reduction, so that forwards that wait now do not count in the next one."""
+        """Reset the count after a reduction, so that the next reduction counts only later forwards."""
         if self.num_waiting:
             self.num_waiting = 0
             self.era += 1
 
 
 class _Watch:
-    """The hook on the tensors of one output; it counts the first of them that gets a gradient."""
+    """The hook on the tensors of one output. The first tensor that gets a gradient ends the wait for a backward."""
 
     __torch_unserializable__ = True  # pickling an output leaves the hook out
 

@@ -1,21 +1,22 @@
-"""`normalize_by`: summed gradients divided by the global number of items behind them, and the bookkeeping for it.
+"""Division of summed gradients by the global number of items behind them (`normalize_by`), and a count of the items.
 
 A loss that is the *sum* over items (tokens, samples) gives gradients that can be added over ranks and micro-batches.
-One division by the global number of items is then exact, even if batches have unequal sizes
-(huggingface/transformers issue 34242 shows the error of averaging means of means).
+One division by the global number of items is then exact, even if batches have unequal sizes. A mean of the ranks'
+means is not (see huggingface/transformers issue 34242).
 
 Three numbers are kept:
 
 - the items of the open `normalize_by` block;
 - the items of micro-batches that have not been reduced yet;
-- the global total behind gradients that were reduced and are still in `.grad`. They are there as a mean
-  (`reduced_total`) or, once more gradients are to be added to them, as this rank's part of the sum ("carried").
+- the global total behind gradients that were reduced and are still in `.grad`. `.grad` holds their mean
+  (`reduced_total`) or, once more gradients are to be added, this rank's part of their sum (`carried_total`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +27,14 @@ from syncline.checks import checked_count
 from syncline.errors import SynclineError
 from syncline.gradients.backward import Backward
 from syncline.gradients.riders.base import Rider, Words
-from syncline.words import describe_ranks
+from syncline.words import describe_ranks, format_count
 
 MAX_ITEMS: int = 2**48 - 1
 """The largest item count that one rank may report for one synchronized backward (about 2.8e14)."""
 
 
 def checked_num_items(num_items: Any) -> int:
-    """Return `num_items` as an int; integers of any kind (0-d tensors too) are accepted.
+    """Return `num_items` as an int. Integers of any kind are accepted, also in tensors of one element.
 
     Raises:
         TypeError: `num_items` is not an integer.
@@ -44,108 +45,98 @@ def checked_num_items(num_items: Any) -> int:
     return checked_count("num_items", count, at_least=0, at_most=MAX_ITEMS)
 
 
+@dataclass(slots=True)
 class ItemCount:
-    """The items behind this rank's unreduced gradients, and the global total behind reduced ones."""
+    """The items behind this rank's unreduced gradients, and the global total behind reduced gradients."""
 
-    def __init__(self) -> None:
-        self._open: int | None = None
-        self._open_was_used = False
-        self._unreduced: int | None = None
-        self._num_uncounted_backwards = 0
-        self._carried_total: int | None = None
-        self.reduced_total: int | None = None
-        """Global items behind the mean that a reduction left in `.grad`."""
+    unreduced: int | None = None
+    """Items behind gradients that were not reduced yet; None if no items were counted."""
+    num_uncounted_backwards: int = 0
+    """Number of backwards outside of `normalize_by` since the last reduction."""
+    carried_total: int | None = None
+    """Global items behind a mean that was turned into this rank's part of the sum; None if there is no such mean."""
+    reduced_total: int | None = None
+    """Global items behind the mean that a reduction left in `.grad`; None if there is no such mean."""
+    open_was_used: bool = False
+    """Whether a backward ran inside the open `normalize_by` block."""
+    _open: int | None = None
+    """The items of the open `normalize_by` block; None if no block is open."""
 
     @property
     def anything_behind_gradients(self) -> bool:
-        """Whether this bookkeeping knows of earlier backwards that may have left gradients in `.grad`."""
-        totals = (self._unreduced, self._carried_total, self.reduced_total)
-        return totals != (None, None, None) or self._num_uncounted_backwards > 0
+        """Whether earlier backwards may have left gradients in `.grad`, as far as they were counted here."""
+        totals = (self.unreduced, self.carried_total, self.reduced_total)
+        return totals != (None, None, None) or self.num_uncounted_backwards > 0
 
     @property
     def is_open(self) -> bool:
         return self._open is not None
 
-    @property
-    def open_was_used(self) -> bool:
-        """Whether a backward ran inside the open `normalize_by` block."""
-        return self._open_was_used
-
     def open(self, num_items: int) -> None:
         if self._open is not None:
             raise ValueError(
-                "normalize_by blocks do not nest: leave the first one before you enter the second"
+                "a normalize_by block was entered inside of another normalize_by block: leave the first block before "
+                "you enter the second"
             )
         self._open = num_items
-        self._open_was_used = False
+        self.open_was_used = False
 
     def close(self) -> None:
         self._open = None
-        self._open_was_used = False
+        self.open_was_used = False
 
     def backward_begins(self) -> None:
         """Count the open block's items once, at its first backward."""
         if self._open is None:
-            self._num_uncounted_backwards += 1
-        elif not self._open_was_used:
-            self._open_was_used = True
-            self._unreduced = (self._unreduced or 0) + self._open
-
-    @property
-    def unreduced(self) -> int | None:
-        """Items behind gradients that were not reduced yet; None if no items were counted."""
-        return self._unreduced
-
-    @property
-    def num_uncounted_backwards(self) -> int:
-        """Number of backwards outside of `normalize_by` since the last reduction."""
-        return self._num_uncounted_backwards
-
-    @property
-    def carried_total(self) -> int | None:
-        """Global items behind a mean that was turned into this rank's part of the sum; None if there is none."""
-        return self._carried_total
+            self.num_uncounted_backwards += 1
+        elif not self.open_was_used:
+            self.open_was_used = True
+            self.unreduced = (self.unreduced or 0) + self._open
 
     def take_for_reduction(self) -> int | None:
         """Return the items to report with a synchronized backward; None if no items were counted.
 
         Raises:
             ValueError: some micro-batches were counted and others were not. Their gradients are already added up, and
-                no divisor is right for both.
+                no divisor is right for the sum.
         """
-        counted, uncounted = self._unreduced, self._num_uncounted_backwards
-        self._unreduced, self._num_uncounted_backwards = None, 0
+        counted, uncounted = self.unreduced, self.num_uncounted_backwards
+        self.unreduced, self.num_uncounted_backwards = None, 0
         if counted is not None and uncounted:
             raise ValueError(
-                f"{uncounted} backward(s) outside of normalize_by were accumulated with gradients counted by "
-                "normalize_by: put every micro-batch of one synchronized step inside normalize_by, or none"
+                f"the gradients of {format_count(uncounted, 'backward')} outside of normalize_by were added to "
+                "gradients of backwards inside of normalize_by, so no divisor is right for the sum: put every "
+                "micro-batch of a synchronized step inside of normalize_by, or none"
             )
         return counted
 
     def reduced(self, num_items: int) -> int:
-        """Record a reduction of `num_items` (over all ranks); return the items behind its result, carried ones too."""
-        self.reduced_total = num_items + (self._carried_total or 0)
-        self._carried_total = None
+        """Record a reduction of `num_items` items over all ranks; return the items behind the result.
+
+        The result also contains the gradients whose items were carried.
+        """
+        self.reduced_total = num_items + (self.carried_total or 0)
+        self.carried_total = None
         return self.reduced_total
 
     def carry(self, num_ranks: int) -> float:
         """Mark the reduced mean as carried; return the factor that turns it into each rank's part of the sum."""
         assert self.reduced_total is not None
-        self._carried_total, self.reduced_total = self.reduced_total, None
-        return self._carried_total / num_ranks
+        self.carried_total, self.reduced_total = self.reduced_total, None
+        return self.carried_total / num_ranks
 
     def uncarry(self, num_ranks: int) -> float:
-        """Undo `carry`, because nothing was added; return the factor that `carry` returned."""
-        assert self._carried_total is not None
-        total = self._carried_total
-        self._carried_total, self.reduced_total = None, total
+        """Undo `carry`, because no gradients were added; return the factor that `carry` returned."""
+        assert self.carried_total is not None
+        total = self.carried_total
+        self.carried_total, self.reduced_total = None, total
         return total / num_ranks
 
     def forget(self) -> None:
         """Reset all counts after `.grad` was cleared."""
-        self._unreduced = None
-        self._num_uncounted_backwards = 0
-        self._carried_total = None
+        self.unreduced = None
+        self.num_uncounted_backwards = 0
+        self.carried_total = None
         self.reduced_total = None
 
 
@@ -165,7 +156,7 @@ class Standing(NamedTuple):
 
 
 class ItemNormalizer:
-    """The item count and its link to `.grad`: it stays right when gradients are added to, cleared or changed.
+    """The item count of some parameters. It stays right when the gradients in `.grad` are added to, cleared or changed.
 
     Args:
         parameters: the parameters whose gradients are counted.
@@ -179,7 +170,7 @@ class ItemNormalizer:
         self._versions: list[int | None] = []
 
     def follow(self, parameters: Sequence[Tensor], num_ranks: int) -> None:
-        """Use other parameters from now on, because the module or its group has changed; also inside of a block."""
+        """Use other parameters from now on, because the module or its group has changed. A block may be open."""
         before = {id(p): version for p, version in zip(self._parameters, self._versions, strict=False)}
         if before:
             self._versions = [
@@ -215,7 +206,7 @@ class ItemNormalizer:
         count = self.count
         if count.is_open:
             raise ValueError(
-                "gradients cannot be synchronized inside of a normalize_by block: leave it first"
+                "gradients cannot be synchronized inside of a normalize_by block: leave the block first"
             )
         unchanged = self._versions == self._current_versions()
         if count.anything_behind_gradients and self._were_cleared(unchanged=unchanged):
@@ -237,7 +228,7 @@ class ItemNormalizer:
         """Record that all of `.grad` is now a mean.
 
         Args:
-            is_known: whether it is the mean over the items that `total` returned, in this reduction or an earlier one.
+            is_known: whether the mean is over the number of items that `total` returned, in this reduction or before.
         """
         self.count.take_for_reduction()
         if is_known:
@@ -253,8 +244,9 @@ class ItemNormalizer:
         total = self.count.reduced(sum(num_items))
         if not total:
             raise ValueError(
-                f"step {step}: normalize_by counted 0 items on all {len(num_items)} rank(s), so the mean is "
-                "undefined: skip the step where no rank has items"
+                f"step {step}: expected normalize_by with at least 1 item on some rank, got 0 items on each of "
+                f"{format_count(len(num_items), 'rank')}, so the mean is undefined: skip a step in which no rank has "
+                "items"
             )
         return total
 
@@ -274,8 +266,8 @@ class ItemNormalizer:
             return False
         if not unchanged:
             raise ValueError(
-                "the gradients of an earlier backward under normalize_by were changed since (clipped, perhaps) and "
-                "not cleared, so nothing can be added to them exactly: call optimizer.zero_grad() first"
+                "the gradients of an earlier backward under normalize_by were changed afterwards (clipped, perhaps), "
+                "so further gradients cannot be added to them exactly: call optimizer.zero_grad() before normalize_by"
             )
         self._scale(self.count.carry(self._num_ranks))
         return True
@@ -298,21 +290,21 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 class Items(Rider):
-    """Report of the items behind this rank's gradients, under `normalize_by`."""
+    """A report of the number of items behind this rank's gradients, under `normalize_by`."""
 
     num_bits = 49
 
     def __init__(self) -> None:
         self.of_ranks: tuple[int, ...] = ()
-        """The items of all ranks in the step that was reported last; 0 for a rank without inputs."""
+        """The items of each rank in the last step; 0 for a rank without inputs."""
         self.any_counted = False
-        """Whether the gradients of that step are sums over items."""
+        """Whether the gradients of the last step are sums over items."""
 
     def word(self, backward: Backward) -> int:
-        """Return the number of items plus 1; 0 if they are not counted."""
+        """Return the number of items plus 1; 0 if items are not counted."""
         return 0 if backward.num_items is None else backward.num_items + 1
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Store the counts of all ranks.
 
         Raises:
@@ -322,9 +314,9 @@ class Items(Rider):
         if counted and len(counted) != len(words.active):
             others = sorted(set(words.active) - set(counted))
             raise SynclineError(
-                f"step {words.step}: {describe_ranks(counted)} ran this backward under normalize_by, "
-                f"{describe_ranks(others)} did not: the gradients have no common divisor. Use normalize_by on all "
-                "ranks (0 items is fine) or on none, then zero the gradients"
+                f"step {words.step}: {describe_ranks(counted)} ran this backward under normalize_by, but "
+                f"{describe_ranks(others)} did not, so the gradients have no common divisor. Clear the gradients, and "
+                "use normalize_by on all ranks (0 items are allowed) or on none"
             )
         self.any_counted = bool(counted)
         self.of_ranks = tuple(word - 1 if word else 0 for word in words.of_rank)

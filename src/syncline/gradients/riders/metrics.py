@@ -1,4 +1,4 @@
-"""Rider: metrics that are averaged over ranks, see `DistributedDataParallel.report`.
+"""Rider: metrics that are averaged over ranks (see `DistributedDataParallel.report`).
 
 Each rank's word holds its own means since the last synchronized backward, and their weights, as float32. Every rank
 receives all words and computes the means in float64, in rank order. So the means have the same bits on every rank.
@@ -35,7 +35,7 @@ class Metrics(Rider):
         >>> from syncline.gradients.backward import Backward, BackwardState
         >>> backward = Backward(step=1, state=BackwardState.FILLING)
         >>> words = (one.word(backward), other.word(backward))
-        >>> one.hear(Words(words, step=1, transport=ThreadGroup(2).transport(0)))
+        >>> one.receive(Words(words, step=1, transport=ThreadGroup(2).transport(0)))
         >>> one.last
         {'loss': 3.0}
     """
@@ -48,7 +48,7 @@ class Metrics(Rider):
         self._reports: list[tuple[Mapping[str, Any], float]] = []
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Keep values for the next synchronized backward. They are not read from a device before that."""
+        """Keep values for the next synchronized backward. Tensors are not read from their device before then."""
         self._reports.append((values, weight))
 
     def has_names(self, names: Iterable[str]) -> bool:
@@ -56,11 +56,11 @@ class Metrics(Rider):
         return set(names) <= set(self._names)
 
     def wanted_names(self) -> list[str]:
-        """Return all names: first those that were agreed on, then new ones in the order of the reports."""
+        """Return all names: first the names that ranks have agreed on, then new names in the order of the reports."""
         return list(dict.fromkeys([*self._names, *(name for values, _ in self._reports for name in values)]))
 
     def use_names(self, names: Sequence[str]) -> None:
-        """Report these metrics from now on; the same on all ranks. The caller must lay out the tail again."""
+        """Report these metrics from now on. All ranks pass the same names. The caller must lay out the tail again."""
         self._names = tuple(names)
         self.num_bits = _BITS * len(names)
 
@@ -74,11 +74,11 @@ class Metrics(Rider):
         rounded = torch.tensor(numbers, dtype=torch.float64).float().tolist()
         return int.from_bytes(struct.pack(f">{len(rounded)}f", *rounded), "big")
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Compute the means over ranks."""
         self._average(list(words.active.values()))
 
-    def hear_silence(self, step: int) -> None:
+    def receive_nothing(self, step: int) -> None:
         """Clear the means, because no rank reported anything."""
         self.last = {}
 
@@ -88,11 +88,11 @@ class Metrics(Rider):
         self._reports.clear()
 
     def forget(self) -> None:
-        """Drop the reported values at the end of a backward, because they have been averaged."""
+        """Drop this rank's values at the end of a backward, because they have been averaged."""
         self._reports.clear()
 
     def _own(self, name: str) -> tuple[float, float]:
-        """Return this rank's mean of a metric and its weight."""
+        """Return this rank's mean of a metric, and the weight of the mean."""
         own = [(float(number_in(values[name])), weight) for values, weight in self._reports if name in values]
         return _weighted_mean(own)
 
@@ -121,11 +121,11 @@ def check_metric(name: str, value: Any) -> Any:
         if isinstance(number, Real):
             return float(number)
         what = what_it_is(value)
-    raise TypeError(f"expected metrics to be real numbers or tensors of one element, got {what} for {name}")
+    raise TypeError(f"expected the metric {name} to be a real number or a tensor of one element, got {what}")
 
 
 def _weighted_mean(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean and the sum of the weights; a value of weight 0 does not count, even if it is NaN."""
+    """Return the mean and the sum of the weights. A value of weight 0 does not count, even if the value is NaN."""
     counted = [(value, weight) for value, weight in parts if weight]
     total = math.fsum(weight for _, weight in counted)
     if not total:

@@ -1,4 +1,4 @@
-"""Rider: the fingerprint of a slice of the replica, see `replica_watch.py`."""
+"""Rider: the fingerprint of a slice of the replica (see `replica_watch.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUM_SAMPLES = 64
 
 
 class Replicas(Rider):
-    """Report of the fingerprint of the slice whose turn it is."""
+    """A report of the fingerprint of the slice of the replica that this step compares."""
 
     num_bits = NUM_FINGERPRINT_BITS
 
@@ -21,13 +21,13 @@ class Replicas(Rider):
         self._reported: list[int] | None = None
 
     def use(self, watch: ReplicaWatch | None) -> None:
-        """Compare replicas by `watch` from now on. It takes over the state of the object that did so before."""
+        """Compare replicas by `watch` from now on. `watch` takes over the state of its predecessor."""
         if watch is not None and self.watch is not None:
             watch.continues(self.watch)
         self.watch = watch
 
     def begin_step(self, step: int) -> None:
-        """Hash the slice before anything writes."""
+        """Hash the slice of this step, before parameters or optimizer state change."""
         if self.watch is not None:
             at = step - self.watch.steps_before
             self.watch.begin(range(at, at + 1))
@@ -36,15 +36,16 @@ class Replicas(Rider):
         """Return the fingerprint; 0 if no part of the replica is compared in this step."""
         return 0 if self.watch is None else self.watch.fingerprint()
 
-    def hear(self, words: Words) -> None:
-        """Keep the fingerprints for `conclude`; replicas are compared last, because `.grad` may be applied even so."""
+    def receive(self, words: Words) -> None:
+        """Keep the fingerprints for `conclude`."""
+        # Replicas are compared last, because under "repair" and "warn" the optimizer steps all the same.
         self._reported = None if words.any_joined else list(words.active.values())
 
     def conclude(self, reduced: Reduced) -> None:
         """Compare the replicas.
 
         Raises:
-            ReplicaDivergence: replicas differ, see `ReplicaWatch.compare`; on every rank.
+            ReplicaDivergence: replicas differ (see `ReplicaWatch.compare`). Raised on every rank.
         """
         if self.watch is None or self._reported is None:
             return
@@ -66,5 +67,5 @@ def _looks_finite(bucket: Holder) -> bool:
     """Return whether a sample of the reduced elements, evenly spread, is finite."""
     values = (
         bucket.own()
-    )  # the bucket's memory, which holds the result by now; `handed_out` would list all its members
+    )  # this memory holds the result by now; `handed_out` would list all members of the bucket
     return bool(values[:: max(1, len(values) // _NUM_SAMPLES)].isfinite().all())

@@ -1,4 +1,4 @@
-"""The riders of one reducer, by name and in the order in which they conclude. A new rider is added here."""
+"""The riders of one reducer, by name and in the order in which they conclude. Add a new rider here."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from syncline.transport.base import Transport
 
 
 class Roster(Riders):
-    """All riders of a reducer; the same on all ranks.
+    """All riders of a reducer; every rank has the same riders.
 
     Args:
         names: names of all parameters, by index.
         transport: the transport between the ranks.
         options: the options of gradient synchronization.
         static: the counts of a static graph; None without `static_graph`.
-        gradients: returns the tensors in `.grad`, or those that represent them.
-        former: the riders whose state is taken over, because the module or its group has changed.
+        gradients: returns the tensors in `.grad`, or their stand-ins.
+        former: the riders whose state is taken over, because the module or its group has changed; None at first.
     """
 
     def __init__(

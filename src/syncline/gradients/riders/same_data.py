@@ -2,8 +2,8 @@
 
 A plain DataLoader without a sampler gives all ranks the same data, and no error shows it. So in the first synchronized
 backwards each rank reports a hash of some elements of its own gradients, read before they are reduced. If the data
-differ, the hashes nearly always differ in the first step, and nothing more is reported. If they are equal on all ranks
-in `_NUM_STEPS` steps, there is a warning.
+differ, the hashes nearly always differ in the first step, and nothing more is reported. If the hashes are equal on all
+ranks in `_NUM_STEPS` steps, rank 0 warns.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from syncline.gradients.riders.base import Holder, Rider, Words
 from syncline.user_code import warn_user
 
 _NUM_STEPS = 10
-"""Number of steps with equal hashes after which chance is ruled out."""
+"""Number of steps with equal hashes after which the equality cannot be an accident."""
 
 _MAX_STEPS = 30
-"""Number of steps after which the comparison ends, because steps whose gradients are all zero decide nothing."""
+"""Number of steps after which the comparison ends in any case. Steps whose gradients are all zero decide nothing."""
 
 _NUM_SAMPLES = 64
 """Number of elements of each bucket that are hashed."""
 
 
 class SameData(Rider):
-    """Comparison of this rank's gradients with those of the others, until it is known whether they differ.
+    """A comparison of the gradients of all ranks, until it is known whether they differ.
 
     Example:
         >>> SameData().is_open
@@ -38,9 +38,11 @@ class SameData(Rider):
 
     def __init__(self) -> None:
         self.is_open = True
-        """Whether the comparison goes on."""
+        """Whether the comparison continues."""
         self._seen = 0
+        """The hash of the elements sampled so far in this step."""
         self._is_zero = True
+        """Whether all of these elements are zero."""
         self._equal_steps: list[int] = []
         self._num_steps = 0
 
@@ -57,15 +59,15 @@ class SameData(Rider):
         """Return the hash of the sampled elements, 1 to 255; 0 if all of them are zero, or the comparison is over."""
         return 0 if self._is_zero or not self.is_open else 1 + self._seen % 255
 
-    def hear(self, words: Words) -> None:
-        """Decide, with the same result on all ranks, whether the data differ; warn on rank 0 if they do not."""
+    def receive(self, words: Words) -> None:
+        """Decide whether the data differ, with the same result on all ranks. Warn on rank 0 if the data are equal."""
         self._compare({0 if word is None else word for word in words.of_rank}, words.step)
         if len(self._equal_steps) == _NUM_STEPS and self.is_open:
             self.is_open = False
             if not words.rank:
                 warn_user(_text(self._equal_steps, len(words.of_rank)), SameDataWarning)
 
-    def hear_silence(self, step: int) -> None:
+    def receive_nothing(self, step: int) -> None:
         """Count a step in which all sampled gradients are zero."""
         self._compare(set(), step)
 
@@ -82,8 +84,9 @@ class SameData(Rider):
 
 def _text(steps: Sequence[int], num_ranks: int) -> str:
     return (
-        f"every rank computed the same gradients in steps {steps[0]} to {steps[-1]}: the {num_ranks} ranks train on "
-        "the same data, and do the work of one. Give the DataLoader sampler=sl.DistributedSampler(dataset), or seed "
-        "the generator that draws batches by rank. If this is intended (full batches), silence the warning: "
-        'warnings.filterwarnings("ignore", category=sl.SameDataWarning). This warning comes once'
+        f"every rank computed the same gradients in steps {steps[0]} to {steps[-1]}, so the {num_ranks} ranks train "
+        "on the same data. Pass sampler=sl.DistributedSampler(dataset) to the DataLoader, or seed the generator that "
+        "draws batches differently on each rank. If the ranks are meant to train on the same data, silence the "
+        "warning by "
+        'warnings.filterwarnings("ignore", category=sl.SameDataWarning). This warning comes only once'
     )

@@ -20,7 +20,7 @@ _MAX: int = 2**_NUM_BITS - 1
 
 
 class Settings(Rider):
-    """Comparison of the settings of attached optimizers: learning rates, other numbers, and how often they stepped."""
+    """A comparison of the settings of attached optimizers: learning rates, other settings, and the number of steps."""
 
     num_bits = _NUM_BITS
 
@@ -37,11 +37,11 @@ class Settings(Rider):
         return 1 + zlib.crc32(repr(settings).encode()) % _MAX
 
     def facts(self) -> list[str]:
-        """Return the settings as lines of text."""
+        """Return the settings of all attached optimizers as lines of text."""
         return [line for at, optimizer in enumerate(self.optimizers) for line in optimizer.describe(at)]
 
-    def hear(self, words: Words) -> None:
-        """Compare the settings.
+    def receive(self, words: Words) -> None:
+        """Compare the hashes of all ranks.
 
         Raises:
             ContractMismatch: attached optimizers differ; raised with the same text on every rank.
@@ -56,7 +56,8 @@ class Settings(Rider):
             describe_difference(
                 f"step {words.step}, backward: the attached optimizers",
                 shown,
-                remedy="Give all ranks the same settings (a scheduler stepped on one rank only?), and step the "
-                "optimizer as often on each. sl.broadcast_(optimizer) makes them rank 0's.",
+                remedy="Give the optimizers the same settings on all ranks (perhaps a scheduler was stepped on one "
+                "rank only), and step them equally often. sl.broadcast_(optimizer) copies the settings of rank 0 to "
+                "all ranks.",
             )
         )

@@ -1,7 +1,7 @@
 """Rider: this rank's vote on stopping, by which all ranks stop after the same step.
 
-A single rank may get the signal, and it must not act before the others know. So each rank votes. The votes travel with
-a backward that is reduced, at no extra cost, or else in a collective of their own.
+A single rank may get the signal, and must not stop before all other ranks have been informed. So each rank votes. The
+votes travel with the gradients of a synchronized backward, at no extra cost, or else in a collective of their own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class VoteRoute(Enum):
     """The way in which the votes travel; the same on all ranks."""
 
     GRADIENTS = "with gradients"
-    """Each synchronized backward carries them."""
+    """Each synchronized backward carries the votes."""
     COLLECTIVE = "in a collective of their own"
     GRADIENTS_ONLY = "with gradients only"
-    """Synchronized backwards carry them. Ranks without inputs (inside of `join`) would not enter a collective."""
+    """Synchronized backwards carry the votes, and nothing else does: ranks without inputs (inside of `join`) would not
+    enter a collective."""
 
 
 class StopVote:
@@ -44,18 +45,18 @@ class StopVote:
     def __init__(self, request: StopRequest) -> None:
         self.request = request
         self.asked_ranks: tuple[int, ...] = ()
-        """The ranks that had been asked when all ranks agreed to stop; empty before."""
+        """The ranks that had been asked to stop when all ranks agreed to stop; empty before that."""
         self.num_received = 0
         """Number of backwards that carried the votes."""
 
     def receive(self, words: Words) -> None:
         """Read the votes that a reduced backward carried."""
-        # A rank without inputs is at a place where it cannot stop. The others vote again once it has returned.
+        # A rank without inputs cannot stop inside of `join`. The ranks vote again when it has left `join`.
         if words.any_set and not words.any_joined and not self.asked_ranks:
             self.asked_ranks = tuple(rank for rank, word in words.active.items() if word)
 
     def gather(self, transport: Transport) -> None:
-        """Gather the votes without a backward; a collective call that blocks."""
+        """Gather the votes in a collective of their own, and wait for the result."""
         mine = torch.tensor([int(self.request.is_asked)], dtype=torch.int32)
         rows = gather_rows(transport, mine)
         if not self.asked_ranks:
@@ -63,7 +64,7 @@ class StopVote:
 
 
 class Stop(Rider):
-    """Report of whether this process was asked to stop; the word is 0 until a vote is set."""
+    """A report of whether this process was asked to stop; the word is 0 until `carry` is called."""
 
     num_bits = 1
 
@@ -71,20 +72,20 @@ class Stop(Rider):
         self._vote: StopVote | None = None
 
     def carry(self, vote: StopVote) -> None:
-        """Report this vote in each synchronized backward from now on."""
+        """Report `vote` in each synchronized backward from now on."""
         self._vote = vote
 
     def word(self, backward: Backward) -> int:
         """Return 1 if this process was asked to stop."""
         return int(self._vote is not None and self._vote.request.is_asked)
 
-    def hear(self, words: Words) -> None:
+    def receive(self, words: Words) -> None:
         """Pass the words to the vote."""
         if self._vote is not None:
             self._vote.num_received += 1
             self._vote.receive(words)
 
-    def hear_silence(self, step: int) -> None:
+    def receive_nothing(self, step: int) -> None:
         """Count a backward in which no rank reported a request to stop."""
         if self._vote is not None:
             self._vote.num_received += 1

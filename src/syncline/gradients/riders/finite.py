@@ -1,0 +1,124 @@
+"""Search for NaN and infinity in tensors, and in the gradients that this rank is about to send.
+
+On the CPU the first check of a bucket is its sum, which reads the bucket once. The sum is not finite if an element is
+not. Only then does a second check read the extremes, because a sum of finite numbers may overflow and extremes do not.
+On an accelerator nothing may wait for a bucket. There, kernels compute the largest magnitude of each parameter's
+gradient, and one wait for all of them follows just before the last bucket is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from syncline._torch.tensors import foreach_norm
+from syncline.gradients.riders.base import Holder
+
+Parts = Sequence[tuple[int, Tensor]]
+"""Gradients with their parameter indices; several tensors of one index are parts of one gradient."""
+
+Found = Mapping[int, str]
+"""A description of the elements that are not finite, by parameter index."""
+
+
+class OwnGradients:
+    """The search for NaN and infinity in the gradients that this rank sends in one backward."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, str] = {}
+        """A description of the elements that are not finite, by parameter index."""
+        self._sizes: list[tuple[int, Tensor]] = []
+        """On accelerators: the index and the largest magnitude of each checked gradient, not yet waited for."""
+
+    def check(self, bucket: Holder) -> bool:
+        """Check a bucket that is about to be sent; return whether all its elements are known to be finite."""
+        values = bucket.own()
+        if values.device.type != "cpu":
+            self.check_later(bucket.own_parts())
+            return False
+        if is_finite(values):
+            return True
+        self.found.update(describe(bucket.own_parts()))
+        return False
+
+    def check_later(self, parts: Parts) -> None:
+        """Start to compute the largest magnitude of each gradient, without waiting."""
+        parts = [(index, values) for index, values in parts if values.numel()]
+        if parts:
+            sizes = foreach_norm([_as_real(values) for _, values in parts], math.inf)
+            self._sizes += zip((index for index, _ in parts), sizes, strict=True)
+
+    def check_gradients(self, parts: Parts) -> None:
+        """Check gradients that are in no bucket."""
+        on_cpu = [(index, values) for index, values in parts if values.is_cpu]
+        self.found.update(describe([part for part in on_cpu if not is_finite(part[1])]))
+        elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for index, values in parts:
+            if not values.is_cpu:
+                elsewhere.setdefault((values.device, values.dtype), []).append((index, values))
+        for group in elsewhere.values():
+            self.check_later(group)
+
+    def wait(self) -> Found:
+        """Wait for the device, once for all buckets; return what was found."""
+        for device in {size.device for _, size in self._sizes}:
+            here = [(index, size) for index, size in self._sizes if size.device == device]
+            for (index, _), size in zip(here, torch.stack([size for _, size in here]).tolist(), strict=True):
+                if not math.isfinite(size):
+                    self.found[index] = "NaN" if math.isnan(size) else "infinity"
+        self._sizes = []
+        return self.found
+
+
+def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether all elements are finite, in their own dtype or in another one; wait for the device.
+
+    Args:
+        values: a tensor of any shape.
+        dtype: the dtype to which the values will be converted; None if they will not be.
+
+    Example:
+        >>> big = torch.full((2,), 3e38)
+        >>> is_finite(big), bool(big.sum().isfinite()), is_finite(big, torch.float16)
+        (True, False, False)
+    """
+    if not values.numel():
+        return True
+    values = _as_real(values)
+    if dtype is None or dtype.to_real() is values.dtype:
+        if math.isfinite(values.sum().item()):
+            return True
+        dtype = values.dtype
+    # Rounding keeps the order, so all values fit if the extremes do. aminmax() returns NaN if there is one.
+    return bool(torch.stack(values.aminmax()).to(dtype.to_real()).isfinite().all())
+
+
+def describe(parts: Parts) -> dict[int, str]:
+    """Describe the elements that are not finite, by parameter index; wait for the device.
+
+    Example:
+        >>> describe([(7, torch.ones(2)), (8, torch.tensor([1.0, float("nan"), float("-inf")]))])
+        {8: 'NaN in 1 and infinity in 1 of 3 elements'}
+    """
+    found = {}
+    for index, values in parts:
+        counts = {"NaN": int(values.isnan().sum()), "infinity": int(values.isinf().sum())}
+        if any(counts.values()):
+            what = " and ".join(f"{kind} in {count}" for kind, count in counts.items() if count)
+            found[index] = f"{what} of {values.numel()} element{'s' if values.numel() != 1 else ''}"
+    return found
+
+
+def zero_nonfinite_(values: Tensor) -> None:
+    """Replace NaN and infinity by zeros, in place."""
+    _as_real(values).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _as_real(values: Tensor) -> Tensor:
+    """Return a view of the same memory as real numbers; a complex number becomes its real and imaginary parts."""
+    if not values.is_complex():
+        return values
+    return torch.view_as_real(values.conj() if values.is_conj() else values)

@@ -1,0 +1,138 @@
+"""The error or warning about gradients that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from syncline.errors import NonFiniteGradient
+from syncline.gradients.options import OnNonFinite
+from syncline.gradients.riders.finite import Found
+from syncline.records import NonFiniteRecord
+from syncline.user_code import warn_user
+
+_MAX_SHOWN = 4
+"""Number of parameters that are named per rank."""
+
+OVERFLOWED = (
+    "Each rank's own gradients are finite, but their sum, or the result of a compression or of a communication hook, "
+    "does not fit in its dtype. The largest float16 is 65,504: use bfloat16, reduce_dtype=torch.float32 or a smaller "
+    "loss"
+)
+
+REDUCED_OUTSIDE = (
+    "The gradients were reduced by sl.sync_gradients_, which does not check each rank's own gradients. To learn which "
+    "rank has such gradients, run the last backward outside of no_sync"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The elements of one step's gradients that are not finite; the same on every rank."""
+
+    own: Sequence[Found] = ()
+    """Findings in each rank's own gradients, by rank; empty if all ranks' own gradients are finite."""
+    in_mean: Found = field(default_factory=dict)
+    """Findings in the mean, where each rank's own gradients are finite or were not checked."""
+    has_scaler: bool = False
+    """Whether a GradScaler of any rank will handle the step."""
+    cause_in_mean: str = OVERFLOWED
+    """The sentences that explain findings in the mean to the user."""
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.in_mean) or any(self.own)
+
+
+class NonFiniteReport:
+    """The error or warning about gradients that are not finite, from the decision until the end of the backward.
+
+    A warning comes if it names a rank or parameter that no warning has named before, or if the number of affected
+    steps has doubled since the last warning.
+
+    Args:
+        policy: "raise", "skip" or "zero".
+        names: names of all parameters, by index.
+        rank: the number of this rank. Only rank 0 warns.
+    """
+
+    def __init__(self, policy: OnNonFinite, names: Sequence[str], *, rank: int) -> None:
+        self._policy = policy
+        self._names = names
+        self._rank = rank
+        self._error: NonFiniteGradient | None = None
+        """The error to raise, or whose text is the warning; None if there is nothing to report."""
+        self._warned: set[tuple[int, str]] = set()
+        """The ranks (-1 for the mean) and parameters that a warning has already named."""
+        self._warns_from = 1
+        """Number of affected steps at which the next warning comes, even if it names no new parameter."""
+
+    def continues(self, former: NonFiniteReport) -> None:
+        """Take over the memory of past warnings."""
+        self._warned, self._warns_from = former._warned, former._warns_from
+
+    def clear(self) -> None:
+        """Forget an error that was prepared."""
+        self._error = None
+
+    def prepare(self, findings: Findings, record: NonFiniteRecord, *, step: int) -> None:
+        """Write the text about a step.
+
+        Args:
+            findings: the elements that are not finite.
+            record: the record of the step.
+            step: the number of the step.
+        """
+        text = self._text(findings, step=step, num_steps=record.num_steps)
+        self._error = NonFiniteGradient(text, step=step, found=record.found, in_mean=record.in_mean)
+
+    def give(self, *, num_steps: int) -> None:
+        """Raise the prepared error, or warn on rank 0.
+
+        Args:
+            num_steps: the number of affected steps so far.
+
+        Raises:
+            NonFiniteGradient: gradients are not finite, under "raise".
+        """
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if self._policy == "raise":
+            raise error
+        found: Mapping[int, Sequence[str]] = {**error.found, -1: error.in_mean}
+        names = {(rank, name) for rank, row in found.items() for name in row}
+        if names <= self._warned and num_steps < self._warns_from:
+            return
+        self._warned |= names
+        self._warns_from = 2 * num_steps
+        if self._rank == 0:
+            warn_user(str(error))
+
+    def _text(self, findings: Findings, *, step: int, num_steps: int) -> str:
+        so_far = f'on_nonfinite="{self._policy}", {num_steps} step{"s" if num_steps != 1 else ""} so far'
+        outcome = {
+            "raise": "gradients are not finite, so no optimizer may step with them",
+            "skip": f"gradients are not finite, so no rank steps ({so_far})",
+            "zero": f"elements of gradients that are not finite count as zero ({so_far})",
+        }[self._policy]
+        lines = [f"step {step}, backward: {outcome}:"]
+        lines += [f"  rank {rank}: {self._shown(row)}" for rank, row in enumerate(findings.own) if row]
+        if findings.in_mean:
+            lines.append(f"  in the mean: {self._shown(findings.in_mean)}")
+        if any(findings.own):
+            lines.append(
+                "To find the operation, use torch.autograd.set_detect_anomaly(True) on such a rank. If values grow "
+                "without bound, use a lower learning rate or ddp.clip_grad_norm_(max_norm). With float16, use a "
+                "torch.amp.GradScaler"
+            )
+        else:
+            lines.append(findings.cause_in_mean)
+        if self._policy == "raise":
+            lines[-1] += '. on_nonfinite="skip" skips such steps on all ranks'
+        return "\n".join(lines)
+
+    def _shown(self, found: Found) -> str:
+        shown = [f"{self._names[index]} ({found[index]})" for index in sorted(found)[:_MAX_SHOWN]]
+        more = len(found) - len(shown)
+        return ", ".join(shown) + (f", and {more} more parameter{'s' if more > 1 else ''}" if more else "")
