@@ -54,7 +54,7 @@ class NonFiniteRecord:
     def __str__(self) -> str:
         if self.found or self.in_mean:
             return describe_nonfinite(self, _MAX_RANKS)
-        return f"not finite: nothing in this step ({format_count(self.num_steps, 'step')} before)"
+        return f"not finite: no gradient in this step ({format_count(self.num_steps, 'step')} before)"
 
 
 def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) -> str:
@@ -114,7 +114,7 @@ class BackwardRecord:
     """Means over ranks of the values given to `ddp.report`; of this rank alone if the backward was not synchronized."""
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._what_became()}"]
+        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"]
         num_shown = len(self.buckets) if len(self.buckets) <= _MAX_BUCKETS + 1 else _MAX_BUCKETS
         others = self.buckets[num_shown:]
         lines += map(str, self.buckets[:num_shown])
@@ -130,14 +130,19 @@ class BackwardRecord:
             lines.append(str(self.nonfinite))
         return "\n  ".join(lines)
 
-    def _what_became(self) -> str:
-        mean = f"mean over {format_count(self.divisor, 'item' if self.counted_items else 'rank')}"
+    def _result(self) -> str:
+        mean = describe_mean(self)
         if self.reduced_afterwards:
             return f"reduced after this backward: {mean}"
         if not self.synchronized:
             return "not reduced: under no_sync, or this rank is alone"
         buckets = format_count(len(self.buckets), "bucket")
         return f"{mean}, {self.num_reduced:,} elements in {buckets}, {_ms(self.duration_seconds)}"
+
+
+def describe_mean(record: BackwardRecord) -> str:
+    """Return the divisor of a backward's gradients in words, as in `mean over 2 ranks`."""
+    return f"mean over {format_count(record.divisor, 'item' if record.counted_items else 'rank')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

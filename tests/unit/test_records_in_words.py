@@ -99,7 +99,7 @@ def test_what_became_of_it() -> None:
     alone = record_of(0, num_gradients=2, synchronized=False)
     assert str(alone) == "step 3: 2 gradients, not reduced: under no_sync, or this rank is alone"
     nobody = NonFiniteRecord(found={}, in_mean=(), outcome="finite", num_steps=0)
-    assert str(nobody) == "not finite: nothing in this step (0 steps before)"
+    assert str(nobody) == "not finite: no gradient in this step (0 steps before)"
 
 
 def test_as_it_was_recorded() -> None:
