@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are asked for, so that a program waits only for what it uses."""
+"""Packages that import a name when it is first used, so that a program waits only for the modules that it uses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from types import ModuleType
 from typing import Any
 
 _IMPORTING = threading.RLock()
-"""Ranks may be threads: two that import modules of one package at once can make Python's import locks a deadlock."""
+"""Held during an import. Without it, two ranks that are threads could import modules of one package at the same time,
+and wait for each other's import locks forever."""
 
 
 class _Face(ModuleType):
-    """A package that imports the module of a name when the name is asked for the first time."""
+    """A package that imports the module of a name when the name is used for the first time."""
 
     _module_of: Mapping[str, str]
 
@@ -35,11 +36,11 @@ class _Face(ModuleType):
 
 
 def hand_out(package: str, names: Mapping[str, Sequence[str]]) -> None:
-    """Make names attributes of a package, each of which is imported when it is asked for.
+    """Add names to a package as attributes. Each is imported when it is first used.
 
     Args:
-        package: the package's `__name__`.
-        names: for each module, the names that it defines. Under the package's own name: modules right in it.
+        package: the `__name__` of the package.
+        names: the names that each module defines, by module. The entry of the package itself lists its submodules.
     """
     face = sys.modules[package]
     face.__class__ = _Face
