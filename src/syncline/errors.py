@@ -109,8 +109,8 @@ class ReplicaDivergence(SynclineError):
     Attributes:
         tensor: the name of the first tensor that differs.
         num_differing: the number of tensors that differ.
-        minority_ranks: ranks (of the group) whose values differ from the values of most ranks; empty if no values are in
-            the majority.
+        minority_ranks: ranks (of the group) whose values differ from the values of most ranks; empty if there is no
+            majority.
         elements: indices of the first and the last differing element of the flattened tensor; None if unknown.
         agreed_at_step: the last step at which the tensor was equal on all ranks (0 is the wrapping); None if unknown.
         found_at_step: the step at which the difference was found; None outside of training steps.

@@ -150,7 +150,7 @@ def calling(what: str) -> Iterator[None]:
 
 
 def called_in(error: BaseException) -> str | None:
-    """Return the function of the user that raised `error`, and its line if that is known. None if Syncline raised it."""
+    """Return the user's function that raised `error`, with its line if that is known. None if Syncline raised it."""
     found: str | None = getattr(error, _CALLED, None)
     return found
 

@@ -281,7 +281,7 @@ def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) 
             f"compression= cannot encode sparse gradients, and these parameters have such gradients: "
             f"{', '.join(sorted(chosen.sparse))}. Make the gradients dense (sparse=False), or leave compression= out"
         )
-    for name, parameter in (*chosen.trained, *chosen.delayed):
+    for name, parameter in chosen.reduced:
         if not parameter.dtype.is_floating_point:
             raise ValueError(
                 f"compression= encodes real floating-point gradients only, but the parameter {name} is "
@@ -310,8 +310,7 @@ def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unu
     Raises:
         ValueError: `sharded=True` cannot be combined with what the text names.
     """
-    named = [*chosen.trained, *chosen.delayed]
-    floating = {p.dtype for _, p in named if p.dtype.is_floating_point}
+    floating = {p.dtype for _, p in chosen.reduced if p.dtype.is_floating_point}
     sparse = ", ".join(sorted(chosen.sparse))
     casts_several = config.gradients.reduce_dtype is not None and len(floating) > 1
     refused = {
@@ -326,7 +325,7 @@ def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unu
             raise ValueError(f"sharded=True cannot be combined with {what}: leave one of the two out")
     ranges = sorted(
         (p.device.index or 0, p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in named
+        for name, p in chosen.reduced
         if p.numel()
     )
     for (device, _, end, first), (other_device, start, _, second) in pairwise(ranges):

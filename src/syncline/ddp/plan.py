@@ -210,7 +210,7 @@ class Evidence:
 
 def sizes_of(chosen: Selection) -> Sizes:
     """Return the sizes of the tensors that take part."""
-    return Sizes(*map(_size, ([*chosen.trained, *chosen.delayed], chosen.parameters, chosen.buffers)))
+    return Sizes(*map(_size, (chosen.reduced, chosen.parameters, chosen.buffers)))
 
 
 def _size(named: Sequence[tuple[str, Tensor]]) -> Size:

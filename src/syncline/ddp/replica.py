@@ -23,6 +23,7 @@ from syncline.ddp.wrapping import (
     Hosts,
     agree_on_module,
     broadcast_values,
+    check_one_copy,
     describe_new_values,
     spec_of,
 )
@@ -34,8 +35,6 @@ from syncline.gradients.usage import when_backward_reaches_any
 from syncline.optimizers.attached import weakly
 from syncline.session.world import transport_of
 from syncline.sharded.optimizer import Sharding
-from syncline.sharded.sharing import one_copy_of, written_elsewhere
-from syncline.transport.agreement import exchange
 from syncline.transport.base import Transport
 
 _UNCHANGED = "the module and its group cannot be changed"
@@ -83,16 +82,12 @@ class Replica:
             workers=strategy.workers(spec),
         )
         agree_on_module(self._first_plan, chosen, transport)
-        former = one_copy_of(module)
-        if former is not None:
-            names = former.written_here()
-            fault = written_elsewhere(f": {names}") if names else None
-            exchange(transport, f"DistributedDataParallel({self._title})", [], fault=fault)
+        check_one_copy(module, transport)
         if config.init_sync:
             broadcast_values(chosen, transport, src=0, buffers=config.init_buffers)
         self._gradient_lane, self._buffer_lane = self._open_lanes(chosen)
-        trained = [*chosen.trained, *chosen.delayed]
-        self.drift = Drift(module, trained, config, transport, spec if strategy.drifts else None, self.checks)
+        drifting = spec if strategy.drifts else None
+        self.drift = Drift(module, chosen.reduced, config, transport, drifting, self.checks)
         self.registered = Registrations(module, config, self.drift.rounds, weakly(self._before_reduction))
         compression = None
         if config.compression is not None and transport.size > 1:
@@ -138,7 +133,7 @@ class Replica:
         # Not part of the configuration, because a group of one rank may be replaced by a larger one.
         compares = self.config.replica_check is not None and self.transport.size > 1
         self.gradients = GradientSync(
-            [*chosen.trained, *chosen.delayed],
+            chosen.reduced,
             self._gradient_lane,
             replace(self.config.gradients, compares_replicas=compares),
             main_lane=self.transport,

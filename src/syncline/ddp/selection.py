@@ -37,6 +37,11 @@ class Selection:
     ignored: tuple[str, ...]
     """Names of parameters and buffers that are not synchronized."""
 
+    @property
+    def reduced(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """The parameters whose gradients are reduced: `trained`, then `delayed`."""
+        return (*self.trained, *self.delayed)
+
 
 def select(
     module: nn.Module,

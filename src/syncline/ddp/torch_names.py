@@ -35,7 +35,9 @@ _JOIN = "use `with ddp.join():`, or torch's Join with the wrapper in its list"
 _BUFFERS = "call ddp.sync_buffers_()"
 _DELAYED = "give delay_all_reduce_named_params when you wrap the module"
 _CASTS = "give mixed_precision= when you wrap the module"
-_IN_BACKWARD = "register optimizers that step inside backward before the first step; the wrapper finds them"
+_IN_BACKWARD = (
+    "register optimizers that step inside backward before the first step, where the wrapper finds them"
+)
 
 REFUSED = {
     "_check_and_sync_module_buffers": _JOIN,
@@ -87,8 +89,8 @@ class _NoReducer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"expected no use of {name}, because Syncline does not use torch's reducer. Print ddp.contract to see "
-            "what is synchronized, and ddp.explain() or ddp.last_step to see what was done"
+            f"reducer.{name} is not supported, because Syncline does not use torch's reducer. Print ddp.contract to "
+            "see what is synchronized, and ddp.explain() or ddp.last_step to see what was done"
         )
 
 

@@ -25,6 +25,7 @@ from syncline.ddp.selection import Selection
 from syncline.equality.fingerprint import fingerprints
 from syncline.gradients.bucket_plan import BucketCaps, HostLoad, automatic_caps
 from syncline.session.world import world
+from syncline.sharded.sharing import one_copy_of, written_elsewhere
 from syncline.strategies import Spec
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import agree, describe_tensors, exchange
@@ -154,7 +155,7 @@ class Hosts(NamedTuple):
 
     def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
         """Return the default caps of buckets for these hosts."""
-        device_type = [*chosen.trained, *chosen.delayed][0][1].device.type
+        device_type = chosen.reduced[0][1].device.type
         return automatic_caps(
             self.loads, device_type=device_type, reduces_in_place=transport.reduces_in_place
         )
@@ -207,7 +208,7 @@ def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
         rank=transport.rank,
         num_ranks=transport.size,
         hosts=hosts.of_rank,
-        sizes_numel=tuple(parameter.numel() for _, parameter in (*chosen.trained, *chosen.delayed)),
+        sizes_numel=tuple(parameter.numel() for _, parameter in chosen.reduced),
     )
 
 
@@ -239,6 +240,21 @@ def agree_on_module(
         *new_values,
     ]
     agree(transport, _TITLE, lines, remedy=remedy)
+
+
+def check_one_copy(module: nn.Module, transport: Transport) -> None:
+    """Check that no rank wrote outside of `sl.write_shared` to parameters of which there is one copy.
+
+    This is a collective call if there is one copy.
+
+    Raises:
+        SynclineError: a rank wrote to them. Every rank raises the error.
+    """
+    copy = one_copy_of(module)
+    if copy is not None:
+        names = copy.written_here()
+        fault = written_elsewhere(f": {names}") if names else None
+        exchange(transport, f"DistributedDataParallel({type(module).__name__})", [], fault=fault)
 
 
 def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
 from syncline.equality.fingerprint import digest_of, fingerprints
-from syncline.equality.locate import Difference, differing, divergence_error, locate
-from syncline.errors import ReplicaDivergence
+from syncline.equality.locate import differing, divergence_error, locate
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.session.world import transport_of
@@ -134,7 +133,15 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
                 _without(read.may_differ, each) for each in (read.names, read.values, mine)
             )
             found = locate(names, values, transport, mine=compared)
-            raise _divergence(found, len(compared), transport.size)
+            source = "src=<a rank of the majority>" if any(one.minority for one in found) else "src=..."
+            raise divergence_error(
+                _TITLE,
+                found,
+                num_compared=len(compared),
+                num_ranks=transport.size,
+                remedy=f"Call sl.broadcast_(target, {source}) to make the replicas equal again. Then look for the "
+                "cause, such as a buffer, a seed, or an optimizer step on some ranks only.",
+            )
         noted = [] if len(set(rows)) == 1 else differing(read.names, mine, transport)
         equal = _without({one.index for one in noted}, read.values)
         record_equal([value for value in equal if isinstance(value, Tensor)], by_writing=False)
@@ -213,14 +220,15 @@ class _Compared:
         """Add the parts of a TrainState that must be equal on all ranks."""
         self.names.append("step")
         self.values.append(state.step)
-        wrappers = _wrappers(state)
-        apart = {id(p) for one in wrappers if _is_drifting(one) for p in one.parameters()}
-        ignored = {
-            id(p)
-            for one in wrappers
-            for n, p in one.module.named_parameters()
-            if n in one.parameters_to_ignore
-        }
+        modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
+        apart = set()  # parameters whose replicas may differ
+        ignored = set()
+        for wrapper in (part for module in modules for part in _wrapped_in(module)):
+            replica = replica_of(wrapper)
+            if replica is not None and replica.is_drifting:
+                apart |= set(map(id, wrapper.parameters()))
+            named = wrapper.module.named_parameters()
+            ignored |= {id(p) for name, p in named if name in wrapper.parameters_to_ignore}
         for name, one in state.named.items():
             prefix = f"{name}."
             if isinstance(one, nn.Module):
@@ -237,20 +245,8 @@ class _Compared:
                 self.values.append(json.dumps(tree))
 
 
-def _wrappers(state: TrainState) -> list[Any]:
-    """Return the modules of a TrainState, and the modules inside of them, that torch or Syncline wraps."""
-    modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
-    return [part for one in modules for part in _wrapped_in(one)]
-
-
 def _wrapped_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
     return (part for part in module.modules() if isinstance(part, DistributedDataParallel))
-
-
-def _is_drifting(wrapper: nn.Module) -> bool:
-    """Return whether the replicas of a wrapped module may differ. With torch's wrapper they never may."""
-    replica = replica_of(wrapper)
-    return replica is not None and replica.is_drifting
 
 
 def _expected_equal(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -282,15 +278,3 @@ def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
     """Return the paths in the optimizer at which the state of these parameters begins."""
     places = enumerate(parameters_of(optimizer))
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)
-
-
-def _divergence(found: Sequence[Difference], num_compared: int, num_ranks: int) -> ReplicaDivergence:
-    source = "src=<a rank of the majority>" if any(one.minority for one in found) else "src=..."
-    return divergence_error(
-        _TITLE,
-        found,
-        num_compared=num_compared,
-        num_ranks=num_ranks,
-        remedy=f"Call sl.broadcast_(target, {source}) to make the replicas equal again. Then look for the cause, such "
-        "as a buffer, a seed, or an optimizer step on some ranks only.",
-    )

@@ -44,9 +44,10 @@ class Divergence:
         self._on_equal = on_equal
         REGISTRY.add(self)
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether this is the record of `module`."""
-        return self._module() is module
+    @property
+    def module(self) -> nn.Module | None:
+        """The module inside of the wrapper; None if it is freed."""
+        return self._module()
 
     @contextmanager
     def drifting(self) -> Iterator[None]:
@@ -101,8 +102,7 @@ class Divergence:
 
     def covers(self, ids: set[int]) -> bool:
         """Return whether all parameters of the module are among the objects with these ids."""
-        module = self._module()
-        return module is not None and all(id(parameter) in ids for parameter in module.parameters())
+        return self.module is not None and all(id(p) in ids for p in self.module.parameters())
 
     def record_equal(self, *, by_writing: bool) -> None:
         """Record that all parameters of the module are equal on all ranks now.
@@ -114,20 +114,15 @@ class Divergence:
         if by_writing:
             self._on_equal()
 
-    @property
-    def module_id(self) -> int:
-        """The id of the module."""
-        return id(self._module())
-
     def is_around(self, module: nn.Module) -> bool:
         """Return whether `module` is the module of this record, is a part of it, or contains it."""
-        own = self._module()
+        own = self.module
         return own is not None and (
             any(part is module for part in own.modules()) or any(part is own for part in module.modules())
         )
 
     def _title(self) -> str:
-        return type(self._module()).__name__
+        return type(self.module).__name__
 
 
 def divergences_around(module: nn.Module) -> list[Divergence]:
@@ -186,7 +181,7 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
     found = divergences_around(inner)
     for wrapper in module.modules():
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and not any(
-            one.is_of(wrapper.module) for one in found
+            one.module is wrapper.module for one in found
         ):
             raise TypeError(
                 "expected a module that sl.DistributedDataParallel wraps, got torch's own DistributedDataParallel, "
@@ -194,14 +189,14 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
                 "module.module inside of no_sync"
             )
     position = {id(part): at for at, part in enumerate(inner.modules())}
-    if not all(one.module_id in position for one in found):
+    if not all(id(one.module) in position for one in found):
         raise ValueError(
             f"expected a whole wrapped module, got a {type(module).__name__} that is only a part of one: pass the "
             "wrapped module"
         )
     refuse_one_copy(inner)
     # The order must be the same on every rank, because each entry is a collective call.
-    return _all_drifting(sorted(found, key=lambda one: position[one.module_id]))
+    return _all_drifting(sorted(found, key=lambda one: position[id(one.module)]))
 
 
 @contextmanager
