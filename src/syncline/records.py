@@ -56,7 +56,7 @@ class NonFiniteRecord:
     def __str__(self) -> str:
         if self.found or self.in_mean:
             return describe_nonfinite(self, _MAX_RANKS)
-        return f"not finite: no gradient in this step ({format_count(self.num_steps, 'step')} before)"
+        return f"all gradients are finite (not finite in {format_count(self.num_steps, 'step')} so far)"
 
 
 def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) -> str:
@@ -88,7 +88,7 @@ class BackwardRecord:
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> ddp(torch.ones(1, 2)).sum().backward()
         >>> print(ddp.last_step)
-        step 1: 2 gradients, not reduced: under no_sync, or this rank is alone
+        step 1: 2 gradients, not reduced: .grad holds the gradients of this rank
     """
 
     step: int
@@ -138,7 +138,7 @@ class BackwardRecord:
         if self.reduced_afterwards:
             return f"reduced after this backward: {mean}"
         if not self.synchronized:
-            return "not reduced: under no_sync, or this rank is alone"
+            return "not reduced: .grad holds the gradients of this rank"
         buckets = format_count(len(self.buckets), "bucket")
         return f"{mean}, {self.num_reduced:,} elements in {buckets}, {_ms(self.duration_seconds)}"
 

@@ -993,7 +993,7 @@ def test_alone() -> None:
     assert ddp.last_step.nonfinite.num_steps == 1
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     assert ddp.contract["gradients"].how == "not finite: no rank steps"
-    assert "not finite: no gradient in this step (skip: 1 step before)" in ddp.explain()
+    assert "all gradients are finite (not finite in 1 step so far)" in ddp.explain()
 
 
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")

@@ -103,7 +103,7 @@ def test_equal_replicas_are_said_to_be_equal(size: int, kwargs: dict[str, Any]) 
         == [
             [
                 "parameters, buffers, optimizer state",
-                "a slice in synchronized backwards, all within 4 steps",
+                "in synchronized backwards, slice by slice, all slices within 4 steps",
                 "fingerprints, with the gradients; if they differ: raise",
                 "step 12: equal",
             ]
@@ -377,8 +377,8 @@ def test_buffers_that_a_synchronization_left_different_are_found() -> None:
 @pytest.mark.parametrize(
     ("strategy", "when"),
     [
-        (sl.LocalSGD(3), "after each parameter sync, all within 4 steps and a parameter sync"),
-        (sl.DiLoCo(3), "after each parameter sync, all within 4 steps and a parameter sync"),
+        (sl.LocalSGD(3), "after each parameter sync, all slices within 4 steps and one parameter sync"),
+        (sl.DiLoCo(3), "after each parameter sync, all slices within 4 steps and one parameter sync"),
         (sl.DiLoCo(4, fragments=2), "never: replicas are not equal between or after parameter syncs"),
         (sl.Gossip("ring"), "never: replicas are not equal between or after parameter syncs"),
         (sl.Manual(), "never: replicas are not equal between or after parameter syncs"),
@@ -832,8 +832,9 @@ def test_ranks_of_a_worker_are_named_by_their_own_numbers() -> None:
     assert "two.bias, element 1 of 3  ranks 3, 5 | rank 4" in str(texts[5])
 
 
-IN_BACKWARDS = "a slice in backwards that average gradients, all within 2 steps"
-AFTER_SYNCS = "after each parameter sync, all within 2 steps and a parameter sync"
+IN_BACKWARDS = "in backwards that average gradients, slice by slice, all slices within 2 steps"
+IN_BACKWARDS_OF_WORKERS = IN_BACKWARDS.replace("gradients,", "gradients among the 2 ranks of a worker,")
+AFTER_SYNCS = "after each parameter sync, all slices within 2 steps and one parameter sync"
 
 
 @pytest.mark.parametrize(
@@ -849,7 +850,7 @@ AFTER_SYNCS = "after each parameter sync, all within 2 steps and a parameter syn
         ),
         (
             {"strategy": sl.LocalSGD(4, every_step_within=2)},
-            f"{IN_BACKWARDS} among the 2 ranks of a worker; {AFTER_SYNCS}",
+            f"{IN_BACKWARDS_OF_WORKERS}; {AFTER_SYNCS}",
         ),
     ],
 )

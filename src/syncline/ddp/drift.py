@@ -204,10 +204,8 @@ class Drift:
         self._let_decide()
         if rules is not None:
             buffers.enabled = False
-            why = (
-                f"buffers are synchronized {rules.buffers_when}" if self._syncs_buffers else "buffers='none'"
-            )
-            buffers.why_disabled = f"under {self._strategy}: {why}"
+            when = rules.buffers_when if self._syncs_buffers else "never (buffers='none')"
+            buffers.why_disabled = f"under {self._strategy} they are synchronized {when}"
 
     def _let_decide(self) -> None:
         """Let each backward call `reduces`, if a strategy or `sl.diverge` can prevent the reduction."""
@@ -296,7 +294,7 @@ class Drift:
 
     def _switch(self, is_open: bool) -> None:
         """Turn synchronization off (`sl.diverge` begins) or on again. Turning it off is a collective call."""
-        if is_open and not self._registered.are_agreed:
+        if is_open:
             self._registered.agree()  # because nothing is sent inside the block
         self._let_decide()
         for attached in self._gradients.riders.settings.optimizers:

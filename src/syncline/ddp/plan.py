@@ -112,9 +112,10 @@ class Plan:
     """The names of the metrics that `ddp.report` averages."""
 
     @property
-    def num_reducing(self) -> int:
-        """The number of ranks that average their gradients with this rank, including this rank."""
-        return self.num_ranks if self.workers is None else self.workers.count(self.workers[self.rank])
+    def reducing_ranks(self) -> list[int]:
+        """The ranks that average their gradients together, including this rank."""
+        workers = self.workers or (0,) * self.num_ranks
+        return [rank for rank, worker in enumerate(workers) if worker == workers[self.rank]]
 
     @property
     def acting_rules(self) -> Rules | None:

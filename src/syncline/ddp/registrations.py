@@ -50,8 +50,7 @@ class Registrations:
     ) -> None:
         self.buffer_hook = buffer_hook
         """The hook that synchronizes buffers in place of the policy; None if there is none."""
-        self.are_agreed = False
-        """Whether the ranks have compared all registrations."""
+        self._are_agreed = False
         self._module = module
         self._title = type(module).__name__
         self._config = config
@@ -67,7 +66,7 @@ class Registrations:
         self._compare_in_next_backward()
 
     def _compare_in_next_backward(self) -> None:
-        self.are_agreed = False
+        self._are_agreed = False
         self._gradients.controls.do_before_reduction(self._compare)
 
     # ------------------------------------------------------------------ registration
@@ -175,7 +174,12 @@ class Registrations:
     # ------------------------------------------------------------------ comparison between ranks
 
     def agree(self) -> None:
-        """Check that all ranks have registered the same hooks, optimizers and metrics. A collective call."""
+        """Check that all ranks have registered the same hooks, optimizers and metrics, if there are new ones.
+
+        This is a collective call if a rank has registered something since the last call.
+        """
+        if self._are_agreed:
+            return
         self._transport.board.phase = (
             f"the comparison of what was registered with and attached to {self._title}"
         )
@@ -199,7 +203,7 @@ class Registrations:
         )
         if not metrics.has_names(names := metrics.wanted_names()):
             gradients.use_metrics(names)
-        self.are_agreed = True  # only here, so that the next backward detects a mismatch again
+        self._are_agreed = True  # only here, so that the next backward detects a mismatch again
         gradients.controls.do_before_reduction(None)
         gradients.controls.do_after_reduction(step)
 

@@ -100,8 +100,6 @@ class Replica:
     def _title(self) -> str:
         return type(self.module).__name__
 
-    # ------------------------------------------------------------------ lanes and hooks
-
     def _open_lanes(self, chosen: Selection) -> tuple[Transport, Transport]:
         """Open the lanes of gradients and of buffers, so that their messages cannot be mixed up. A collective call."""
         gradients = self._open_lane("gradients")
@@ -167,9 +165,7 @@ class Replica:
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
         """Replace the parts by new ones, which take over their state. None selects the tensors again."""
-        self.refuse_sharded(
-            "the bounds of the shards are fixed, so the module and its group cannot be changed"
-        )
+        self.refuse_sharded(f"shards have fixed bounds, so {_UNCHANGED}")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
         self._wire(chosen or self._chosen_again(), former)
@@ -200,9 +196,7 @@ class Replica:
 
     def _watch_gradients(self) -> None:
         """Let the ranks that average their gradients compare their replicas in each backward."""
-        workers = self._first_plan.workers or (0,) * self.transport.size
-        own = workers[self.transport.rank]
-        ranks = [rank for rank, worker in enumerate(workers) if worker == own]
+        ranks = self._plan_of(self.selection).reducing_ranks
         self.checks.in_backwards = self._watch(self._gradient_lane, ranks)
         self.gradients.compare_replicas_by(self.checks.in_backwards)
 
@@ -260,8 +254,7 @@ class Replica:
                 "could not compare the change. Call the wrapper instead of the module, and let forward return tensors "
                 "(also in lists, tuples, dictionaries or dataclasses). Or wrap the changed module again"
             )
-        if not self.registered.are_agreed:
-            self.registered.agree()
+        self.registered.agree()
 
     def _follow_changes(self, _: object = None) -> None:
         """Compare a changed module between the ranks, and synchronize it from now on. A collective call.
@@ -291,8 +284,7 @@ class Replica:
     def agree_before_join(self) -> None:
         """Make the comparisons of a backward, because a rank without inputs runs none. A collective call."""
         self._follow_changes()
-        if not self.registered.are_agreed:
-            self.registered.agree()
+        self.registered.agree()
 
     def use_static_graph(self) -> None:
         """Behave as with `static_graph=True` from now on. This must run before the first backward."""
@@ -308,8 +300,6 @@ class Replica:
         self.drift.use_transport(transport)
         self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)
         self._wire_again()
-
-    # ------------------------------------------------------------------ called by the library
 
     @property
     def is_drifting(self) -> bool:
@@ -331,7 +321,7 @@ class Replica:
         return VoteRoute.COLLECTIVE
 
     def refuse_sharded(self, why: str) -> None:
-        """Raise ValueError if the module is sharded. `why` is the reason, which ends "with sharded=True ..."."""
+        """Raise ValueError if the module is sharded. `why` is the text of the error after "with sharded=True"."""
         if self.sharding is not None:
             raise ValueError(f"with sharded=True {why}: wrap the module without sharded=True")
 

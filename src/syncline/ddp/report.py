@@ -11,7 +11,7 @@ from syncline.contract import Contract, Row, Rule, add_evidence, table
 from syncline.ddp.plan import Buffers, Evidence, Parameters, Plan, Reduction, Size
 from syncline.gradients.bucket_plan import BucketPlan
 from syncline.gradients.riders.replica_watch import ReplicaCheck
-from syncline.records import BackwardRecord, BufferRecord, NonFiniteRecord, describe_mean, describe_nonfinite
+from syncline.records import BackwardRecord, BufferRecord, describe_mean, describe_nonfinite
 from syncline.words import format_bytes, format_count, format_names
 
 NONFINITE_WORDS = {
@@ -151,14 +151,14 @@ def _replica_row(plan: Plan, check: ReplicaCheck) -> Row:
         size += " (there is one copy of the parameters)"
     if plan.num_ranks == 1 and parts:
         return _row("replica check", size, _ALONE)
-    within = f"all within {format_count(check.every, 'step')}"
+    within = f"all slices within {format_count(check.every, 'step')}"
     when = []
     if parts and plan.averages_in_backward:
         which = "synchronized backwards" if plan.rules is None else "backwards that average gradients"
-        among = "" if plan.workers is None else f" among the {plan.num_reducing} ranks of a worker"
-        when.append(f"a slice in {which}, {within}{among}")
+        among = "" if plan.workers is None else f" among the {len(plan.reducing_ranks)} ranks of a worker"
+        when.append(f"in {which}{among}, slice by slice, {within}")
     if parts and plan.rules is not None and plan.rules.meets_equal:
-        when.append(f"after each parameter sync, {within} and a parameter sync")
+        when.append(f"after each parameter sync, {within} and one parameter sync")
     if not when:
         why = "replicas are not equal between or after parameter syncs"
         if not parts:
@@ -310,14 +310,12 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
     if options.on_nonfinite != "ignore":
         rule += f"; a gradient that is not finite: {NONFINITE_WORDS[options.on_nonfinite]}"
     kind = "views of the buckets" if options.as_bucket_view else "separate tensors"
-    holds = f".grad holds the mean over {plan.num_reducing} ranks ({kind})"
+    holds = f".grad holds the mean over {len(plan.reducing_ranks)} ranks ({kind})"
     if plan.reduction is Reduction.SHARDS:
         kind = ".grad of a parameter cannot be read"
         holds = f"each rank holds its shard of the mean over {plan.num_ranks} ranks ({kind})"
-    return [
-        *lines,
-        f"at the end of backward each rank waits for all buckets; then {holds}; a missing gradient {rule}",
-    ]
+    end = f"at the end of backward each rank waits for all buckets; then {holds}"
+    return [*lines, end, f"a missing gradient {rule}"]
 
 
 def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
@@ -331,8 +329,11 @@ def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
         lines = ["nothing sent: backward ran under no_sync, and each rank added its gradients to .grad"]
     if backward.reduced_afterwards:
         lines.append(f"after backward, by sl.sync_gradients_: .grad now holds the {describe_mean(backward)}")
-    if backward.nonfinite is not None:
-        lines += _nonfinite_recorded(plan, backward.nonfinite)
+    nonfinite = backward.nonfinite
+    if nonfinite is not None and (nonfinite.found or nonfinite.in_mean):
+        lines.append(describe_nonfinite(nonfinite))
+    elif nonfinite is not None and nonfinite.num_steps:
+        lines.append(str(nonfinite))
     if backward.unused:
         lines.append(f"no gradient on this rank, counted as zero: {format_names(backward.unused)}")
     return lines
@@ -351,15 +352,6 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
     if plan.reduction is Reduction.SHARDS:
         return [*lines, f"each rank now holds its shard of the {mean}; .grad of a parameter cannot be read"]
     return [*lines, f".grad now holds the {mean}"]
-
-
-def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[str]:
-    if record.found or record.in_mean:
-        return [describe_nonfinite(record)]
-    if not record.num_steps:
-        return []
-    steps = format_count(record.num_steps, "step")
-    return [f"not finite: no gradient in this step ({plan.config.gradients.on_nonfinite}: {steps} before)"]
 
 
 def _sent(plan: Plan) -> str:

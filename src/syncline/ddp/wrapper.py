@@ -386,7 +386,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def __getstate__(self) -> dict[str, Any]:
         self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
         self._replica.drift.refuse(
-            "a wrapper cannot be copied or pickled, because only the ranks together can save it"
+            "a wrapper cannot be copied or pickled, because the copy would lack the values of the last parameter sync"
         )
         self._check_default_group()
         return with_join_disabled(self.__dict__)

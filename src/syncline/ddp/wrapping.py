@@ -50,9 +50,13 @@ def group_of_mesh(
         return process_group
     checked_kind("device_mesh", device_mesh, DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh")
     if process_group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments. Give only one of the two."
+        )
     if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Give a mesh of one dimension."
+        )
     if is_slice(device_mesh):
         prepare_for_tensor_parallel(module)
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)

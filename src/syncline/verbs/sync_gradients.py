@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from syncline.checks import checked_flag, checked_kind
 from syncline.errors import SynclineError
-from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
@@ -297,19 +297,15 @@ def _kind(name: str, parameter: Tensor) -> int:
 
 def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> None:
     """Sum the rows of a sparse gradient over the ranks, as a backward does, and wait for the result."""
-    plan = BucketPlan(
-        index=0,
+    spec = ParameterSpec(
+        name="gradient",
+        numel=parameter.numel(),
+        itemsize_bytes=parameter.element_size(),
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=str(parameter.device),
-        parameters=(0,),
-        offsets=(0,),
-        num_large=0,
-        numel=parameter.numel(),
-        tail_numel=0,
-        itemsize_bytes=parameter.element_size(),
         sparse=True,
-        numels=(parameter.numel(),),
     )
+    (plan,) = plan_buckets([spec], [0], caps=BucketCaps(cap_bytes=0, first_cap_bytes=0), tail_numel=0)
     bucket = SparseBucket(plan, [parameter], transport)
     bucket.fill(1.0, frozenset())
     bucket.send(tail=None, trigger=None)
