@@ -36,7 +36,7 @@ class _Face(ModuleType):
 
 
 def hand_out(package: str, names: Mapping[str, Sequence[str]]) -> None:
-    """Add names to a package as attributes. Each is imported when it is first used.
+    """Add names to a package as attributes. Each name is imported when it is first used.
 
     Args:
         package: the `__name__` of the package.

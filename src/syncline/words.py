@@ -147,7 +147,7 @@ def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
 
 
 def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Group the indices of equal values. The largest group comes first; of equal sizes, the one with the lowest index.
+    """Group the indices of equal values, from the largest group to the smallest. Groups of one size are in index order.
 
     Example:
         >>> groups_of(["a", "b", "b"])

@@ -56,7 +56,8 @@ def test_the_group_cannot_change_inside() -> None:
         ddp, optimizer = wrapped(transport)
         with sl.diverge(ddp):
             with pytest.raises(
-                ValueError, match=r"inside of the block, .* End the block, make the replicas equal"
+                ValueError,
+                match=r"not possible inside of sl.diverge, .* End the block, make the replicas equal",
             ):
                 ddp._update_process_group(transport)
             before = transport.statistics().total_calls

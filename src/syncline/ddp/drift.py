@@ -197,7 +197,7 @@ class Drift:
     def use(
         self, gradients: GradientSync, buffers: BufferSync, registered: Registrations, rules: Rules | None
     ) -> None:
-        """Control these parts from now on."""
+        """Control whether these parts synchronize, from now on."""
         self._gradients = gradients
         self._buffers = buffers
         self._registered = registered
@@ -213,7 +213,7 @@ class Drift:
         self._gradients.controls.decide_by(weakly(self.reduces) if is_open else None)
 
     def reduces(self) -> bool:
-        """Return whether a backward that begins now is reduced, unless it runs under `no_sync`."""
+        """Return whether a backward that begins now, outside of `no_sync`, reduces its gradients."""
         if self.divergence.is_open:
             return False
         return self.rounds is None or self.rounds.reduces() is not None
@@ -222,7 +222,7 @@ class Drift:
 
     @property
     def is_possible(self) -> bool:
-        """Whether replicas may differ now or later, by a strategy, or since `sl.diverge` until they are equal again."""
+        """True if replicas may differ now or later, by a strategy, or since `sl.diverge` until they are equal again."""
         return self.rounds is not None or self.divergence.is_open or self.divergence.has_diverged
 
     @property
@@ -293,7 +293,7 @@ class Drift:
             self.rounds.restart()
 
     def _switch(self, is_open: bool) -> None:
-        """Turn synchronization off (`sl.diverge` begins) or on again. Turning it off is a collective call."""
+        """Turn synchronization off when `sl.diverge` begins (a collective call), and on again when it ends."""
         if is_open:
             self._registered.agree()  # because nothing is sent inside the block
         self._let_decide()

@@ -34,7 +34,7 @@ _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Iteration:
-    """One iteration, as the ranks have agreed on it."""
+    """The facts about one iteration of the training loop, on which the ranks have agreed."""
 
     synchronizes: bool
     """Whether the backward reduces gradients on some rank."""

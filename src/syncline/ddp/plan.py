@@ -66,7 +66,7 @@ class Buffers(Enum):
 
 
 class Size(NamedTuple):
-    """The size of some tensors. As a string it is written as in `8 tensors, 421 kB`."""
+    """The size of some tensors, printed as in `8 tensors, 421 kB`."""
 
     num_tensors: int
     num_bytes: int
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def averages_in_backward(self) -> bool:
-        """Whether any backward averages gradients."""
+        """True if any backward averages gradients."""
         return self.reduction is not Reduction.NOTHING and (self.rules is None or self.rules.reduces)
 
     @property
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def has_one_copy(self) -> bool:
-        """Whether all ranks use one copy of the parameters, which cannot differ."""
+        """True if all ranks use one copy of the parameters."""
         return self.config.gradients.sharded and self.num_copies == 1
 
     @property

@@ -112,7 +112,7 @@ class Replica:
         return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
-        """Open a lane. It is closed when the object `of` is freed; None stands for this replica."""
+        """Open a lane, which is closed when the object `of` is freed. If `of` is None, this is the replica."""
         lane = self.transport.lane(f"{purpose} of {self._title}")
         if lane is not self.transport:
             weakref.finalize(self if of is None else of, lane.close)
@@ -295,7 +295,7 @@ class Replica:
     def use_transport(self, transport: Transport) -> None:
         """Synchronize over another group, whose replicas must be equal, from now on. A collective call."""
         self.drift.refuse(_UNCHANGED)
-        self.drift.divergence.refuse_inside("the change to another process group")
+        self.drift.divergence.refuse_inside("the change of the process group")
         self.transport = transport
         self.drift.use_transport(transport)
         self._gradient_lane, self._buffer_lane = self._open_lanes(self.selection)

@@ -134,7 +134,7 @@ class TorchNames:
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Whether the parameters are on several devices."""
+        """True if the parameters are on several devices."""
         return len({parameter.device for parameter in self._module_parameters}) > 1
 
     reducer = property(lambda self: _NoReducer(self._replica.gradients))
@@ -217,7 +217,7 @@ class TorchNames:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward synchronizes. `no_sync` changes this, and some frameworks set it."""
+        """True if the next backward synchronizes. `no_sync` changes this flag, and some frameworks set it."""
         return self._replica.gradients.controls.enabled
 
     @require_backward_grad_sync.setter
@@ -226,7 +226,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward may synchronize buffers, because the last one ran outside of no_sync and no_grad."""
+        """True if the next forward may synchronize buffers, because the last one ran outside of no_sync and no_grad."""
         return self._replica.buffers.due
 
     @require_forward_param_sync.setter
@@ -235,7 +235,7 @@ class TorchNames:
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forwards synchronize buffers."""
+        """True if forwards synchronize buffers."""
         return self._replica.buffers.enabled
 
     @forward_sync_buffers.setter
@@ -289,7 +289,7 @@ class TorchNames:
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether torch 2.15's `finalize_backward` must be called. It is always False: backward waits until its end."""
+        """True if torch 2.15's `finalize_backward` must be called. Always False, because backward waits itself."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -327,7 +327,9 @@ class TorchNames:
             kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         if comm_hook_type not in hooks:
-            raise ValueError(f"expected one of {', '.join(map(str, hooks))}; got {comm_hook_type}")
+            raise ValueError(
+                f"expected comm_hook_type to be one of {', '.join(map(str, hooks))}; got {comm_hook_type}"
+            )
         hook = checked_comm_hook(self.process_group, hooks[comm_hook_type], label=str(comm_hook_type))
         self._replica.registered.use_comm_hook(hook)
 

@@ -376,7 +376,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # ------------------------------------------------------------------ saving and loading
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load keys that begin with `module.`, as torch's class writes them, or keys without it."""
+        """Load a state whose keys begin with `module.`, as torch's class writes them, or whose keys do not."""
         keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if are_of_the_bare_module(keys, self.module):
             values = {key: state_dict.pop(prefix + key) for key in keys}

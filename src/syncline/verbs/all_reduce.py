@@ -127,7 +127,7 @@ def _agreed_reducer(
 
 
 class _DirectWork(Work):
-    """The work of a single tensor that was sent before the ranks compared it.
+    """The work of a single tensor that was sent before the ranks compared the tensor.
 
     Args:
         work: the work of the transport.

@@ -87,17 +87,16 @@ class Divergence:
         """Raise if `sl.diverge` is active.
 
         Args:
-            call: the refused call, as the subject of a sentence.
+            call: the refused call, as a noun.
 
         Raises:
             ValueError: this is inside of the block.
         """
         if self.is_open:
             raise ValueError(
-                f"rank {self._transport.rank}: expected {call} outside of the block sl.diverge of {self._title()}, got "
-                "the call inside of the block, whose end restores the synchronization of the old group. End the block, "
-                "make the replicas equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), and "
-                "then make the call"
+                f"rank {self._transport.rank}: {call} of {self._title()} is not possible inside of sl.diverge, because "
+                "the end of the block restores the synchronization over the old group. End the block, make the "
+                "replicas equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), and then repeat the call"
             )
 
     def covers(self, ids: set[int]) -> bool:
