@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,12 +157,11 @@ def called_in(error: BaseException) -> str | None:
 
 
 def _called(what: str, error: BaseException) -> str:
-    place, trace = None, error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         if is_users(code.co_filename):
-            place = _place(code.co_filename, trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
+            place = _place(code.co_filename, line, code.co_name)
     return f"{what}, at {place}," if place else what
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -158,7 +159,8 @@ def average_(
             checked_flag("async_op", async_op)
             payload = _WEIGHT.pack(checked_number("weight", weight, at_least=0))
             averaged = _averaged(target)
-            return Prepared(averaged, averaged.lines, payload, averaged.digest)
+            digest = averaged.plan.digest if averaged.plan else None
+            return Prepared(averaged, averaged.lines, payload, digest)
 
         averaged, payloads = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
         weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in payloads]
@@ -187,38 +189,24 @@ def _averaged(target: Any) -> _Averaged:
     return _Averaged(["target  tensors", *_described(named)], [tensor for _, tensor in named])
 
 
+@dataclass(frozen=True)
 class _Averaged:
-    """The tensors of a target, grouped by the operation that is applied to them.
+    """The tensors of a target, grouped by the operation that is applied to them."""
 
-    Args:
-        lines: the description that must be equal on all ranks.
-        means: the tensors that are replaced by their mean.
-        others: the tensors without a mean; they take the maximum, or are pooled.
-        pairs: pairs of a running mean and a running variance among `others`, which are pooled.
-        steps: the step counts of an optimizer, each with an integer copy of it among `others`.
-        numbers: the numbers of an optimizer that are not tensors.
-        plan: the stored plan of a module.
-    """
-
-    def __init__(
-        self,
-        lines: list[str],
-        means: Sequence[Tensor],
-        others: Sequence[Tensor] = (),
-        pairs: Sequence[tuple[Tensor, Tensor]] = (),
-        *,
-        steps: Sequence[tuple[Tensor, Tensor]] = (),
-        numbers: OptimizerNumbers | None = None,
-        plan: _ModulePlan | None = None,
-    ) -> None:
-        self.lines = lines
-        self.digest = plan.digest if plan else None
-        self._means = means
-        self._others = others
-        self._pairs = pairs
-        self._steps = steps
-        self._numbers = numbers
-        self._plan = plan
+    lines: list[str]
+    """The description that must be equal on all ranks."""
+    means: Sequence[Tensor]
+    """The tensors that are replaced by their mean."""
+    others: Sequence[Tensor] = ()
+    """The tensors without a mean, which take the maximum or are pooled."""
+    pairs: Sequence[tuple[Tensor, Tensor]] = ()
+    """Pairs of a running mean and a running variance among `others`, which are pooled."""
+    steps: Sequence[tuple[Tensor, Tensor]] = ()
+    """The step counts of an optimizer, each with an integer copy of it among `others`."""
+    numbers: OptimizerNumbers | None = None
+    """The numbers of an optimizer that are not tensors."""
+    plan: _ModulePlan | None = None
+    """The stored plan of a module."""
 
     def start(self, transport: Transport, fraction: float | None) -> Work:
         """Start all transfers at once.
@@ -240,27 +228,27 @@ class _Averaged:
 
     def _reducer(self, transport: Transport, fraction: float | None) -> TensorReducer:
         op: Literal["mean", "sum"] = "mean" if fraction is None else "sum"
-        reduction = self._plan.reduction if self._plan else None
+        reduction = self.plan.reduction if self.plan else None
         reducer = TensorReducer(
-            self._means, transport, op, fraction=fraction, rounds_once=True, plan=reduction
+            self.means, transport, op, fraction=fraction, rounds_once=True, plan=reduction
         )
-        if self._plan:
-            self._plan.reduction = reducer.plan
+        if self.plan:
+            self.plan.reduction = reducer.plan
         return reducer
 
     def _start_others(self, transport: Transport, fraction: float | None) -> Work:
         if fraction is None:
-            return BufferAverage(self._others, self._pairs, transport, divisor=transport.size)
-        return BufferAverage(self._others, self._pairs, transport, counts=fraction > 0, fraction=fraction)
+            return BufferAverage(self.others, self.pairs, transport, divisor=transport.size)
+        return BufferAverage(self.others, self.pairs, transport, counts=fraction > 0, fraction=fraction)
 
     def _finish(self) -> None:
         with torch.inference_mode():  # because only inference mode allows writing to inference tensors
-            for step, twin in self._steps:
+            for step, twin in self.steps:
                 step.data.copy_(twin)
-        if self._numbers is not None:
-            self._numbers.write_back()
-        record_equal(self._means)
-        mark_written([*self._others, *(step for step, _ in self._steps)])
+        if self.numbers is not None:
+            self.numbers.write_back()
+        record_equal(self.means)
+        mark_written([*self.others, *(step for step, _ in self.steps)])
 
 
 # ---------------------------------------------------------------------- a module

@@ -96,7 +96,8 @@ class Divergence:
             raise ValueError(
                 f"rank {self._transport.rank}: {call} of {self._title()} is not possible inside of sl.diverge, because "
                 "the end of the block restores the synchronization over the old group. End the block, make the "
-                "replicas equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), and then repeat the call"
+                "replicas equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), and then repeat "
+                "the call"
             )
 
     def covers(self, ids: set[int]) -> bool:
