@@ -45,7 +45,7 @@ class Rules:
     """The rule for gradients; None if every backward averages them, as without a strategy."""
     parameters: Rule
     buffers_when: str
-    """The time of a buffer sync, which follows "buffers are synchronized"."""
+    """The time at which buffers are synchronized, as in `every 8 steps`."""
     buffers_drift: str
     buffers_how: str = ""
     """The way in which buffers are synchronized; empty if the buffer policy determines it."""

@@ -40,7 +40,7 @@ def hand_out(package: str, names: Mapping[str, Sequence[str]]) -> None:
 
     Args:
         package: the `__name__` of the package.
-        names: the names that each module defines, by module. The entry of the package itself lists its submodules.
+        names: a mapping from each module to the names that it defines. The entry of the package lists its submodules.
     """
     face = sys.modules[package]
     face.__class__ = _Face

@@ -11,7 +11,7 @@ from typing import Any
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every leaf of a nested container with its path.
 
-    Containers are dicts (in the order of the text of their keys), lists, tuples, named tuples, and dataclass instances
+    Containers are dicts (sorted by the text of their keys), lists, tuples, named tuples, and dataclass instances
     (the fields of their constructor). Any other object is a leaf.
 
     Args:

@@ -28,7 +28,7 @@ from syncline.strategies import EveryStep, Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How one wrapped module is synchronized."""
+    """The configuration of the synchronization of one wrapped module."""
 
     gradients: GradientOptions
     buffers: BufferPolicy

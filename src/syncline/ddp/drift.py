@@ -117,7 +117,7 @@ class ReplicaChecks:
         """Compare the parameters after a parameter sync that made them equal. A collective call.
 
         Raises:
-            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise". Every rank raises it.
+            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise". Every rank raises the error.
         """
         watch = self.after_syncs
         if watch is None:

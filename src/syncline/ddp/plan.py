@@ -99,8 +99,8 @@ class Plan:
     rules: Rules | None
     """The rules of a strategy under which replicas drift; None under `EveryStep`."""
     workers: tuple[int, ...] | None
-    """The number of each rank's worker, which is a group of ranks that average their gradients. None if all ranks
-    average their gradients together."""
+    """The number of the worker of each rank, by rank. A worker is a group of ranks that average their gradients. None
+    if all ranks average their gradients together."""
     num_copies: int = 0
     """Number of copies of sharded parameters, one for all ranks of a host; 0 if each rank has its own copy."""
     comm_hook: str | None = None
@@ -119,13 +119,16 @@ class Plan:
 
     @property
     def acting_rules(self) -> Rules | None:
-        """The rules of a strategy under which replicas drift; None if the strategy does nothing on a single rank."""
+        """The rules of a strategy under which replicas drift.
+
+        None under `EveryStep`, and in a world of one rank if the strategy does nothing there.
+        """
         acts = self.rules is not None and (self.num_ranks > 1 or self.rules.acts_alone)
         return self.rules if acts else None
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients are reduced."""
+        """The way in which gradients are reduced."""
         rule = None if self.rules is None else self.rules.gradients
         if (self.num_ranks == 1 and self.comm_hook is None) or (rule is not None and rule.how is None):
             return Reduction.NOTHING
@@ -142,7 +145,7 @@ class Plan:
 
     @property
     def parameters(self) -> Parameters:
-        """How parameters are kept equal."""
+        """The way in which parameters are kept equal."""
         if self.acting_rules is not None:
             return Parameters.BY_STRATEGY
         if self.num_ranks == 1:
@@ -153,7 +156,7 @@ class Plan:
 
     @property
     def buffers(self) -> Buffers:
-        """When buffers are synchronized."""
+        """The time at which buffers are synchronized."""
         if not self.sizes.buffers.num_tensors:
             return Buffers.ABSENT
         if self.num_ranks == 1:

@@ -98,7 +98,7 @@ class Registrations:
         self._compare_in_next_backward()
 
     def report(self, values: Mapping[str, Any], weight: float, *, inside_join: bool) -> None:
-        """See `DistributedDataParallel.report`."""
+        """Send metrics with the next gradients. This is `DistributedDataParallel.report`."""
         metrics = self._gradients.riders.metrics
         if not metrics.has_names(values):
             if inside_join:
@@ -111,7 +111,7 @@ class Registrations:
         metrics.add(values, weight)
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
-        """See `DistributedDataParallel.attach`."""
+        """Attach an optimizer. This is `DistributedDataParallel.attach`."""
         checked_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         for name, flag in (("elementwise", elementwise), ("replace", replaces)):
             if flag is not None:

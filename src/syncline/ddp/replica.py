@@ -112,7 +112,7 @@ class Replica:
         return gradients, self._open_lane("buffers") if chosen.buffers else self.transport
 
     def _open_lane(self, purpose: str, *, of: object = None) -> Transport:
-        """Open a lane, which is closed when the object `of` is freed. If `of` is None, this is the replica."""
+        """Open a lane, which is closed when the object `of` is freed. Without `of`, that object is this replica."""
         lane = self.transport.lane(f"{purpose} of {self._title}")
         if lane is not self.transport:
             weakref.finalize(self if of is None else of, lane.close)
@@ -164,7 +164,7 @@ class Replica:
         self.state.compress(self.gradients, self._gradient_lane, self.module)
 
     def _wire_again(self, chosen: Selection | None = None) -> None:
-        """Replace the parts by new ones, which take over their state. None selects the tensors again."""
+        """Replace the parts by new ones, which take over their state. Without `chosen`, select the tensors again."""
         self.refuse_sharded(f"shards have fixed bounds, so {_UNCHANGED}")
         former, former_buffers = self.gradients, self.buffers
         self._hooks_finalizer.detach()
@@ -207,7 +207,7 @@ class Replica:
             watch.buffers_are_equal(self.gradients.num_backwards + 1)
 
     def equal_tensors(self) -> list[tuple[str, Tensor]]:
-        """See `ReplicaProtocol.equal_tensors`."""
+        """Return the tensors that must be equal on all ranks now, by name."""
         named: list[tuple[str, Tensor]] = []
         if self.drift.are_parameters_equal():
             named += self.selection.parameters
@@ -303,16 +303,16 @@ class Replica:
 
     @property
     def is_drifting(self) -> bool:
-        """See `ReplicaProtocol.is_drifting`."""
+        """True if replicas may differ now or later, by a strategy, or since `sl.diverge` until they are equal again."""
         return self.drift.is_possible
 
     @property
     def drift_reason(self) -> str:
-        """See `ReplicaProtocol.drift_reason`."""
+        """The reason why replicas may differ now; "" if parameters have to be equal."""
         return self.drift.reason
 
     def send_stop_vote(self, vote: StopVote, transport: Transport, *, inside_join: bool) -> VoteRoute:
-        """See `ReplicaProtocol.send_stop_vote`."""
+        """Send a vote on stopping with the next gradients if possible, and return the route that the vote takes."""
         if self.drift.rounds is not None:
             self.drift.rounds.check_may_wait("stop_if_asked")
         elif self.transport is transport:
@@ -341,7 +341,7 @@ class Replica:
 
     @property
     def plan(self) -> Plan:
-        """The facts about this replica that are printed."""
+        """The facts about this replica from which the contract is written."""
         hook = self.gradients.layout.comm_hook
         return replace(
             self._plan_of(self.selection),
@@ -371,7 +371,7 @@ class Replica:
 
     @property
     def has_sync_state(self) -> bool:
-        """See `ReplicaProtocol.has_sync_state`."""
+        """True if `sync_state_dict` of the wrapper has a state to save."""
         return bool(self.state)
 
     def __getstate__(self) -> tuple[Any, ...]:

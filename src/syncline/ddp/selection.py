@@ -23,7 +23,10 @@ from syncline.checks import checked_kind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The tensors that take part, by name. A tensor used in several places is listed once, under its first name."""
+    """The tensors of a module that are synchronized, by name.
+
+    A tensor that the module uses in several places is listed once, under its first name.
+    """
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
     """All parameters that are kept equal."""

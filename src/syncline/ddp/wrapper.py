@@ -365,7 +365,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:
-        """Return the collectives, bytes and waiting time of all uses of this module's transport on this rank."""
+        """Return the counts of collectives and bytes and the waiting time of this module's transport on this rank."""
         return self._replica.transport.statistics()
 
     def train(self, mode: bool = True) -> Self:

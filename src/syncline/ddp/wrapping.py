@@ -155,7 +155,7 @@ class Hosts(NamedTuple):
     loads: list[HostLoad]
     """The load of each host, sorted by a hash of the host's name."""
     of_rank: tuple[int, ...]
-    """The number of each rank's host. Hosts are numbered in the order in which they first occur."""
+    """The number of the host of each rank, by rank. Hosts are numbered in the order in which they first occur."""
 
     def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
         """Return the default caps of buckets for these hosts."""
@@ -252,7 +252,7 @@ def check_one_copy(module: nn.Module, transport: Transport) -> None:
     This is a collective call if there is one copy.
 
     Raises:
-        SynclineError: a rank wrote to them. Every rank raises the error.
+        SynclineError: a rank wrote to such parameters. Every rank raises the error.
     """
     copy = one_copy_of(module)
     if copy is not None:
@@ -278,7 +278,8 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
     """Return whether the keys of a state_dict are those of the bare module, without the wrapper's prefix `module.`.
 
-    A bare module may itself have a submodule `module`. Then the keys that fit more entries of the bare module decide.
+    If the bare module itself has a submodule `module`, both readings of the keys are compared with the keys of the bare
+    module, and the reading with more matches is used.
 
 
     Example:

@@ -194,7 +194,7 @@ class _Averaged:
     """The tensors of a target, grouped by the operation that is applied to them."""
 
     lines: list[str]
-    """The description that must be equal on all ranks."""
+    """The description of the target, which must be equal on all ranks."""
     means: Sequence[Tensor]
     """The tensors that are replaced by their mean."""
     others: Sequence[Tensor] = ()

@@ -103,7 +103,7 @@ class Replaced:
         self._tensors: list[Tensor] = [tensor for _, tensor in named]
         self._numbers: OptimizerNumbers | None = None
         self.lines = describe_tensors(named, kind="tensor", layout=False)
-        """The description that must be equal on all ranks."""
+        """The description of the target, which must be equal on all ranks."""
         refuse_sharded(
             target,
             "so the ranks must not copy it from each other. To make the state consistent, call "

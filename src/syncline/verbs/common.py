@@ -26,7 +26,7 @@ class Prepared(NamedTuple, Generic[T]):
 
     value: T
     lines: Sequence[str]
-    """The description that must be equal on all ranks."""
+    """The description of the call, which must be equal on all ranks."""
     payload: bytes = b""
     """The bytes to send to all ranks in the same collective; see `exchange`."""
     digest: bytes | None = None

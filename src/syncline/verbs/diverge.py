@@ -35,9 +35,9 @@ class Divergence:
         on_equal: Callable[[], object],
     ) -> None:
         self.is_open = False
-        """Whether this is inside of the block, so that nothing is synchronized."""
+        """Whether the block of `sl.diverge` is active, in which nothing is synchronized."""
         self.has_diverged = False
-        """Whether the replicas have drifted in a block, and have not been made equal since."""
+        """Whether the replicas have drifted inside of `sl.diverge`, and have not been made equal since."""
         self._module = weakref.ref(module)
         self._transport = transport
         self._on_change = on_change
@@ -90,7 +90,7 @@ class Divergence:
             call: the refused call, as a noun.
 
         Raises:
-            ValueError: this is inside of the block.
+            ValueError: the block of `sl.diverge` is active.
         """
         if self.is_open:
             raise ValueError(
