@@ -1,9 +1,9 @@
 """Checks of arguments: counts, numbers, times, flags, objects of a class, functions and choices.
 
-Every error has the same form: the argument's name, what was expected, and what was given. A wrong type raises
-TypeError and a wrong value raises ValueError, as in Python itself.
+Every error states the name of the argument, the expected value and the given value. A wrong type raises TypeError and a
+wrong value raises ValueError, as in Python itself.
 
-This module needs only the standard library.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def checked_number(
 
 
 def number_in(value: Any) -> Any:
-    """Return the number in a tensor or array of one element. Return any other value unchanged."""
+    """Return the number in a tensor or array of one element, and any other value unchanged."""
     has_one = hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1
     return value.item() if has_one else value
 
@@ -117,7 +117,7 @@ def checked_seconds(name: str, value: Any) -> float:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Return `value` if it is True or False. Values that are only truthy or falsy are not accepted.
+    """Return `value` if it is True or False. Other values with a truth value, such as 1, are not accepted.
 
     Raises:
         TypeError: the value is neither True nor False.
@@ -154,8 +154,8 @@ def checked_kind(name: str, value: Any, kind: Any, what: str, *, hint: str = "")
         name: name of the argument.
         value: the given object.
         kind: the expected class, or a tuple of classes.
-        what: the class in words, with an article.
-        hint: a remedy that ends the error's text.
+        what: the expected object in words, with an article.
+        hint: the end of the error's text, which says what to do.
 
     Raises:
         TypeError: the value is not an instance of the class.
@@ -229,7 +229,7 @@ def what_it_is(value: object) -> str:
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word: the most similar known word, or "" if none is similar.
+    """Return the end of an error about an unknown word, with the most similar known word; "" if none is similar.
 
     Example:
         >>> did_you_mean("Skip", ["ignore", "skip"]), did_you_mean("red", ["ignore", "skip"]), did_you_mean(3, ["skip"])

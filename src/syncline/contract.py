@@ -1,7 +1,7 @@
 """The contract: what is synchronized, when and how, and how much replicas may drift apart between two syncs.
 
-A contract is immutable. It is computed from facts that the ranks have agreed on (`ddp/plan.py`), and nothing decides by
-its words. `print(contract)` shows it as a table.
+A contract is immutable. It is computed from facts that the ranks have compared (`ddp/plan.py`). No code depends on its
+words. `print(contract)` prints the contract as a table.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ class Row:
 
 
 class Rule(NamedTuple):
-    """The promise of one row of the contract."""
+    """The part of a row that says when and how tensors are synchronized."""
 
     when: str
     how: str | None
-    """None if nothing is sent."""
+    """The way in which tensors are synchronized; None if nothing is sent."""
     drift_allowed: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """The promises of a strategy in words, for the contract and the timeline."""
+    """The rules of a strategy in words, for the contract and the timeline."""
 
     strategy: str
-    """Name and arguments of the strategy."""
+    """The name and the arguments of the strategy."""
     gradients: Rule | None
-    """None means the rule of synchronous training."""
+    """The rule for gradients; None if every backward averages them, as without a strategy."""
     parameters: Rule
     buffers_when: str
+    """The time at which buffers are synchronized, as in `every 8 steps`."""
     buffers_drift: str
     buffers_how: str = ""
-    """Empty if the buffer policy determines it."""
+    """The way in which buffers are synchronized; empty if the buffer policy determines it."""
     optimizer: Rule
     at_step: str
+    """The action at an optimizer step, for the timeline."""
     reduces: bool = True
-    """Whether any backward averages gradients. It has no effect if `gradients` says that nothing is sent."""
+    """Whether any backward averages gradients. This has no effect if `gradients` says that nothing is sent."""
     acts_alone: bool = False
     """Whether the strategy does anything in a world of one rank."""
     meets_equal: bool = False
@@ -86,11 +88,13 @@ class Contract:
         for row in self.rows:
             if row.what == what:
                 return row
-        raise KeyError(f"expected one of {', '.join(row.what for row in self.rows)}; got {what!r}")
+        raise KeyError(
+            f"expected the name of a row ({', '.join(row.what for row in self.rows)}), got {what!r}"
+        )
 
 
 def add_evidence(contract: Contract, last_done: Mapping[str, str]) -> Contract:
-    """Return a copy of the contract with `last_done` set in each row."""
+    """Return a copy of the contract whose rows show what was last done. A row without an entry shows "-"."""
     rows = tuple(replace(row, last_done=last_done.get(row.what, "-")) for row in contract.rows)
     return replace(contract, rows=rows)
 

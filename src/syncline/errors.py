@@ -1,20 +1,20 @@
-"""The exceptions of Syncline: one class per cause. Every text names the remedy.
+"""The exceptions of Syncline, one class for each cause.
 
     SynclineError
     +-- ContractMismatch       ranks have different modules, arguments or trees
     +-- UnreducedGradients     a parameter received no gradient in this backward
-    +-- UnevenInputs           a rank ran fewer steps than its peers, skipped a batch, or left out a call
+    +-- UnevenInputs           a rank ran fewer steps than the others, skipped a batch, or left out a call
     +-- NonFiniteGradient      gradients hold NaN or infinity
     +-- ReplicaDivergence      replicas that must be equal differ
-    +-- CollectiveMismatch     ranks called different collectives, or used shapes that do not fit
-    +-- CollectiveTimeout      a rank did not arrive before the deadline
+    +-- CollectiveMismatch     ranks called different collectives, or used shapes that differ
+    +-- CollectiveTimeout      a rank did not take part in a collective before the deadline
     +-- CheckpointCorrupt      a checkpoint differs from what was written
-    +-- PeerLost               a rank's process has ended, or its connection is lost
-    +-- PeerFailed             a rank ended by an exception of its own
+    +-- PeerLost               the process of a rank has ended, or the connection to it is lost
+    +-- PeerFailed             a rank ended by an exception
 
-Each text says what was expected, what was found, where (rank, step, parameter, phase) and what to do. Plain misuse on
-one rank (a wrong type, a negative count) raises Python's `ValueError` or `TypeError`, as torch does. Code written for
-torch's class therefore catches the same exceptions.
+Each text says what was expected, what was found, where (rank, step, parameter, phase) and what to do. A wrong argument
+(a wrong type, a negative count) raises Python's `ValueError` or `TypeError`, as in torch, so code that was written for
+torch's class catches the same exceptions.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class SynclineError(RuntimeError):
 
 
 class ContractMismatch(SynclineError):
-    """Raised when ranks do not agree on what to synchronize.
+    """Raised when modules, arguments or targets differ between ranks.
 
-    It is raised on every rank with the same text, before any tensor is sent.
+    Every rank raises the error with the same text, before any tensor is sent.
     """
 
 
 class UnreducedGradients(SynclineError):
     """Raised when some parameters received no gradient in a synchronized backward.
 
-    It is raised at the end of the backward, on every rank on which some parameter did receive a gradient.
+    It is raised at the end of the backward, on every rank on which at least one parameter received a gradient.
 
     Attributes:
-        missing: parameter names by rank (of the module's group), for each rank that lacked gradients.
+        missing: the names of parameters without a gradient, by rank (of the module's group).
     """
 
     def __init__(
@@ -68,13 +68,13 @@ def _shown(names: Sequence[str], limit: int = 20) -> str:
 
 
 class UnevenInputs(SynclineError):
-    """Raised when one rank skipped a batch, or ended while others still run steps or calls."""
+    """Raised when a rank skipped a batch, or ended while other ranks still run steps or wait in calls."""
 
 
 class CheckpointCorrupt(SynclineError):
     """Raised when a checkpoint is damaged, incomplete, or of an unknown version.
 
-    The text names the file and, if there is one, the tensor.
+    The text names the file and, if known, the tensor.
     """
 
 
@@ -85,8 +85,8 @@ class NonFiniteGradient(SynclineError):
 
     Attributes:
         step: the number of the synchronized backward; the first is step 1.
-        found: parameter names by rank (of the module's group), for each rank whose own gradients were not finite.
-        in_mean: names of parameters whose mean is not finite although the gradients of each rank were finite.
+        found: the names of parameters whose gradients were not finite on a rank, by rank (of the module's group).
+        in_mean: names of parameters whose mean is not finite, although the gradients of each rank were finite.
     """
 
     def __init__(
@@ -109,12 +109,10 @@ class ReplicaDivergence(SynclineError):
     Attributes:
         tensor: the name of the first tensor that differs.
         num_differing: the number of tensors that differ.
-        minority_ranks: ranks (of the group) whose values differ from those of most ranks; empty if they cannot be
-            determined.
-        elements: indices of the first and the last differing element of the flattened tensor; None if they were not
-            searched for.
-        agreed_at_step: the last step at which all ranks agreed on the tensor (0 means when it was wrapped); None if
-            unknown.
+        minority_ranks: ranks (of the group) whose values differ from the values of most ranks; empty if there is no
+            majority.
+        elements: indices of the first and the last differing element of the flattened tensor; None if unknown.
+        agreed_at_step: the last step at which the tensor was equal on all ranks (0 is the wrapping); None if unknown.
         found_at_step: the step at which the difference was found; None outside of training steps.
     """
 
@@ -139,7 +137,7 @@ class ReplicaDivergence(SynclineError):
 
 
 class CollectiveMismatch(SynclineError):
-    """Raised when ranks called different collectives, or the same one with sizes that do not fit together."""
+    """Raised when ranks called different collectives, or the same collective with sizes that differ."""
 
 
 class CollectiveTimeout(SynclineError):
@@ -147,12 +145,12 @@ class CollectiveTimeout(SynclineError):
 
 
 class PeerLost(SynclineError):
-    """Raised when the process of a peer has ended, or the connection to it is lost."""
+    """Raised when the process of another rank has ended, or the connection to it is lost."""
 
 
 class PeerFailed(SynclineError):
-    """Raised when a peer ended by an exception. The text contains the peer's traceback."""
+    """Raised when another rank ended by an exception. The text contains the traceback of that rank."""
 
 
 class SameDataWarning(RuntimeWarning):
-    """Warning that all ranks train on the same data. Filter it if that is intended, as in full-batch training."""
+    """Warning that all ranks train on the same data. Filter this warning if that is intended (full-batch training)."""

@@ -21,11 +21,12 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _IMPORTING = threading.RLock()
-"""Ranks may be threads. If two threads import modules of one package at once, Python's import locks can deadlock."""
+"""Held during an import. Without it, two ranks that are threads could import modules of one package at the same time,
+and wait for each other's import locks forever."""
 
 
 class _Face(ModuleType):
-    """A package that imports the module of a name when a program asks for the name for the first time."""
+    """A package that imports the module of a name when the name is used for the first time."""
 
     _module_of: dict[str, str]
 

@@ -1,4 +1,4 @@
-"""Typed records of what happened in a step. `last_step` returns them, and `explain()` describes them in words."""
+"""Typed records of steps. `ddp.last_step` returns the record of a backward, and `ddp.explain()` describes records."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from syncline.words import format_bytes, format_count, format_names
 
 _MAX_BUCKETS = 6
-"""Number of buckets shown per backward; the text sums up the others."""
+"""Number of buckets that are shown for a backward. The text shows the totals of the other buckets."""
 
 _MAX_RANKS = 2
+"""Number of ranks that are named in a line about gradients that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,16 +20,16 @@ class BucketRecord:
 
     index: int
     payload_bytes: int
-    """Bytes handed to the transport, control tail included."""
+    """Bytes passed to the transport, including control data."""
     parameters: tuple[str, ...]
-    """Parameters in the bucket, in the order in which their gradients became ready. Those without a ready gradient come
-    last."""
+    """Parameters in the bucket, in the order in which their gradients became ready. Parameters without a ready gradient
+    come last."""
     trigger: str | None
     """The parameter whose gradient completed the bucket; None if the bucket was launched at the end of backward."""
     launched_seconds: float
     """Time from the first gradient of this backward to the launch."""
     waited_seconds: float
-    """Time blocked at the end of backward until this bucket was reduced."""
+    """Time that backward waited at its end until this bucket was reduced."""
 
     def __str__(self) -> str:
         when = "at the end of backward" if self.trigger is None else f"when {self.trigger} was ready"
@@ -39,30 +40,31 @@ class BucketRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFiniteRecord:
-    """The gradients of one backward that are not finite, and their treatment; the same on every rank."""
+    """A record of the gradients of one backward that are not finite. It is the same on every rank."""
 
     found: Mapping[int, tuple[str, ...]]
     """Parameter names by rank, for each rank whose own gradients held NaN or infinity. Empty if all were finite."""
     in_mean: tuple[str, ...]
-    """Parameters whose mean is not finite although the gradients of each rank were finite."""
+    """Parameters whose mean is not finite, although the gradients of each rank were finite."""
     outcome: str
-    """"finite", "raised", "discarded", "zeroed" or "left to the GradScaler"; "not reduced" under `no_sync`."""
+    """The outcome: "finite", "raised", "discarded", "zeroed", "left to the GradScaler", or "not reduced" (under
+    `no_sync`)."""
     num_steps: int
-    """Number of steps so far, including this one, to which the policy was applied. Under `on_nonfinite="skip"` these
-    are the discarded steps."""
+    """Number of steps so far in which gradients were not finite and the policy was applied, including this step. Under
+    `on_nonfinite="skip"`, this is the number of discarded steps."""
 
     def __str__(self) -> str:
         if self.found or self.in_mean:
             return describe_nonfinite(self, _MAX_RANKS)
-        return f"not finite: nothing in this step ({format_count(self.num_steps, 'step')} before)"
+        return f"all gradients are finite (not finite in {format_count(self.num_steps, 'step')} so far)"
 
 
 def describe_nonfinite(record: NonFiniteRecord, num_shown: int | None = None) -> str:
-    """Return a line that names the gradients that are not finite, and the outcome.
+    """Return a line with the gradients that are not finite, and the outcome.
 
     Args:
-        record: a record with at least one such gradient.
-        num_shown: number of ranks to name; None names all.
+        record: a record with at least one gradient that is not finite.
+        num_shown: number of ranks to name; None names all ranks.
     """
     where = [f"on rank {rank}: {format_names(names)}" for rank, names in record.found.items()]
     if num_shown is not None and len(where) > num_shown + 1:
@@ -86,11 +88,11 @@ class BackwardRecord:
         >>> ddp = sl.DistributedDataParallel(torch.nn.Linear(2, 1))
         >>> ddp(torch.ones(1, 2)).sum().backward()
         >>> print(ddp.last_step)
-        step 1: 2 gradients, not reduced: under no_sync, or this rank is alone
+        step 1: 2 gradients, not reduced: .grad holds the gradients of this rank
     """
 
     step: int
-    """Number of synchronized backwards so far, including this one if it was synchronized. The first is step 1."""
+    """Number of synchronized backwards so far, including this backward if it was synchronized. The first is step 1."""
     synchronized: bool
     """Whether the gradients were reduced in this backward. False under `no_sync`, and in a world of one rank."""
     num_gradients: int
@@ -98,23 +100,24 @@ class BackwardRecord:
     unused: tuple[str, ...]
     """Parameters that received no gradient on this rank."""
     divisor: int
-    """Divisor of the sum over ranks: the number of ranks, or the number of items under `normalize_by`."""
+    """The divisor of the sum over ranks: the number of ranks, or under `normalize_by` the number of items."""
     counted_items: bool
     """Whether the divisor is a number of items."""
     reduced_afterwards: bool
-    """Whether `sl.sync_gradients_` reduced `.grad` after this backward. If so, `divisor` is that of this reduction."""
+    """Whether `sl.sync_gradients_` reduced `.grad` after this backward. If so, `divisor` belongs to that reduction."""
     num_reduced: int
-    """Number of gradient elements that were reduced, each counted once."""
+    """Number of gradient elements that were reduced. Each element counts once."""
     buckets: tuple[BucketRecord, ...]
     duration_seconds: float
     """Time from the first gradient to the last reduced gradient."""
     nonfinite: NonFiniteRecord | None = None
-    """Result of the `on_nonfinite` check; None if gradients are not checked."""
+    """The result of the `on_nonfinite` check; None if gradients are not checked."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means over ranks of the values given to `ddp.report`; of this rank alone if the backward was not synchronized."""
+    """Means over ranks of the values given to `ddp.report`. If the backward was not synchronized, these are the values
+    of this rank alone."""
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._what_became()}"]
+        lines = [f"step {self.step}: {format_count(self.num_gradients, 'gradient')}, {self._result()}"]
         num_shown = len(self.buckets) if len(self.buckets) <= _MAX_BUCKETS + 1 else _MAX_BUCKETS
         others = self.buckets[num_shown:]
         lines += map(str, self.buckets[:num_shown])
@@ -130,14 +133,19 @@ class BackwardRecord:
             lines.append(str(self.nonfinite))
         return "\n  ".join(lines)
 
-    def _what_became(self) -> str:
-        mean = f"mean over {format_count(self.divisor, 'item' if self.counted_items else 'rank')}"
+    def _result(self) -> str:
+        mean = describe_mean(self)
         if self.reduced_afterwards:
             return f"reduced after this backward: {mean}"
         if not self.synchronized:
-            return "not reduced: under no_sync, or this rank is alone"
+            return "not reduced: .grad holds the gradients of this rank"
         buckets = format_count(len(self.buckets), "bucket")
         return f"{mean}, {self.num_reduced:,} elements in {buckets}, {_ms(self.duration_seconds)}"
+
+
+def describe_mean(record: BackwardRecord) -> str:
+    """Return the divisor of a backward's gradients in words, as in `mean over 2 ranks`."""
+    return f"mean over {format_count(record.divisor, 'item' if record.counted_items else 'rank')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +156,7 @@ class BufferRecord:
     payload_bytes: int
     sent: bool
     reason: str
-    """Why the buffers were sent, or why not."""
+    """The reason why the buffers were sent or were not sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,25 +169,26 @@ class RoundRecord:
     """The actions of the sync, in words."""
     num_calls: int
     payload_bytes: int
-    """Bytes of the tensors handed to the transport."""
+    """Bytes of the tensors passed to the transport."""
     waited_seconds: float
     duration_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvolutionRecord:
-    """A record of one step of an evolution strategy; the same on every rank."""
+    """A record of one step of an evolution strategy. It is the same on every rank."""
 
     step: int
-    """Number of the step; the first is step 1."""
+    """The number of the step. The first is step 1."""
     losses: tuple[float, ...]
-    """Unmodified losses of all members, pair by pair, plus before minus. Some may not be finite."""
+    """Losses of all members, as they were measured. The two members of a pair are adjacent: the one with the positive
+    perturbation, then the one with the negative. Some losses may not be finite."""
     mean_loss: float
     """Mean of the finite losses."""
     best_loss: float
     """Lowest finite loss."""
     num_nonfinite: int
-    """Number of members whose loss is not finite. Such a loss counts as the worst."""
+    """Number of members whose loss is not finite. Such a loss counts as the worst loss."""
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Functions on nested containers. They visit the leaves in an order that is the same on every rank."""
+"""Functions on nested containers. The order of the leaves is the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path.
+    """Yield every leaf of a nested container with its path.
 
-    Containers are dicts (sorted by the text of their keys, not by insertion), lists, tuples, named tuples, and
-    dataclass instances (their constructor fields). Any other object is a leaf.
+    Containers are dicts (sorted by the text of their keys), lists, tuples, named tuples, and dataclass instances
+    (the fields of their constructor). Any other object is a leaf.
 
     Args:
         tree: a container or a leaf.
@@ -31,7 +31,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(tree: Any, fn: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return a copy of the containers with each leaf replaced by `fn(path, leaf)`, called in the order of `leaves`.
+    """Return a copy of the containers in which each leaf is replaced by `fn(path, leaf)`, in the order of `leaves`.
 
     Example:
         >>> map_leaves({"b": (1, 2), "a": 3}, lambda path, leaf: leaf * 10)

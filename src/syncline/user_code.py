@@ -1,11 +1,12 @@
 """Positions in the user's code, for errors and warnings.
 
-A position is the innermost frame of a thread that belongs neither to torch, nor to Syncline, nor to Python, nor to an
-installed package. This module also records which code of the user's raised an exception.
+The position of a thread is its innermost frame that belongs neither to torch, nor to Syncline, nor to Python, nor to an
+installed package. This module also records which function of the user raised an exception.
 
-Another thread can ask for the position of the main thread. It must not walk the main thread's frames in Python: the
-main thread continues to run meanwhile, and a frame that it leaves may be freed. (This crashed Python 3.11 under torch's
-dynamo.) The stack is therefore written by a single call of the interpreter, during which no thread runs Python.
+Another thread can ask for the position of the main thread. That thread must not walk the frames of the main thread in
+Python, because the main thread continues to run, and a frame that has ended may be freed. (This crashed Python 3.11
+under torch's dynamo.) The stack is therefore written by a single call of the interpreter, during which no thread runs
+Python.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,9 +33,9 @@ _HEADER = "Thread 0x{thread:016x} (most recent call first):\n"
 
 
 def dump_of_main_thread() -> str:
-    """Return the main thread's stack in the format of `faulthandler`.
+    """Return the stack of the main thread in the format of `faulthandler`.
 
-    The text may also hold the stacks of other threads, and it may be empty.
+    The text may also contain the stacks of other threads, and it may be empty.
 
     Example:
         >>> "dump_of_main_thread" in dump_of_main_thread()
@@ -55,11 +57,11 @@ def dump_of_main_thread() -> str:
 # therefore written.
 
 _main_state: int | None = None
-"""Address of the interpreter's state of the main thread; valid until the process ends."""
+"""Address of the interpreter's state for the main thread. It is valid until the process ends."""
 
 
 def _dump_alone(fd: int) -> str:
-    """Write the main thread's stack to `fd`. Return the header line that belongs before it."""
+    """Write the stack of the main thread to `fd`, and return the header line that belongs before the stack."""
     dump = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
     if dump is None or _main_state is None:
         return ""
@@ -69,9 +71,9 @@ def _dump_alone(fd: int) -> str:
 
 
 def _note_main_thread() -> None:
-    """Store the address of the main thread's state, on Python 3.11.
+    """Store the address of the interpreter's state for the main thread, on Python 3.11.
 
-    If another thread imports this module, the address stays unknown in this process. Dumps are then empty.
+    If another thread imports this module first, the address stays unknown, and dumps of this process are empty.
     """
     global _main_state
     if sys.version_info < (3, 12) and threading.current_thread() is threading.main_thread():
@@ -93,12 +95,12 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\S+) in (?P<name>.*)'
 
 
 def warn_user(text: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Issue a warning at the line of the user's code that called Syncline."""
+    """Issue a warning that shows the line of the user's code that called Syncline."""
     warning_here(category)(text)
 
 
 def warning_here(category: type[Warning] = RuntimeWarning) -> Callable[[str], None]:
-    """Return a function that warns at the line of the user's code that calls now. Any thread may call it later."""
+    """Return a function that issues a warning for the present line of the user's code. Any thread may call it later."""
     frame = _users_frame(sys._getframe())
     if frame is None:
         return lambda text: warnings.warn(text, category, stacklevel=3)
@@ -124,10 +126,12 @@ def user_code(frame: FrameType | None) -> str | None:
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Mark exceptions raised inside the block as raised by the user's code, with a note and for `called_in`.
+    """Mark exceptions that are raised inside the block as exceptions of the user's code.
+
+    The exception gets a note, and `called_in` returns the position of the user's code.
 
     Args:
-        what: the called code, in words.
+        what: the called function, in words.
 
     Example:
         >>> try:
@@ -147,18 +151,17 @@ def calling(what: str) -> Iterator[None]:
 
 
 def called_in(error: BaseException) -> str | None:
-    """Return the user's code that raised `error`, with its line if that is known; None if Syncline raised it."""
+    """Return the user's function that raised `error`, with its line if that is known. None if Syncline raised it."""
     found: str | None = getattr(error, _CALLED, None)
     return found
 
 
 def _called(what: str, error: BaseException) -> str:
-    place, trace = None, error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         if is_users(code.co_filename):
-            place = _place(code.co_filename, trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
+            place = _place(code.co_filename, line, code.co_name)
     return f"{what}, at {place}," if place else what
 
 
@@ -169,12 +172,12 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_code_of_main_thread() -> str | None:
-    """Return the position of the main thread in the user's code. Any thread may call this."""
+    """Return the position of the main thread in the user's code. Any thread may call this function."""
     return user_code_in_dump(dump_of_main_thread(), threading.main_thread().ident or 0)
 
 
 def user_code_in_dump(text: str, thread: int) -> str | None:
-    """Return the position of one thread in the user's code, read from a dump by `faulthandler`.
+    """Return the position of one thread in the user's code, according to a dump by `faulthandler`.
 
     Example:
         >>> dump = 'Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main'
@@ -188,7 +191,7 @@ def user_code_in_dump(text: str, thread: int) -> str | None:
 
 
 def innermost_in_dump(text: str, thread: int) -> tuple[str, str]:
-    """Return file and function of a thread's innermost frame in a dump; two empty strings if it has no frame.
+    """Return the file and the function of a thread's innermost frame in a dump, or two empty strings without a frame.
 
     Example:
         >>> innermost_in_dump('Thread 0x2a (most recent call first):\\n  File "/home/train.py", line 7 in main', 42)
@@ -214,7 +217,7 @@ def _place(path: str, line: int | str, name: str) -> str:
 
 @cache
 def is_users(path: str) -> bool:
-    """Return True if a source file belongs neither to torch, Syncline, Python, nor an installed package."""
+    """Return whether a source file is the user's: not of torch, Syncline, Python or an installed package."""
     return not path.startswith(_libraries()) and not path.startswith("<frozen ")
 
 

@@ -1,4 +1,4 @@
-"""Texts made of numbers, names and values: sizes, counts, lists, and what ranks do not agree on.
+"""Functions that format sizes, counts, names and ranks, and the differences between ranks.
 
 Every rank computes the same text from the same values.
 """
@@ -35,7 +35,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_names(names: Sequence[str], num_shown: int = 4, *, noun: str = "parameters") -> str:
-    """Join the names. If there are more than `num_shown`, name the first ones and the last, and give the count.
+    """Join names by commas. Of more than `num_shown` names, show the first names, the last name and the count.
 
     Example:
         >>> format_names(["a", "b"]), format_names(["a", "b", "c", "d", "e"])
@@ -51,19 +51,19 @@ K = TypeVar("K", bound=Hashable)
 DEFAULT_REMEDY = "Give every rank the same, in the same order."
 
 _MAX_ENTRIES = 20
-"""Maximum number of differences shown per group of ranks; the text counts the rest."""
+"""The maximum number of differences that are shown for a group of ranks. The text states how many more there are."""
 
 
 def describe_difference(
     title: str, descriptions: Sequence[Sequence[str]], *, remedy: str = DEFAULT_REMEDY
 ) -> str | None:
-    """Describe how the ranks' descriptions of the same thing differ.
+    """Describe the differences between the descriptions that the ranks gave of the same thing.
 
-    Ranks with equal descriptions form a group. The largest group has the expected description (of several, the group
-    with the lowest rank). Every other group is compared with it.
+    Ranks with equal descriptions form a group. The largest group has the expected description. If several groups are
+    the largest, it is the group with the lowest rank. Every other group is compared with the expected description.
 
     Args:
-        title: the thing on which the ranks had to agree.
+        title: the thing that must be equal on all ranks.
         descriptions: the lines of each rank, in rank order. A line holds a name, two spaces (or a colon and a space),
             and properties. Lines with the same name are compared side by side.
         remedy: the last line of the text, which says what to do.
@@ -99,14 +99,14 @@ def describe_difference(
 def refusal_of(
     title: str, reasons: Mapping[int, tuple[str, str, str | None]], refusal: str | None = None
 ) -> Exception:
-    """Return the error that every rank raises when some ranks cannot take part in a call.
+    """Return the error that every rank raises if some ranks cannot take part in a call.
 
     Args:
         title: the name of the call.
-        reasons: for each rank that refuses, in rank order: the class name of its error, the error's text, and the name
-            of the user's function that raised it (None if Syncline raised it).
-        refusal: the words after the title. None means "failed" if a user's function raised, else "refused, nothing was
-            sent".
+        reasons: the error of each rank that cannot take part, by rank in rank order. An error is a tuple of the name of
+            its class, its text, and the name of the user's function that raised it (None if Syncline raised it).
+        refusal: the words after the title. None stands for "failed" if a user's function raised an error, and otherwise
+            for "refused, nothing was sent".
 
     Returns:
         A TypeError if all errors are TypeErrors, a ValueError if all errors are TypeErrors or ValueErrors, else a
@@ -134,7 +134,7 @@ def refusal_of(
 
 
 def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
-    """Return the ranks that have each value, in the order in which values and ranks occur.
+    """Return the ranks that have each value, by value. Values and ranks stay in the given order.
 
     Example:
         >>> ranks_with({0: "a", 1: "b", 3: "a"})
@@ -147,7 +147,7 @@ def ranks_with(values: Mapping[int, K]) -> dict[K, list[int]]:
 
 
 def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """Group the indices of equal values, the largest group first (of several, the one with the lowest index).
+    """Group the indices of equal values, from the largest group to the smallest. Groups of one size are in index order.
 
     Example:
         >>> groups_of(["a", "b", "b"])
@@ -158,7 +158,7 @@ def groups_of(values: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks in words. Runs of three or more are written as a range.
+    """Return the ranks in words. Three or more consecutive ranks are written as a range.
 
     Example:
         >>> describe_ranks([0, 2, 3, 4, 7]), describe_ranks([1])
@@ -187,7 +187,7 @@ def describe_groups(groups: Sequence[Sequence[int]]) -> str:
 
 
 def outside_of_largest(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks that are not in the first of these groups, the largest, in order.
+    """Return the ranks that are not in the first group, which is the largest, in rank order.
 
     Example:
         >>> outside_of_largest([(1, 3, 4), (2,), (0,)])
@@ -209,7 +209,7 @@ def _name_and_properties(line: str) -> tuple[str, str]:
 
 
 def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Return the properties by name. The number distinguishes entries with the same name."""
+    """Return the properties in the lines by name, with a number that distinguishes entries of the same name."""
     seen: Counter[str] = Counter()
     properties: dict[tuple[str, int], str] = {}
     for line in lines:
@@ -220,7 +220,7 @@ def _by_name(lines: Sequence[str]) -> dict[tuple[str, int], str]:
 
 
 def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: str) -> list[list[str]]:
-    """Return the differences, each one as a list of text lines."""
+    """Return the differences between two descriptions, each as a list of text lines."""
     expected, got = _by_name(reference), _by_name(lines)
     entries = [
         [f"  {key[0]}", f"    expected {properties} ({there})", f"    got      {got[key]} ({here})"]
@@ -246,7 +246,7 @@ def _entries(lines: Sequence[str], reference: Sequence[str], here: str, there: s
             ]
         )
     # Lines that differ only in spaces produce no entry.
-    return entries or [["  the same entries, written differently"]]
+    return entries or [["  the same entries with different spaces"]]
 
 
 def _line(key: tuple[str, int], properties: dict[tuple[str, int], str]) -> str:

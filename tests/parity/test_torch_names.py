@@ -71,7 +71,7 @@ def test_every_name_of_torchs_class_is_overridden_harmless_or_refused() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_drives_torchs_reducer_names_what_to_use_instead(name: str) -> None:
     ddp = sl.DistributedDataParallel(nn.Linear(1, 1))
-    with pytest.raises(sl.SynclineError, match="no reducer of torch's") as caught:
+    with pytest.raises(sl.SynclineError, match="does not use torch's reducer") as caught:
         getattr(ddp, name)(1, some=2)
     assert name in str(caught.value)
     assert REFUSED[name] in str(caught.value)
@@ -126,9 +126,9 @@ def test_backwards_are_not_finalized_by_hand() -> None:
     ddp.require_manual_backward_finalization = False
     assert not ddp.require_manual_backward_finalization
     assert not ddp.should_finalize_after_backward
-    with pytest.raises(sl.SynclineError, match="cannot be finalized by hand"):
+    with pytest.raises(sl.SynclineError, match=r"finalize_backward\(\) is not supported"):
         ddp.require_manual_backward_finalization = True
-    with pytest.raises(sl.SynclineError, match="cannot be finalized by hand"):
+    with pytest.raises(sl.SynclineError, match=r"finalize_backward\(\) is not supported"):
         ddp.finalize_backward()
 
 
@@ -213,7 +213,7 @@ def test_the_errors_about_devices_name_tensors_and_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"0\.weight on cpu, 1\.weight on meta"):
         sl.DistributedDataParallel(partly)
     sl.DistributedDataParallel(partly, ignore=["1.*"])
-    with pytest.raises(RuntimeError, match=r"meta device \(weight, bias\): call module\.to_empty"):
+    with pytest.raises(RuntimeError, match=r"meta device \(weight, bias\)\. Call module\.to_empty"):
         sl.DistributedDataParallel(nn.Linear(1, 1, device="meta"))
 
 

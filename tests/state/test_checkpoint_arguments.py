@@ -195,7 +195,7 @@ def test_what_torch_has_saved(
         ({"buffers": "broadcst"}, "got 'broadcst': did you mean 'broadcast'?"),
         (
             {"strategy": "LocalSGD"},
-            "expected strategy to be a strategy, say sl.LocalSGD(every=8), or None, got 'LocalSGD'",
+            "expected strategy to be a strategy such as sl.LocalSGD(every=8), or None, got 'LocalSGD'",
         ),
     ],
 )

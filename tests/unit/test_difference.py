@@ -96,7 +96,7 @@ def test_a_colon_separates_name_and_properties_too() -> None:
 def test_lines_that_differ_in_separators_alone_still_differ() -> None:
     text = describe_difference("Net", [["a  1"], ["a: 1"]])
     assert text is not None
-    assert "the same entries, written differently" in text
+    assert "the same entries with different spaces" in text
 
 
 @pytest.mark.parametrize(

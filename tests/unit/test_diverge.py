@@ -51,6 +51,27 @@ def perturb(module: nn.Module, rank: int, scale: float = 0.1) -> None:
         parameter += scale * torch.randn(parameter.shape, generator=generator)
 
 
+def test_the_group_cannot_change_inside() -> None:
+    def program(transport: Transport) -> None:
+        ddp, optimizer = wrapped(transport)
+        with sl.diverge(ddp):
+            with pytest.raises(
+                ValueError,
+                match=r"not possible inside of sl.diverge, .* End the block, make the replicas equal",
+            ):
+                ddp._update_process_group(transport)
+            before = transport.statistics().total_calls
+            step(ddp, optimizer, batch(transport.rank))
+            assert transport.statistics().total_calls == before
+        sl.average_(ddp, group=transport)
+        sl.average_(optimizer, group=transport)
+        ddp._update_process_group(transport)
+        step(ddp, optimizer, batch(transport.rank))
+        sl.check_replicas(ddp, group=transport)
+
+    run_ranks(2, program)
+
+
 def test_nothing_is_sent_inside() -> None:
     def program(transport: Transport) -> None:
         ddp, optimizer = wrapped(transport)
@@ -129,7 +150,7 @@ def test_replicas_that_are_found_equal_have_met() -> None:
 
 def test_it_does_not_nest_and_says_what_it_cannot_take() -> None:
     ddp = sl.DistributedDataParallel(net())
-    with sl.diverge(ddp), pytest.raises(ValueError, match="leave that first"), sl.diverge(ddp.module):
+    with sl.diverge(ddp), pytest.raises(ValueError, match="end that block first"), sl.diverge(ddp.module):
         pass
     with (
         pytest.raises(TypeError, match="expected module to be a torch"),
@@ -168,7 +189,7 @@ def test_containers_are_entered_and_parts_refused() -> None:
             step(b, optimizer, batch(transport.rank))
             assert transport.statistics().total_calls == before
         with (
-            pytest.raises(ValueError, match="is a part of a module that is wrapped"),
+            pytest.raises(ValueError, match="got a Linear that is only a part of one"),
             sl.diverge(a.module[0]),
         ):
             pass
@@ -179,7 +200,7 @@ def test_containers_are_entered_and_parts_refused() -> None:
 def test_shared_parameters_cannot_drift() -> None:
     def program(transport: Transport) -> None:
         ddp = sl.DistributedDataParallel(net(), process_group=transport, sharded=True)
-        with pytest.raises(ValueError, match="shared by the ranks"), sl.diverge(ddp):
+        with pytest.raises(ValueError, match="the ranks use one copy"), sl.diverge(ddp):
             pass
 
     run_ranks(2, program)

@@ -604,7 +604,7 @@ def test_skip_needs_every_trained_parameter_in_an_attached_optimizer(with_ignore
     one, other = each_rank(rank)
     assert one == other
     num = "1 of 4" if with_ignore else "3 of 6"
-    assert f"2.bias of Sequential is in none of them (in all {num} parameters)" in one
+    assert f"no attached optimizer has 2.bias of Sequential (in all {num} parameters" in one
 
 
 def test_what_is_frozen_or_ignored_need_not_be_attached() -> None:
@@ -996,7 +996,7 @@ def test_alone() -> None:
     assert ddp.last_step.nonfinite.num_steps == 1
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
     assert ddp.contract["gradients"].how == "not finite: no rank steps"
-    assert "not finite: nothing in this step (skip: 1 step before)" in ddp.explain()
+    assert "all gradients are finite (not finite in 1 step so far)" in ddp.explain()
 
 
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
@@ -1225,7 +1225,7 @@ def test_what_is_not_known_or_does_not_go_together_is_refused() -> None:
     t = ThreadGroup(1).transport(0)
     with pytest.raises(ValueError, match=r"one of 'ignore', 'raise', 'skip', 'zero', got 'warn'"):
         DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="warn")
-    with pytest.raises(ValueError, match=r"does not go with strategy=LocalSGD.*EveryStep"):
+    with pytest.raises(ValueError, match=r"cannot be combined with strategy=LocalSGD.*EveryStep"):
         DDP(copy.deepcopy(NET), process_group=t, on_nonfinite="skip", strategy=LocalSGD(4))
 
 
@@ -1252,7 +1252,7 @@ def test_contract_and_timeline_say_it() -> None:
     quietly(lambda: results.extend(each_rank(rank)))
     how, planned, contract, recorded = results[0]
     assert how == "mean, all_reduce; not finite: no rank steps"
-    assert "; one that is not finite: no rank steps" in planned
+    assert "; a gradient that is not finite: no rank steps" in planned
     assert "not finite: discarded" in contract
     assert "not finite on rank 1: 0.bias -> discarded (1 step so far)" in recorded
 

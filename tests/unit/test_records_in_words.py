@@ -97,9 +97,9 @@ def test_what_became_of_it() -> None:
     later = record_of(0, num_gradients=2, synchronized=False, reduced_afterwards=True)
     assert str(later) == "step 3: 2 gradients, reduced after this backward: mean over 2 ranks"
     alone = record_of(0, num_gradients=2, synchronized=False)
-    assert str(alone) == "step 3: 2 gradients, not reduced: under no_sync, or this rank is alone"
+    assert str(alone) == "step 3: 2 gradients, not reduced: .grad holds the gradients of this rank"
     nobody = NonFiniteRecord(found={}, in_mean=(), outcome="finite", num_steps=0)
-    assert str(nobody) == "not finite: nothing in this step (0 steps before)"
+    assert str(nobody) == "all gradients are finite (not finite in 0 steps so far)"
 
 
 def test_as_it_was_recorded() -> None:

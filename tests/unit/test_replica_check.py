@@ -103,7 +103,7 @@ def test_equal_replicas_are_said_to_be_equal(size: int, kwargs: dict[str, Any]) 
         == [
             [
                 "parameters, buffers, optimizer state",
-                "in synchronized backwards a slice, all within 4 steps",
+                "in synchronized backwards, slice by slice, all slices within 4 steps",
                 "fingerprints, with the gradients; if they differ: raise",
                 "step 12: equal",
             ]
@@ -377,11 +377,11 @@ def test_buffers_that_a_synchronization_left_different_are_found() -> None:
 @pytest.mark.parametrize(
     ("strategy", "when"),
     [
-        (sl.LocalSGD(3), "after each meeting, all within 4 steps and a meeting"),
-        (sl.DiLoCo(3), "after each meeting, all within 4 steps and a meeting"),
-        (sl.DiLoCo(4, fragments=2), "never: replicas are not equal between or after meetings"),
-        (sl.Gossip("ring"), "never: replicas are not equal between or after meetings"),
-        (sl.Manual(), "never: replicas are not equal between or after meetings"),
+        (sl.LocalSGD(3), "after each parameter sync, all slices within 4 steps and one parameter sync"),
+        (sl.DiLoCo(3), "after each parameter sync, all slices within 4 steps and one parameter sync"),
+        (sl.DiLoCo(4, fragments=2), "never: replicas are not equal between or after parameter syncs"),
+        (sl.Gossip("ring"), "never: replicas are not equal between or after parameter syncs"),
+        (sl.Manual(), "never: replicas are not equal between or after parameter syncs"),
     ],
 )
 def test_replicas_that_drift_between_meetings_are_compared_after_them(strategy: Any, when: str) -> None:
@@ -426,7 +426,7 @@ def test_a_single_copy_has_nothing_to_be_compared_with() -> None:
             "replica check"
         ]
 
-    assert run_ranks(2, program)[0][0] == "buffers (of the parameters there is one copy)"
+    assert run_ranks(2, program)[0][0] == "buffers (there is one copy of the parameters)"
     row = run_ranks(2, without_buffers)[0]
     assert row.size == "nothing"
     assert (
@@ -832,8 +832,9 @@ def test_ranks_of_a_worker_are_named_by_their_own_numbers() -> None:
     assert "two.bias, element 1 of 3  ranks 3, 5 | rank 4" in str(texts[5])
 
 
-IN_BACKWARDS = "in backwards that average gradients a slice, all within 2 steps"
-AFTER_MEETINGS = "after each meeting, all within 2 steps and a meeting"
+IN_BACKWARDS = "in backwards that average gradients, slice by slice, all slices within 2 steps"
+IN_BACKWARDS_OF_WORKERS = IN_BACKWARDS.replace("gradients,", "gradients among the 2 ranks of a worker,")
+AFTER_SYNCS = "after each parameter sync, all slices within 2 steps and one parameter sync"
 
 
 @pytest.mark.parametrize(
@@ -841,7 +842,7 @@ AFTER_MEETINGS = "after each meeting, all within 2 steps and a meeting"
     [
         (
             {"strategy": sl.LocalSGD(4, warmup=3)},
-            f"{IN_BACKWARDS}; {AFTER_MEETINGS}",
+            f"{IN_BACKWARDS}; {AFTER_SYNCS}",
         ),
         (
             {"strategy": sl.DiLoCo(4, fragments=2, warmup=3)},
@@ -849,7 +850,7 @@ AFTER_MEETINGS = "after each meeting, all within 2 steps and a meeting"
         ),
         (
             {"strategy": sl.LocalSGD(4, every_step_within=2)},
-            f"{IN_BACKWARDS} among the 2 ranks of a worker; {AFTER_MEETINGS}",
+            f"{IN_BACKWARDS_OF_WORKERS}; {AFTER_SYNCS}",
         ),
     ],
 )
@@ -969,14 +970,14 @@ def test_inside_of_a_divergence_nothing_has_to_be_equal() -> None:
         (
             lambda: sl.DistributedDataParallel(nn.Linear(1, 1), replica_check=sl.ReplicaCheck),  # type: ignore[arg-type]
             TypeError,
-            "call it",
+            "call the class",
         ),
         (
             lambda: sl.DistributedDataParallel(
                 nn.Linear(1, 1), sharded=True, replica_check=sl.ReplicaCheck(on_divergence="repair")
             ),
             ValueError,
-            "does not go with sharded=True",
+            "cannot be combined with sharded=True",
         ),
     ],
 )

@@ -75,7 +75,10 @@ def test_a_strategy_that_acts_at_the_step_is_named_before_anything_drifts() -> N
 
     first, second = texts_of(program, sl.SynclineError)
     assert first == second
-    assert "strategy=LocalSGD(every=8) acts at the optimizer's step, but no optimizer is attached" in first
+    assert (
+        "strategy=LocalSGD(every=8) synchronizes parameters at the optimizer's step, but no optimizer is attached"
+        in first
+    )
     assert "optimizer = ddp.attach(optimizer)" in first
 
 
@@ -139,19 +142,20 @@ def test_too_many_fragments_are_refused() -> None:
 
 
 def test_a_class_instead_of_a_strategy_is_refused() -> None:
-    with pytest.raises(TypeError, match="got the class LocalSGD: call it with its arguments"):
+    with pytest.raises(TypeError, match="got the class LocalSGD: call the class with its arguments"):
         sl.DistributedDataParallel(net(), strategy=sl.LocalSGD)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected strategy to be a strategy, say"):
+    with pytest.raises(TypeError, match="expected strategy to be a strategy such as"):
         sl.DistributedDataParallel(net(), strategy="local")  # type: ignore[arg-type]
 
 
 def test_what_does_not_go_with_drift_is_refused() -> None:
     def program(transport: Transport) -> None:
-        with pytest.raises(ValueError, match="sharded=True does not go with strategy=LocalSGD"):
+        with pytest.raises(ValueError, match="sharded=True cannot be combined with strategy=LocalSGD"):
             Run(transport, sl.LocalSGD(2), sharded=True)
         run = Run(transport, sl.LocalSGD(2))
         with pytest.raises(
-            ValueError, match=r"ranks without inputs cannot follow, so join\(\) is not possible"
+            ValueError,
+            match=r"ranks without inputs cannot take part in parameter syncs, so join\(\) is not possible",
         ):
             run.ddp.join()
         with pytest.raises(ValueError, match="a wrapper cannot be copied or pickled"):
@@ -614,7 +618,7 @@ def test_what_was_saved_under_another_strategy_is_refused() -> None:
     saved = Run(None, sl.DiLoCo(3)).ddp.sync_state_dict()
     with pytest.raises(ValueError, match=r"saved under strategy=DiLoCo\(every=3\)"):
         Run(None, sl.DiLoCo(4)).ddp.load_sync_state_dict(saved)
-    with pytest.raises(ValueError, match="expected what sync_state_dict"):
+    with pytest.raises(ValueError, match="expected a state of sync_state_dict"):
         Run(None, None).ddp.load_sync_state_dict(saved)
 
 

@@ -274,7 +274,7 @@ def test_what_has_no_mean_is_refused_by_name() -> None:
 def test_a_module_of_which_there_is_one_copy_is_refused() -> None:
     module = sl.share_(nn.Linear(2, 2))
     for verb in (sl.average_, sl.all_reduce_, lambda m: sl.keep_best_(m, 1.0)):
-        with pytest.raises(ValueError, match="parameters of Sequential are shared by the ranks"):
+        with pytest.raises(ValueError, match="one copy of the parameters of Sequential"):
             verb(nn.Sequential(module))
 
 

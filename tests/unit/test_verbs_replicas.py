@@ -52,7 +52,7 @@ def test_an_optimizer_becomes_the_best_ones_with_its_settings() -> None:
 @pytest.mark.parametrize(
     ("score", "mode", "error", "text"),
     [
-        ([math.nan, math.nan], "max", ValueError, r"the score is NaN on all 2 rank\(s\)"),
+        ([math.nan, math.nan], "max", ValueError, "got NaN on all 2 ranks"),
         (
             [1.0, torch.zeros(2)],
             "max",

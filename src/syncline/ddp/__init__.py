@@ -5,7 +5,6 @@ gradients, sharded, buffers, compression, strategies, verbs.
 
 config.py         the configuration: the checked arguments in one frozen value, which the ranks compare
 drift.py          when replicas may differ (a strategy, sl.diverge), and comparisons when they may not
-inputs.py         move inputs to a device and to a lower precision
 join.py           support uneven inputs
 plan.py           the plain facts about a wrapped module, and what follows from them
 registrations.py  compare hooks, optimizers and metrics that users register
@@ -15,7 +14,7 @@ selection.py      select the parameters and buffers that take part, and detect c
 torch_names.py    provide undocumented names of torch's class that frameworks use
 training.py       methods for a training loop: attach, clip, normalize, report
 wrapper.py        define DistributedDataParallel, the class that users see
-wrapping.py       agree on a module when it is wrapped, and broadcast its first values
+wrapping.py       check and compare a module when it is wrapped, broadcast its first values, run it in lower precision
 """
 
 from __future__ import annotations

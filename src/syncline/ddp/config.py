@@ -1,7 +1,7 @@
 """The configuration of a wrapper: the arguments of DistributedDataParallel, checked once, in one frozen value.
 
-The arguments are checked by torch's rules, on each rank before any communication. Then the ranks compare the values of
-`Config.compared`: data, never words.
+Each rank checks the arguments by torch's rules, before any communication. Then the ranks compare the values that
+`Config.compared` returns.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ import torch
 from torch import nn
 
 from syncline.buffers.policies import BufferPolicy
-from syncline.checks import (
-    checked_choice,
-    checked_flag,
-    checked_number,
-    checked_truth,
-    what_it_is,
-)
+from syncline.checks import checked_choice, checked_flag, checked_number, checked_truth, what_it_is
 from syncline.compression import Compression
-from syncline.ddp.inputs import MixedPrecision
 from syncline.ddp.selection import Selection
 from syncline.gradients.bucket_plan import MIB, BucketCaps, automatic_caps
 from syncline.gradients.options import GradientOptions, OnNonFinite
@@ -35,7 +28,7 @@ from syncline.strategies import EveryStep, Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How one wrapped module is synchronized."""
+    """The configuration of the synchronization of one wrapped module."""
 
     gradients: GradientOptions
     buffers: BufferPolicy
@@ -49,15 +42,21 @@ class Config:
     compression: Compression | None
     replica_check: ReplicaCheck | None
 
+    @property
+    def encoding(self) -> str | None:
+        """The compression in words; None if gradients are sent unchanged."""
+        return None if self.compression is None else self.compression.in_words()
+
     def compared(self) -> dict[str, object]:
         """Return the values that must be equal on all ranks, by argument.
 
-        The buffer policy, the strategy and `ignore` are compared by what follows from them (see `Plan.compared`).
+        `Plan.compared` adds the buffer policy and the rules of the strategy. `ignore` is compared by the names that it
+        matches.
         """
         options = self.gradients
         return {
             "init_sync": self.init_sync,
-            "compression": None if self.compression is None else self.compression.in_words(),
+            "compression": self.encoding,
             "reduce_dtype": options.reduce_dtype,
             "sharded": options.sharded,
             "replica_check": self.replica_check,
@@ -77,60 +76,36 @@ class Config:
 
 
 def checked_config(
-    module: nn.Module,
-    chosen: Selection,
-    flags: Mapping[str, bool],
-    *,
-    num_ranks: int,
-    init_sync: object,
-    buffers: BufferPolicy | None,
-    broadcast_buffers: bool | None,
-    forward_sync_buffers: bool | None,
-    bucket_cap_mb: float | None,
-    bucket_cap_mb_list: Any,
-    ignore: Sequence[str],
-    lowered: MixedPrecision | None,
-    reduce_dtype: torch.dtype | None,
-    sharded: bool,
-    strategy: object,
-    compression: Compression | None,
-    replica_check: object,
-    on_nonfinite: OnNonFinite,
+    arguments: Mapping[str, Any], flags: Mapping[str, bool], chosen: Selection, *, num_ranks: int
 ) -> Config:
-    """Return the configuration of a wrapper. Arguments have the wrapper's names.
+    """Check the arguments of a wrapper, and return the configuration that follows from them.
 
     Args:
-        module: the module.
+        arguments: the arguments of `DistributedDataParallel`, by name.
+        flags: torch's boolean arguments, from `checked_truths`.
         chosen: the tensors that take part.
-        flags: torch's boolean arguments, checked.
         num_ranks: the number of ranks.
-        lowered: the module in lower precision, whose `reduce_dtype` is used if none is given.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or cannot be combined with another one.
     """
-    init_sync = checked_truth("init_sync", init_sync)
-    checked_flag("sharded", sharded)
-    _check_reduce_dtype(reduce_dtype)
-    caps = _checked_caps(bucket_cap_mb, bucket_cap_mb_list)
-    strategy = _checked_strategy(strategy)
-    replica_check = _checked_replica_check(replica_check, sharded=sharded)
-    on_nonfinite = _checked_on_nonfinite(on_nonfinite, strategy)
-    if strategy.drifts and (buffers, forward_sync_buffers) == (None, None) and broadcast_buffers is not False:
-        buffers, broadcast_buffers = "average", None
-    policy, init_buffers = _checked_buffers(buffers, broadcast_buffers, forward_sync_buffers)
-    find_unused, static_graph = flags["find_unused_parameters"], flags["static_graph"]
-    skips_unused = flags["skip_all_reduce_unused_params"]
+    init_sync = checked_truth("init_sync", arguments["init_sync"])
+    sharded = checked_flag("sharded", arguments["sharded"])
+    reduce_dtype = _checked_reduce_dtype(arguments)
+    caps = _checked_caps(arguments["bucket_cap_mb"], arguments["bucket_cap_mb_list"])
+    strategy = _checked_strategy(arguments["strategy"])
+    replica_check = _checked_replica_check(arguments["replica_check"], sharded=sharded)
+    on_nonfinite = _checked_on_nonfinite(arguments["on_nonfinite"], strategy)
+    policy, init_buffers = _checked_buffers(arguments, strategy)
+    skips_unused, static_graph = flags["skip_all_reduce_unused_params"], flags["static_graph"]
     config = Config(
         gradients=GradientOptions(
             caps=caps or automatic_caps([], device_type=""),
             as_bucket_view=flags["gradient_as_bucket_view"] and not sharded,
-            allow_unused=find_unused or static_graph,
-            skip_unused=skips_unused and find_unused and not static_graph,
+            allow_unused=flags["find_unused_parameters"] or static_graph,
+            skip_unused=skips_unused and flags["find_unused_parameters"] and not static_graph,
             static_graph=static_graph,
-            reduce_dtype=lowered.reduce_dtype
-            if lowered is not None and reduce_dtype is None
-            else reduce_dtype,
+            reduce_dtype=reduce_dtype,
             sparse=chosen.sparse,
             delayed=frozenset(name for name, _ in chosen.delayed),
             sharded=sharded and num_ranks > 1,
@@ -139,87 +114,91 @@ def checked_config(
         buffers=policy,
         init_sync=init_sync,
         init_buffers=init_sync and init_buffers,
-        ignore=tuple(ignore),
+        ignore=tuple(arguments["ignore"]),
         strategy=strategy,
-        compression=compression,
+        compression=_checked_compression(arguments["compression"], chosen, sharded=sharded),
         replica_check=replica_check,
     )
-    _check_compression(compression, chosen, sharded=sharded)
     if config.gradients.sharded:
-        _check_sharded(config, chosen, lowers=lowered is not None, skips_unused=skips_unused)
+        lowers = arguments["mixed_precision"] is not None
+        _check_sharded(config, chosen, lowers=lowers, skips_unused=skips_unused)
     elif num_ranks > 1:
-        _check_not_shared(module)
+        _check_not_shared(arguments["module"])
     return config
 
 
-def checked_truths(**given: object) -> dict[str, bool]:
-    """Return torch's boolean arguments by name, checked (see `checked_truth`)."""
+def checked_truths(given: Mapping[str, object]) -> dict[str, bool]:
+    """Return boolean arguments of torch's API by name, each checked by `checked_truth`."""
     return {name: checked_truth(name, value) for name, value in given.items()}
 
 
-def _check_reduce_dtype(reduce_dtype: object) -> None:
-    """Raise unless gradients can be added up in `reduce_dtype`.
+def _checked_reduce_dtype(arguments: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype in which gradients are summed; None for the dtype of each gradient.
 
     Raises:
-        TypeError: it is not a torch.dtype.
-        ValueError: it is an integer, complex or one-byte floating type.
+        TypeError: `reduce_dtype` is not a torch.dtype, or `mixed_precision` is not torch's `_MixedPrecision`.
+        ValueError: `reduce_dtype` is an integer, complex or one-byte floating type.
     """
+    lowered, reduce_dtype = arguments["mixed_precision"], arguments["reduce_dtype"]
+    if lowered is not None:
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        if not all(isinstance(getattr(lowered, name, ""), torch.dtype | None) for name in names):
+            raise TypeError(
+                "expected mixed_precision to be torch's _MixedPrecision (param_dtype, reduce_dtype and "
+                f"buffer_dtype, each a torch.dtype or None), got {lowered!r}"
+            )
     if reduce_dtype is None:
-        return
-    text = f"expected reduce_dtype to be a floating type, say torch.float32, or None, got {reduce_dtype!r}"
+        return None if lowered is None else lowered.reduce_dtype or lowered.param_dtype
+    text = f"expected reduce_dtype to be a floating type such as torch.float32, or None, got {reduce_dtype!r}"
     if not isinstance(reduce_dtype, torch.dtype):
         raise TypeError(text)
     if not reduce_dtype.is_floating_point or reduce_dtype.itemsize < 2:
         raise ValueError(text)
+    return reduce_dtype
 
 
-def _checked_buffers(
-    buffers: BufferPolicy | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-) -> tuple[BufferPolicy, bool]:
+def _checked_buffers(arguments: Mapping[str, Any], strategy: Strategy[Any]) -> tuple[BufferPolicy, bool]:
     """Return the buffer policy, and whether buffers are broadcast at construction."""
-    if broadcast_buffers is not None:
-        broadcast_buffers = checked_truth("broadcast_buffers", broadcast_buffers)
-    if forward_sync_buffers is not None:
-        forward_sync_buffers = checked_truth("forward_sync_buffers", forward_sync_buffers)
-    if buffers is not None and (broadcast_buffers is not None or forward_sync_buffers is not None):
+    policy: BufferPolicy | None = arguments["buffers"]
+    names = ("broadcast_buffers", "forward_sync_buffers")
+    given = checked_truths({name: arguments[name] for name in names if arguments[name] is not None})
+    if policy is not None and given:
         raise ValueError(
             "expected buffers=, or torch's broadcast_buffers= or forward_sync_buffers=, got both: give "
-            f"buffers={buffers!r} alone"
+            f"buffers={policy!r} alone"
         )
-    if broadcast_buffers is not None and forward_sync_buffers is not None:
+    if len(given) == 2:
         warnings.warn(
-            "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers wins",
+            "both broadcast_buffers and forward_sync_buffers were given: forward_sync_buffers is used in forwards",
             FutureWarning,
             stacklevel=4,
         )
-    if buffers is not None:
-        checked_choice("buffers", buffers, get_args(BufferPolicy))
-    init_buffers = True
-    if forward_sync_buffers is None:
-        init_buffers = forward_sync_buffers = broadcast_buffers is not False
-    return buffers or ("broadcast" if forward_sync_buffers else "none"), init_buffers
+    if policy is not None:
+        checked_choice("buffers", policy, get_args(BufferPolicy))
+    elif strategy.drifts and given in ({}, {"broadcast_buffers": True}):
+        policy = "average"
+    broadcasts = given.get("broadcast_buffers", True)
+    at_forward = given.get("forward_sync_buffers", broadcasts)
+    return policy or ("broadcast" if at_forward else "none"), broadcasts or "forward_sync_buffers" in given
 
 
-def _checked_caps(bucket_cap_mb: float | None, listed_mb: Any) -> BucketCaps | None:
+def _checked_caps(bucket_cap_mb: Any, listed_mb: Any) -> BucketCaps | None:
     """Return the bucket caps, or None if none are given. As in torch, a list overrides the single value."""
     if listed_mb is not None and (not isinstance(listed_mb, Sequence) or isinstance(listed_mb, str)):
         raise TypeError(
             f"expected bucket_cap_mb_list to be a list of sizes (MiB), or None, got {listed_mb!r}"
         )
+    listed_bytes = tuple(
+        int(checked_number(f"bucket_cap_mb_list[{at}]", cap, above=0) * MIB)
+        for at, cap in enumerate(listed_mb or ())
+    )
+    caps_bytes = listed_bytes
     if bucket_cap_mb is not None:
-        bucket_cap_mb = checked_number("bucket_cap_mb", bucket_cap_mb, above=0)
-    if listed_mb:
-        caps_mb = [
-            checked_number(f"bucket_cap_mb_list[{at}]", cap, above=0) for at, cap in enumerate(listed_mb)
-        ]
-        listed_bytes = tuple(int(cap * MIB) for cap in caps_mb)
-        return BucketCaps(
-            cap_bytes=listed_bytes[-1], first_cap_bytes=listed_bytes[0], listed_bytes=listed_bytes
-        )
-    if bucket_cap_mb is None:
+        cap_bytes = int(checked_number("bucket_cap_mb", bucket_cap_mb, above=0) * MIB)
+        caps_bytes = listed_bytes or (cap_bytes,)
+    if not caps_bytes:
         return None
-    cap_bytes = int(bucket_cap_mb * MIB)
-    return BucketCaps(cap_bytes=cap_bytes, first_cap_bytes=cap_bytes)
+    return BucketCaps(cap_bytes=caps_bytes[-1], first_cap_bytes=caps_bytes[0], listed_bytes=listed_bytes)
 
 
 def _checked_strategy(strategy: object) -> Strategy[Any]:
@@ -232,14 +211,12 @@ def _checked_strategy(strategy: object) -> Strategy[Any]:
         return EveryStep()
     if isinstance(strategy, Strategy):
         return strategy
-    given = what_it_is(strategy) if isinstance(strategy, type) else repr(strategy)
-    hint = (
-        ": call it with its arguments"
-        if isinstance(strategy, type) and issubclass(strategy, Strategy)
-        else ""
-    )
+    given, hint = repr(strategy), ""
+    if isinstance(strategy, type):
+        given = what_it_is(strategy)
+        hint = ": call the class with its arguments" if issubclass(strategy, Strategy) else ""
     raise TypeError(
-        f"expected strategy to be a strategy, say sl.LocalSGD(every=8), or None, got {given}{hint}"
+        f"expected strategy to be a strategy such as sl.LocalSGD(every=8), or None, got {given}{hint}"
     )
 
 
@@ -248,19 +225,19 @@ def _checked_replica_check(replica_check: object, *, sharded: bool) -> ReplicaCh
 
     Raises:
         TypeError: `replica_check` is not a `ReplicaCheck`.
-        ValueError: it cannot be combined with `sharded`.
+        ValueError: `replica_check` repairs replicas, which `sharded=True` does not allow.
     """
     if replica_check is None:
         return None
     if not isinstance(replica_check, ReplicaCheck):
-        hint = ": call it, sl.ReplicaCheck()" if replica_check is ReplicaCheck else ""
+        hint = ": call the class, as in sl.ReplicaCheck()" if replica_check is ReplicaCheck else ""
         raise TypeError(
             f"expected replica_check to be sl.ReplicaCheck(...) or None, got {replica_check!r}{hint}"
         )
     if sharded and replica_check.on_divergence == "repair":
         raise ValueError(
-            "sl.ReplicaCheck(on_divergence='repair') does not go with sharded=True, where parameters are in memory "
-            "that all ranks use: give on_divergence='raise' or 'warn'"
+            "sl.ReplicaCheck(on_divergence='repair') cannot be combined with sharded=True, because the parameters "
+            "are then in memory that all ranks use: give on_divergence='raise' or 'warn'"
         )
     return replica_check
 
@@ -269,79 +246,91 @@ def _checked_on_nonfinite(policy: OnNonFinite, strategy: Strategy[Any]) -> OnNon
     """Return the policy for gradients that are not finite.
 
     Raises:
-        TypeError, ValueError: there is no such policy, or replicas drift under the strategy, so that ranks do not agree
-            on anything in a backward.
+        TypeError, ValueError: the policy is unknown, or replicas drift under the strategy, so that the ranks exchange
+            nothing in a backward.
     """
     checked_choice("on_nonfinite", policy, get_args(OnNonFinite))
     if policy != "ignore" and strategy.drifts:
         raise ValueError(
-            f"on_nonfinite={policy!r} does not go with strategy={strategy}, under which ranks step independently and "
-            "agree on nothing in a backward: leave it out, and look at the gradients of each rank before its step "
-            "(ddp.clip_grad_norm_(max_norm, error_if_nonfinite=True)); or use EveryStep()"
+            f"on_nonfinite={policy!r} cannot be combined with strategy={strategy}, because each rank then steps on "
+            "its own, and the ranks exchange nothing in a backward. Leave on_nonfinite out, and check the gradients "
+            "of each rank before its step (ddp.clip_grad_norm_(max_norm, error_if_nonfinite=True)), or use "
+            "strategy=sl.EveryStep()"
         )
     return policy
 
 
-def _check_compression(compression: object, chosen: Selection, *, sharded: bool) -> None:
-    """Raise if these gradients cannot be compressed."""
+def _checked_compression(compression: Any, chosen: Selection, *, sharded: bool) -> Compression | None:
+    """Return the compression, or None.
+
+    Raises:
+        TypeError: `compression` is not a compression.
+        ValueError: the gradients cannot be compressed.
+    """
     if compression is None:
-        return
+        return None
     if not isinstance(compression, Compression):
         raise TypeError(f"expected compression to be one of sl.compression, or None, got {compression!r}")
     if sharded:
         raise ValueError(
-            "sharded=True does not go with compression= (each rank reduces its shard of the gradients, which no "
-            "encoding does): leave one of them out"
+            "sharded=True cannot be combined with compression=, because each rank then reduces only its shard of the "
+            "gradients, and no encoding can do that: leave one of the two arguments out"
         )
     if chosen.sparse:
         raise ValueError(
-            f"compression= does not go with sparse gradients ({', '.join(sorted(chosen.sparse))}): make them dense "
-            "(sparse=False), or leave it out"
+            f"compression= cannot encode sparse gradients, and these parameters have such gradients: "
+            f"{', '.join(sorted(chosen.sparse))}. Make the gradients dense (sparse=False), or leave compression= out"
         )
-    for name, parameter in (*chosen.trained, *chosen.delayed):
+    for name, parameter in chosen.reduced:
         if not parameter.dtype.is_floating_point:
             raise ValueError(
-                f"compression= encodes real floating numbers, but {name} is {parameter.dtype}: leave it out"
+                f"compression= encodes real floating-point gradients only, but the parameter {name} is "
+                f"{parameter.dtype}: leave compression= out"
             )
+    return compression
 
 
 def _check_not_shared(module: nn.Module) -> None:
+    """Raise if the ranks use one copy of the parameters, because each rank would step that copy.
+
+    Raises:
+        ValueError: the ranks use one copy (`sl.share_`).
+    """
     copy = one_copy_of(module)
     if copy is not None and copy.is_common:
         raise ValueError(
-            f"the parameters of {type(module).__name__} are one copy for all ranks (sl.share_), which every rank "
-            "would step: give sharded=True"
+            f"all ranks use one copy of the parameters of {type(module).__name__} (sl.share_), and without "
+            "sharded=True every rank would step that copy: give sharded=True"
         )
 
 
 def _check_sharded(config: Config, chosen: Selection, *, lowers: bool, skips_unused: bool) -> None:
-    """Raise if `sharded=True` cannot be combined with another argument, or with these parameters."""
-    named = [*chosen.trained, *chosen.delayed]
-    floating = {p.dtype for _, p in named if p.dtype.is_floating_point}
+    """Raise if `sharded=True` cannot be combined with another argument, or with these parameters.
+
+    Raises:
+        ValueError: `sharded=True` cannot be combined with what the text names.
+    """
+    floating = {p.dtype for _, p in chosen.reduced if p.dtype.is_floating_point}
     sparse = ", ".join(sorted(chosen.sparse))
-    refusals = {
-        f"strategy={config.strategy} (there is no drift where each rank steps its shard)": config.strategy.drifts,
-        "mixed_precision= (its low-precision copies are filled from whole parameters)": lowers,
-        "skip_all_reduce_unused_params=True (a shard has to be reduced in every step)": skips_unused,
-        f"sparse gradients ({sparse}), which have no flat spans": bool(sparse),
-        "reduce_dtype= for parameters of several types": config.gradients.reduce_dtype is not None
-        and len(floating) > 1,
+    casts_several = config.gradients.reduce_dtype is not None and len(floating) > 1
+    refused = {
+        f"strategy={config.strategy} (replicas cannot drift if each rank steps a shard)": config.strategy.drifts,
+        "mixed_precision= (the low-precision copies are made of whole parameters)": lowers,
+        "skip_all_reduce_unused_params=True (a shard is reduced in every step)": skips_unused,
+        f"sparse gradients ({sparse}), which cannot be cut into flat shards": bool(sparse),
+        "reduce_dtype= for parameters of several dtypes": casts_several,
     }
-    for what, is_there in refusals.items():
-        if is_there:
-            raise ValueError(f"sharded=True does not go with {what}: leave one of them out")
-    _check_that_none_overlap(named)
-
-
-def _check_that_none_overlap(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    for what, is_given in refused.items():
+        if is_given:
+            raise ValueError(f"sharded=True cannot be combined with {what}: leave one of the two out")
     ranges = sorted(
         (p.device.index or 0, p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in named
+        for name, p in chosen.reduced
         if p.numel()
     )
     for (device, _, end, first), (other_device, start, _, second) in pairwise(ranges):
         if device == other_device and start < end:
             raise ValueError(
-                f"{first} and {second} are two parameters in the same memory; sharded=True would separate them: "
-                "make them one parameter (tied), or copies"
+                f"{first} and {second} are two parameters in the same memory, which sharded=True would separate: "
+                "make them one parameter (tied), or give each parameter its own memory"
             )

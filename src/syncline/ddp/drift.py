@@ -1,6 +1,6 @@
-"""Drift of replicas: when they may differ, by a strategy or by `sl.diverge`, and their comparison when they may not.
+"""Drift of replicas: when replicas may differ, by a strategy or by `sl.diverge`, and comparisons when they may not.
 
-The state of a strategy and of a compression is all that such a replica keeps from one step to the next.
+`SyncState` saves and loads the state that a strategy and a compression keep from one step to the next.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from syncline.buffers.policies import BufferSync
 from syncline.checks import checked_kind
 from syncline.compression import HookState
+from syncline.compression import hook as compression_hook
 from syncline.contract import Rules
 from syncline.ddp.config import Config
 from syncline.ddp.registrations import Registrations
+from syncline.gradients.comm_hook import CommHook
 from syncline.gradients.reducer import GradientSync
 from syncline.gradients.riders.replica_watch import ReplicaWatch
 from syncline.optimizers.attached import weakly
@@ -31,58 +33,68 @@ class SyncState:
 
     Args:
         config: the configuration of the wrapper.
-        drift: has the strategy's state.
-        compression: the encoding of gradients and its state; None if gradients are sent unchanged.
-        idle: a loaded compression state that is not used while there is one rank. It is saved again for a larger world.
+        drift: has the state of the strategy.
+        compression: the compression with its state; None if gradients are sent unchanged, or there is one rank.
+        idle: a loaded state of the compression that is not used while there is one rank. It is saved again.
     """
 
     def __init__(
-        self,
-        config: Config,
-        drift: Drift,
-        compression: HookState | None,
-        idle: Mapping[str, Any],
+        self, config: Config, drift: Drift, compression: HookState | None, idle: Mapping[str, Any]
     ) -> None:
         self.compression = compression
         self.idle = idle
         self._drift = drift
-        self._strategy = config.strategy
-        self._encoding = None if config.compression is None else config.compression.in_words()
+        self._config = config
+
+    def compress(self, gradients: GradientSync, lane: Transport, module: nn.Module) -> None:
+        """Encode the buckets of these gradients from now on, if there is a compression.
+
+        Args:
+            gradients: the gradients to encode.
+            lane: the transport that carries them.
+            module: the module of the gradients.
+        """
+        if self.compression is None:
+            return
+        self.compression.use(lane, module)
+        if gradients.layout.comm_hook is None:
+            label = self.compression.compression.in_words()
+            hook = CommHook(state=self.compression, hook=compression_hook, label=label, averages=True)
+            gradients.use_comm_hook(hook)
 
     def _parts(self) -> dict[str, Any]:
-        """Return the parts that have a state of their own, by name."""
+        """Return the strategy's rounds and the compression by name, as far as there are any."""
         parts = {"rounds": self._drift.rounds, "compression": self.compression}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _is_idle(self) -> bool:
-        """Return whether there is a compression that encodes nothing, because there is one rank."""
-        return self._encoding is not None and self.compression is None
+        """Return whether a compression is configured and encodes nothing, because there is one rank."""
+        return self._config.compression is not None and self.compression is None
 
     def __bool__(self) -> bool:
         """Return whether there is state to save."""
         return self._is_idle() or bool(self._parts())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each part."""
+        """Return the state of the strategy and of the compression."""
         states = {name: part.state_dict() for name, part in self._parts().items()}
-        rounds = self._drift.rounds
-        if rounds is not None:
-            states["rounds"]["are_equal"] = self._drift.is_round_equal(rounds)
+        if self._drift.rounds is not None:
+            states["rounds"]["are_equal"] = self._drift.is_last_sync_valid()
         return states | {"compression": dict(self.idle)} if self._is_idle() else states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises:
             ValueError: the state was saved under another strategy or compression.
         """
         parts = self._parts()
-        checked_kind("state", state, Mapping, "a dict, as sync_state_dict() gives it")
+        checked_kind("state", state, Mapping, "a dict, as returned by sync_state_dict()")
         if parts.keys() != state.keys() - ({"compression"} if self._is_idle() else set()):
             raise ValueError(
-                f"expected what sync_state_dict() gave under strategy={self._strategy} and compression="
-                f"{self._encoding}: the state of {', '.join(parts) or 'nothing'}; got that of "
-                f"{', '.join(state) or 'nothing'}"
+                f"expected a state of sync_state_dict() under strategy={self._config.strategy} and compression="
+                f"{self._config.encoding}, with the entries {', '.join(parts) or '(none)'}, got one with the entries "
+                f"{', '.join(state) or '(none)'}. Load a state that was saved under the same strategy and compression"
             )
         for name, part in parts.items():
             part.load_state_dict(state[name])
@@ -92,7 +104,7 @@ class SyncState:
 
 
 class ReplicaChecks:
-    """The comparisons of one replica with those of the other ranks."""
+    """The comparisons of one replica with the replicas of the other ranks."""
 
     def __init__(self) -> None:
         self.in_backwards: ReplicaWatch | None = None
@@ -102,10 +114,10 @@ class ReplicaChecks:
         self._compared_at = 0
 
     def compare_after_sync(self, transport: Transport, step: int) -> None:
-        """Verify that parameters are equal after a sync that made them equal. A collective call.
+        """Compare the parameters after a parameter sync that made them equal. A collective call.
 
         Raises:
-            ReplicaDivergence: they differ, and the check is configured to raise. Every rank raises it.
+            ReplicaDivergence: the parameters differ, and `on_divergence` is "raise". Every rank raises the error.
         """
         watch = self.after_syncs
         if watch is None:
@@ -124,20 +136,22 @@ class ReplicaChecks:
 
     @property
     def num_repairs(self) -> int:
-        """The number of times that differing replicas were repaired."""
+        """The number of times that a comparison repaired replicas that differed."""
         return sum(watch.num_repairs for watch in (self.in_backwards, self.after_syncs) if watch is not None)
 
 
 class Drift:
-    """Whether the replicas of one module may differ. The constructor is a collective call if the strategy drifts.
+    """The control of whether the replicas of one module may differ, by a strategy or by `sl.diverge`.
+
+    The constructor is a collective call if replicas drift under the strategy.
 
     Args:
         module: the wrapped module.
         named: its trained parameters.
         config: the configuration of the wrapper.
         transport: connects the ranks.
-        spec: the situation, which is passed to the strategy; None if it does not drift.
-        checks: the comparisons of the replica with those of the other ranks.
+        spec: the facts that the strategy depends on; None if replicas do not drift under the strategy.
+        checks: the comparisons of the replica with the replicas of the other ranks.
     """
 
     def __init__(
@@ -152,7 +166,7 @@ class Drift:
         self._module = module
         self.use_transport(transport)
         self.rounds: Rounds | None = None
-        """Runs a strategy under which replicas drift; None under `EveryStep`."""
+        """The execution of a strategy under which replicas drift; None under `EveryStep`."""
         self._strategy = config.strategy
         self._syncs_buffers = config.buffers != "none"
         self._checks = checks
@@ -175,7 +189,7 @@ class Drift:
                     weakref.finalize(self, lane.close)
 
     def use_transport(self, transport: Transport) -> None:
-        """Drift on purpose between these ranks from now on."""
+        """Let `sl.diverge` act on the replicas of these ranks from now on."""
         self._transport = transport
         self.divergence = Divergence(self._module, transport, weakly(self._switch), weakly(self._was_written))
         """The record of whether replicas drift apart on purpose (`sl.diverge`)."""
@@ -183,23 +197,23 @@ class Drift:
     def use(
         self, gradients: GradientSync, buffers: BufferSync, registered: Registrations, rules: Rules | None
     ) -> None:
-        """Control these parts from now on."""
+        """Control whether these parts synchronize, from now on."""
         self._gradients = gradients
         self._buffers = buffers
         self._registered = registered
         self._let_decide()
         if rules is not None:
             buffers.enabled = False
-            why = f"they meet {rules.buffers_when}" if self._syncs_buffers else "buffers='none'"
-            buffers.why_disabled = f"under {self._strategy}: {why}"
+            when = rules.buffers_when if self._syncs_buffers else "never (buffers='none')"
+            buffers.why_disabled = f"under {self._strategy} they are synchronized {when}"
 
     def _let_decide(self) -> None:
-        """Ask in each backward whether to reduce it, if a strategy or `sl.diverge` can prevent that."""
+        """Let each backward call `reduces`, if a strategy or `sl.diverge` can prevent the reduction."""
         is_open = self.rounds is not None or self.divergence.is_open
         self._gradients.controls.decide_by(weakly(self.reduces) if is_open else None)
 
     def reduces(self) -> bool:
-        """Return whether a backward that begins now is reduced, unless it runs under `no_sync`."""
+        """Return whether a backward that begins now, outside of `no_sync`, reduces its gradients."""
         if self.divergence.is_open:
             return False
         return self.rounds is None or self.rounds.reduces() is not None
@@ -208,7 +222,7 @@ class Drift:
 
     @property
     def is_possible(self) -> bool:
-        """Whether ranks step their replicas differently, by a strategy, or after `sl.diverge` until they are equal."""
+        """True if replicas may differ now or later, by a strategy, or since `sl.diverge` until they are equal again."""
         return self.rounds is not None or self.divergence.is_open or self.divergence.has_diverged
 
     @property
@@ -220,22 +234,28 @@ class Drift:
             return f"between two parameter syncs replicas may differ (strategy={self._strategy})"
         return ""
 
-    @property
     def are_parameters_equal(self) -> bool:
-        """Whether all parameters are known to be equal now.
+        """Return whether all parameters are known to be equal now."""
+        return not (self.divergence.is_open or self.divergence.has_diverged) and self.is_last_sync_valid()
 
-        If a backward ran since they were made equal, an optimizer that is not attached may have changed them.
+    def is_last_sync_valid(self) -> bool:
+        """Return whether the last parameter sync made all parameters equal, and no backward has run since.
+
+        After a backward, an optimizer that is not attached may have changed the parameters. Under `EveryStep` the
+        answer is always True.
         """
-        if self.divergence.is_open or self.divergence.has_diverged:
-            return False
-        return self.rounds is None or self.is_round_equal(self.rounds)
-
-    def is_round_equal(self, rounds: Rounds) -> bool:
-        """Return whether parameters are as equal as the strategy's last round has left them."""
-        return rounds.are_equal and self._equal_after_backward == self._gradients.num_backwards
+        rounds, num_backwards = self.rounds, self._gradients.num_backwards
+        return rounds is None or (rounds.are_equal and self._equal_after_backward == num_backwards)
 
     def refuse(self, what: str) -> None:
-        """Raise if replicas may differ between two parameter syncs. `what` states what is not possible."""
+        """Raise if replicas drift under the strategy.
+
+        Args:
+            what: a clause that says what is not possible under such a strategy.
+
+        Raises:
+            ValueError: replicas drift under the strategy.
+        """
         if self.rounds is not None:
             raise ValueError(
                 f"under strategy={self._strategy} {what}. Wrap the module again, or wrap it "
@@ -262,7 +282,7 @@ class Drift:
             self._checks.after_syncs.agreed_at(None)
 
     def _are_equal_after(self, step: int) -> None:
-        """Record that a parameter sync has made all parameters equal, and compare them if that is due."""
+        """Record that a parameter sync has made all parameters equal, and compare them if a check is configured."""
         self._mark_equal()
         self._checks.compare_after_sync(self._transport, step)
 
@@ -273,15 +293,15 @@ class Drift:
             self.rounds.restart()
 
     def _switch(self, is_open: bool) -> None:
-        """Begin or end a deliberate drift of the replicas. The beginning is a collective call."""
-        if is_open and not self._registered.are_agreed:
+        """Turn synchronization off when `sl.diverge` begins (a collective call), and on again when it ends."""
+        if is_open:
             self._registered.agree()  # because nothing is sent inside the block
         self._let_decide()
         for attached in self._gradients.riders.settings.optimizers:
             attached.counts = not is_open
         buffers = self._buffers
         if is_open:
-            self._before_drifting = (buffers.enabled, buffers.why_disabled)
+            self._buffers_before = (buffers.enabled, buffers.why_disabled)
             buffers.enabled, buffers.why_disabled = False, "the replicas drift apart on purpose (sl.diverge)"
         else:
-            buffers.enabled, buffers.why_disabled = self._before_drifting
+            buffers.enabled, buffers.why_disabled = self._buffers_before

@@ -1,8 +1,8 @@
-"""Uneven inputs: a rank without inputs takes part in the other ranks' collectives with zeros (torch's `Join`).
+"""Uneven inputs: a rank without inputs takes part in the collectives of the other ranks, with zeros (torch's `Join`).
 
-Before each forward, one small collective decides whether this iteration synchronizes and whose buffers count: those
-of the highest rank that still has inputs, or the mean over all that have. When all ranks are done, they get the model
-of the rank that finished last.
+Before each forward, the ranks decide in one small collective whether this iteration synchronizes, and which buffers
+count. These are the buffers of the highest rank that still has inputs, or the mean over all ranks that have inputs.
+When all ranks are done, the model of the rank that finished last is broadcast to all.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from syncline.transport.base import Transport
 from syncline.transport.c10d_work import CallOfTorch
 
 _NOT_WITH_SHARDS = "a rank without inputs would have to step its shard, so join() is not possible"
-"""The reason why sharded replicas cannot join."""
 
 _COUNT = "all_reduce of Join, which counts the ranks that have inputs"
+"""The name of the collective, for errors about a rank that does not take part in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Iteration:
-    """The work of one iteration on the ranks that still have inputs."""
+    """The facts about one iteration of the training loop, on which the ranks have agreed."""
 
     synchronizes: bool
-    """Whether its backward reduces gradients on some rank."""
+    """Whether the backward reduces gradients on some rank."""
     buffers_from: int
-    """The rank whose buffers count, if one rank's do; -1 if no rank has inputs."""
+    """The highest rank that still has inputs, whose buffers are broadcast; -1 if no rank has inputs."""
     num_with_inputs: int
     """Number of ranks that still have inputs."""
     has_inputs: bool
@@ -47,12 +47,12 @@ class _Iteration:
 
 
 class _JoinBlock(Join):
-    """torch's `Join` that resets its joinables at the end; torch's leaves them in the state of the block.
+    """torch's `Join`, with a reset of its joinables at the end. torch leaves them in the state of the block.
 
     Args:
-        transport: the transport over the same ranks.
-        joinables: as in `Join`.
-        options: as in `Join`.
+        transport: the transport between the ranks of the block.
+        joinables: see `Join`.
+        options: see `Join`.
     """
 
     def __init__(self, transport: Transport, joinables: list[Joinable], **options: bool) -> None:
@@ -78,7 +78,7 @@ class _JoinBlock(Join):
 
 
 def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes: bool) -> _Iteration:
-    """Agree on the next iteration with one all_reduce of `size + 1` numbers; collective, also without inputs."""
+    """Agree on the next iteration. This is one all_reduce of `size + 1` numbers, also for ranks without inputs."""
     mine = torch.zeros(transport.size + 1, dtype=torch.int32, device=transport.control_device)
     mine[transport.rank], mine[-1] = has_inputs, synchronizes
     transport.all_reduce(mine, "sum").wait()
@@ -92,7 +92,7 @@ def _agree_on_iteration(transport: Transport, *, has_inputs: bool, synchronizes:
 
 
 def _sync_buffers(buffers: BufferSync, iteration: _Iteration) -> None:
-    """Synchronize buffers as a forward does."""
+    """Synchronize buffers if that is due, as a forward does."""
     buffers.before_forward(
         next_is_due=iteration.synchronizes,
         src=iteration.buffers_from,
@@ -106,7 +106,7 @@ class _ShadowHook(JoinHook):
 
     Args:
         replica: the replica of the wrapped module.
-        sync_module: copies parameters and buffers from the given rank to all.
+        sync_module: broadcasts parameters and buffers from the given rank.
     """
 
     def __init__(self, replica: Replica, sync_module: Callable[[int], None]) -> None:
@@ -115,7 +115,7 @@ class _ShadowHook(JoinHook):
         self._sync_module = sync_module
 
     def main_hook(self) -> None:
-        """Match the collectives of the other ranks in one iteration."""
+        """Take part in the collectives of the other ranks in one iteration."""
         iteration = _agree_on_iteration(self._replica.transport, has_inputs=False, synchronizes=False)
         _sync_buffers(self._replica.buffers, iteration)
         if iteration.synchronizes:
@@ -123,7 +123,7 @@ class _ShadowHook(JoinHook):
                 self._replica.gradients.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give every rank the model of the rank that finished last."""
+        """Broadcast the model of the rank that finished last."""
         transport = self._replica.transport
         last = torch.tensor([transport.rank if is_last_joiner else -1], device=transport.control_device)
         transport.all_reduce(last, "max").wait()
@@ -131,7 +131,7 @@ class _ShadowHook(JoinHook):
 
 
 class JoinMethods(TorchNames, Joinable):
-    """The methods of the wrapper for uneven inputs; a base of `DistributedDataParallel` only."""
+    """The methods of the wrapper for uneven inputs. Only `DistributedDataParallel` inherits from this class."""
 
     def join(
         self,
@@ -151,21 +151,26 @@ class JoinMethods(TorchNames, Joinable):
             throw_on_early_termination: raise on every rank as soon as one rank has no inputs left.
 
         Raises:
-            ValueError: the module is not synchronized over a torch.distributed group.
+            ValueError: the module is not synchronized over a torch.distributed group, is sharded, or has a strategy
+                under which replicas drift.
         """
         replica = self._replica
         options = checked_truths(
-            divide_by_initial_world_size=divide_by_initial_world_size,
-            throw_on_early_termination=throw_on_early_termination,
+            {
+                "divide_by_initial_world_size": divide_by_initial_world_size,
+                "throw_on_early_termination": throw_on_early_termination,
+            }
         )
         if not checked_truth("enable", enable) or replica.transport.size == 1:
             return nullcontext()
         replica.refuse_sharded(_NOT_WITH_SHARDS)
-        replica.drift.refuse("ranks without inputs cannot follow, so join() is not possible")
+        replica.drift.refuse(
+            "ranks without inputs cannot take part in parameter syncs, so join() is not possible"
+        )
         if self.process_group is None:
             raise ValueError(
-                "join needs a torch.distributed process group; this module is synchronized over "
-                f"{replica.transport.name}"
+                "join() needs a wrapper over a torch.distributed process group, got one over "
+                f"{replica.transport.name}. Give process_group= when you wrap the module"
             )
         return _JoinBlock(replica.transport, [self], **options)
 
@@ -180,12 +185,12 @@ class JoinMethods(TorchNames, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device on which `Join` creates its tensors."""
+        """The device on which torch's `Join` creates its tensors."""
         return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The process group over which `Join` counts ranks."""
+        """The process group over which torch's `Join` counts the ranks that have inputs."""
         assert self.process_group is not None
         return self.process_group
 
@@ -195,10 +200,10 @@ class JoinMethods(TorchNames, Joinable):
         broadcast_values(replica.selection, replica.transport, src=src, buffers=replica.buffers.enabled)
 
     def _joined_forward_begins(self, *, synchronizes: bool) -> None:
-        """Prepare a forward inside `join`, on a rank with inputs.
+        """Prepare a forward inside of `join`, on a rank that has inputs.
 
         Args:
-            synchronizes: whether this iteration reduces gradients on this rank.
+            synchronizes: whether the backward of this iteration reduces gradients on this rank.
         """
         replica = self._replica
         work = Join.notify_join_context(self)

@@ -1,7 +1,7 @@
-"""The plan of a wrapped module: plain facts, and what follows from them for gradients, parameters and buffers.
+"""The plan of a wrapped module: plain facts, and how gradients, parameters and buffers are synchronized by these facts.
 
-The ranks compare these facts. `report.py` puts them into words, as the contract and as the timeline,
-and nothing decides by those words.
+The ranks compare the facts. `report.py` describes them in words, as the contract and as the timeline. No other code
+reads these words.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,70 +17,72 @@ from syncline.contract import Rules
 from syncline.ddp.config import Config
 from syncline.ddp.selection import Selection
 from syncline.records import BackwardRecord, BufferRecord, RoundRecord
+from syncline.words import format_bytes, format_count
 
 
 class Reduction(Enum):
-    """How gradients are reduced."""
+    """The ways in which gradients are reduced."""
 
     NOTHING = auto()
-    """They are not: there is one rank, or the strategy keeps gradients local."""
+    """Gradients are not reduced: there is one rank, or the strategy keeps gradients local."""
     ALL_REDUCE = auto()
     SHARDS = auto()
-    """Each rank gets its shard of the mean."""
+    """Each rank receives its shard of the mean."""
     ENCODED = auto()
-    """By the compression."""
+    """The compression encodes and averages gradients."""
     HOOK = auto()
-    """By the user's communication hook."""
+    """The user's communication hook reduces gradients."""
 
 
 class Parameters(Enum):
-    """How parameters are kept equal."""
+    """The ways in which parameters are kept equal."""
 
     ALONE = auto()
     """There is one rank."""
     BROADCAST = auto()
-    """Rank 0's were broadcast once; equal gradients keep them equal."""
+    """The parameters of rank 0 were broadcast at construction. Equal gradients keep the replicas equal."""
     AS_GIVEN = auto()
-    """The caller guarantees that they were equal at construction."""
+    """The user guarantees that the parameters were equal at construction."""
     ONE_COPY = auto()
-    """All ranks of a host use one copy, of which each rank writes its shard."""
+    """All ranks of a host use one copy of the parameters. Each rank writes its shard."""
     GATHERED = auto()
-    """Each rank steps its shard, then all gather the shards."""
+    """Each rank steps its shard, then all ranks gather the shards."""
     BY_STRATEGY = auto()
+    """The strategy synchronizes parameters."""
 
 
 class Buffers(Enum):
-    """When buffers are synchronized."""
+    """The times at which buffers are synchronized."""
 
     ABSENT = auto()
-    """The module has none."""
+    """The module has no buffers."""
     ALONE = auto()
     """There is one rank."""
     OFF = auto()
+    """Buffers are not synchronized after construction."""
     WITH_PARAMETERS = auto()
-    """When the strategy syncs parameters."""
+    """Buffers are synchronized in the parameter syncs of the strategy."""
     BEFORE_FORWARD = auto()
 
 
-class Comparison(Enum):
-    """When replicas are compared."""
+class Size(NamedTuple):
+    """The size of some tensors, printed as in `8 tensors, 421 kB`."""
 
-    IN_BACKWARD = auto()
-    """In backwards that average gradients."""
-    AFTER_SYNC = auto()
-    """After parameter syncs that make parameters equal."""
+    num_tensors: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        if not self.num_tensors:
+            return "none"
+        return f"{format_count(self.num_tensors, 'tensor')}, {format_bytes(self.num_bytes)}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """The numbers and sizes of parameters, gradients and buffers."""
+class Sizes(NamedTuple):
+    """The sizes of the gradients, parameters and buffers that take part."""
 
-    num_parameters: int
-    parameter_bytes: int
-    num_gradients: int
-    gradient_bytes: int
-    num_buffers: int
-    buffer_bytes: int
+    gradients: Size
+    parameters: Size
+    buffers: Size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,31 +92,43 @@ class Plan:
     config: Config
     module: str
     transport: str
+    rank: int
     num_ranks: int
     num_hosts: int
     sizes: Sizes
-    rules: Rules | None = None
-    """The rules of a strategy under which replicas drift."""
-    num_reducing: int | None = None
-    """Number of ranks that average gradients with each other, if that is not all of them."""
+    rules: Rules | None
+    """The rules of a strategy under which replicas drift; None under `EveryStep`."""
+    workers: tuple[int, ...] | None
+    """The number of the worker of each rank, by rank. A worker is a group of ranks that average their gradients. None
+    if all ranks average their gradients together."""
     num_copies: int = 0
-    """Number of copies of sharded parameters, one in each host's memory for its ranks; 0 if each rank has its own."""
+    """Number of copies of sharded parameters, one for all ranks of a host; 0 if each rank has its own copy."""
     comm_hook: str | None = None
+    """The name of the user's communication hook."""
     has_buffer_hook: bool = False
     optimizers: tuple[str, ...] = ()
     """The attached optimizers."""
     metrics: tuple[str, ...] = ()
-    """The metrics that `ddp.report` was given."""
+    """The names of the metrics that `ddp.report` averages."""
+
+    @property
+    def reducing_ranks(self) -> list[int]:
+        """The ranks that average their gradients together, including this rank."""
+        workers = self.workers or (0,) * self.num_ranks
+        return [rank for rank, worker in enumerate(workers) if worker == workers[self.rank]]
 
     @property
     def acting_rules(self) -> Rules | None:
-        """The strategy's rules; None if there is no strategy, or if it does nothing on a single rank."""
+        """The rules of a strategy under which replicas drift.
+
+        None under `EveryStep`, and in a world of one rank if the strategy does nothing there.
+        """
         acts = self.rules is not None and (self.num_ranks > 1 or self.rules.acts_alone)
         return self.rules if acts else None
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients are reduced."""
+        """The way in which gradients are reduced."""
         rule = None if self.rules is None else self.rules.gradients
         if (self.num_ranks == 1 and self.comm_hook is None) or (rule is not None and rule.how is None):
             return Reduction.NOTHING
@@ -125,12 +140,12 @@ class Plan:
 
     @property
     def averages_in_backward(self) -> bool:
-        """Whether any backward averages gradients."""
+        """True if any backward averages gradients."""
         return self.reduction is not Reduction.NOTHING and (self.rules is None or self.rules.reduces)
 
     @property
     def parameters(self) -> Parameters:
-        """How parameters are kept equal."""
+        """The way in which parameters are kept equal."""
         if self.acting_rules is not None:
             return Parameters.BY_STRATEGY
         if self.num_ranks == 1:
@@ -141,8 +156,8 @@ class Plan:
 
     @property
     def buffers(self) -> Buffers:
-        """When buffers are synchronized."""
-        if not self.sizes.num_buffers:
+        """The time at which buffers are synchronized."""
+        if not self.sizes.buffers.num_tensors:
             return Buffers.ABSENT
         if self.num_ranks == 1:
             return Buffers.ALONE
@@ -152,38 +167,28 @@ class Plan:
 
     @property
     def has_one_copy(self) -> bool:
-        """Whether all ranks use one copy of the parameters, so that there is nothing to compare."""
+        """True if all ranks use one copy of the parameters."""
         return self.config.gradients.sharded and self.num_copies == 1
 
     @property
     def compared_parts(self) -> list[str]:
-        """The parts of a replica that are compared."""
+        """The parts of replicas that `replica_check` compares."""
         parts = [] if self.has_one_copy else ["parameters"]
         if self.rules is None:
-            has_buffers = self.sizes.num_buffers and self.config.buffers != "none"
+            has_buffers = self.sizes.buffers.num_tensors and self.config.buffers != "none"
             parts += ["buffers"] if has_buffers and not self.has_buffer_hook else []
             parts += ["optimizer state"] if self.optimizers and not self.config.gradients.sharded else []
         return parts
 
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """When replicas are compared; empty if never."""
-        if self.num_ranks == 1 or not self.compared_parts:
-            return []
-        found = [Comparison.IN_BACKWARD] if self.averages_in_backward else []
-        if self.rules is not None and self.rules.meets_equal:
-            found.append(Comparison.AFTER_SYNC)
-        return found
-
     def compared(self) -> list[str]:
-        """Return a line `name: value` for each fact that must be the same on all ranks."""
+        """Return a line `name: value` for each fact that must be equal on all ranks."""
         facts: dict[str, object] = {
             "module": self.module,
             "transport": self.transport,
             "strategy": "EveryStep()" if self.rules is None else self.rules.strategy,
             "communication hook": self.comm_hook,
         }
-        if self.sizes.num_buffers:
+        if self.sizes.buffers.num_tensors:
             facts["buffers"] = self.config.buffers
             facts["buffers are broadcast at construction"] = self.config.init_buffers
         return [f"{name}: {value}" for name, value in (facts | self.config.compared()).items()]
@@ -191,35 +196,26 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """The records of one rank."""
+    """The records of one rank, which say what was last synchronized."""
 
-    rank: int
     backward: BackwardRecord | None
     buffers: BufferRecord | None
     round: RoundRecord | None = None
-    """The last parameter sync, under a strategy that has them."""
+    """The last parameter sync; None if there was none."""
     next_round: int | None = None
-    """The step after which the next parameter sync takes place, if known."""
+    """The step after which the next parameter sync runs, if that is known."""
     synced_at: Mapping[str, int] = field(default_factory=dict)
-    """The steps after which parameters, buffers and optimizers were last synchronized."""
+    """The step after which each of parameters, buffers and optimizers was last synchronized."""
     replicas_compared: tuple[int, bool] | None = None
-    """The step of the last comparison of replicas, and whether they were equal."""
+    """The step of the last comparison of replicas, and whether the replicas were equal."""
     num_repairs: int = 0
-    """Number of times that replicas were made equal because they differed."""
+    """Number of times that a comparison repaired replicas that differed."""
 
 
 def sizes_of(chosen: Selection) -> Sizes:
-    """Return the numbers and sizes of the tensors that take part."""
-    reduced = [*chosen.trained, *chosen.delayed]
-    return Sizes(
-        num_parameters=len(chosen.parameters),
-        parameter_bytes=_num_bytes(chosen.parameters),
-        num_gradients=len(reduced),
-        gradient_bytes=_num_bytes(reduced),
-        num_buffers=len(chosen.buffers),
-        buffer_bytes=_num_bytes(chosen.buffers),
-    )
+    """Return the sizes of the tensors that take part."""
+    return Sizes(*map(_size, (chosen.reduced, chosen.parameters, chosen.buffers)))
 
 
-def _num_bytes(named: Sequence[tuple[str, Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in named)
+def _size(named: Sequence[tuple[str, Tensor]]) -> Size:
+    return Size(len(named), sum(tensor.numel() * tensor.element_size() for _, tensor in named))

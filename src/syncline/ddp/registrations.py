@@ -29,14 +29,15 @@ from syncline.transport.base import Transport
 class Registrations:
     """The hooks, optimizers and metrics of one wrapped module on one rank.
 
-    After each new one, the ranks compare all of them in the next synchronized backward, before its first bucket.
+    After each registration, the ranks compare all registrations in the next synchronized backward, before the first
+    bucket is sent.
 
     Args:
         module: the wrapped module.
         config: the configuration of the wrapper.
-        rounds: runs a strategy under which replicas drift; None under `EveryStep`.
-        compare: called when a synchronized backward begins, until `agree` has returned.
-        buffer_hook: a buffer hook that is registered already.
+        rounds: the execution of a strategy under which replicas drift; None under `EveryStep`.
+        compare: called at the start of each synchronized backward, until `agree` has returned.
+        buffer_hook: a buffer hook that is already registered.
     """
 
     def __init__(
@@ -48,9 +49,8 @@ class Registrations:
         buffer_hook: BufferHook | None = None,
     ) -> None:
         self.buffer_hook = buffer_hook
-        """Synchronizes buffers in place of the policy."""
-        self.are_agreed = False
-        """Whether the ranks have compared everything that is registered."""
+        """The hook that synchronizes buffers in place of the policy; None if there is none."""
+        self._are_agreed = False
         self._module = module
         self._title = type(module).__name__
         self._config = config
@@ -59,24 +59,33 @@ class Registrations:
         self._sharding: Sharding | None = None
 
     def use(self, gradients: GradientSync, transport: Transport, sharding: Sharding | None) -> None:
-        """Register with these parts from now on, and compare in the next synchronized backward."""
+        """Use these parts from now on, and compare the registrations in the next synchronized backward."""
         self._gradients = gradients
         self._transport = transport
         self._sharding = sharding
         self._compare_in_next_backward()
 
     def _compare_in_next_backward(self) -> None:
-        self.are_agreed = False
+        self._are_agreed = False
         self._gradients.controls.do_before_reduction(self._compare)
 
     # ------------------------------------------------------------------ registration
 
     def use_comm_hook(self, hook: CommHook) -> None:
-        """Let a communication hook reduce the buckets."""
+        """Let a communication hook reduce the buckets.
+
+        Raises:
+            ValueError: the module is sharded, or there is a compression.
+        """
+        if self._sharding is not None:
+            raise ValueError(
+                "with sharded=True each rank reduces its shards of the buckets, which a communication hook cannot do: "
+                "wrap the module without sharded=True"
+            )
         if self._config.compression is not None:
             raise ValueError(
-                f"a communication hook cannot reduce what compression={self._config.compression.in_words()} encodes: "
-                "use one or the other (sl.compression.hook is the same as a hook)"
+                f"a communication hook and compression={self._config.encoding} cannot reduce the same buckets: use "
+                "one of the two (sl.compression.hook is the compression as a communication hook)"
             )
         if hook.hook is compression_hook and isinstance(hook.state, HookState):
             hook = replace(hook, label=hook.state.compression.in_words(), averages=True)
@@ -89,39 +98,44 @@ class Registrations:
         self._compare_in_next_backward()
 
     def report(self, values: Mapping[str, Any], weight: float, *, inside_join: bool) -> None:
-        """See `DistributedDataParallel.report`."""
+        """Send metrics with the next gradients. This is `DistributedDataParallel.report`."""
         metrics = self._gradients.riders.metrics
         if not metrics.has_names(values):
             if inside_join:
                 raise SynclineError(
-                    f"rank {self._transport.rank}: report({', '.join(values)}) inside of join(), where ranks without "
-                    "inputs cannot follow: report these names once before, on all ranks"
+                    f"rank {self._transport.rank}: report({', '.join(values)}) was called with a new name inside of "
+                    "join(), where the ranks without inputs cannot report it. Report these names once before join(), "
+                    "on all ranks"
                 )
             self._compare_in_next_backward()
         metrics.add(values, weight)
 
     def attach(self, optimizer: Optimizer, *, elementwise: bool | None, replaces: bool | None) -> None:
-        """See `DistributedDataParallel.attach`."""
-        self._check_optimizer(optimizer, elementwise, replaces)
+        """Attach an optimizer. This is `DistributedDataParallel.attach`."""
+        checked_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        for name, flag in (("elementwise", elementwise), ("replace", replaces)):
+            if flag is not None:
+                checked_flag(name, flag)
         settings = self._gradients.riders.settings
         if any(attached.optimizer is optimizer for attached in settings.optimizers):
             return
         own = {id(parameter) for parameter in self._module.parameters()}
         if not any(id(p) in own for p in parameters_of(optimizer)):
             raise ValueError(
-                f"this {type(optimizer).__name__} has no parameter of {self._title}: attach it to the module that it "
-                "trains"
+                f"expected an optimizer of parameters of {self._title}, got a {type(optimizer).__name__} that has none "
+                "of them. Attach the optimizer to the wrapper of the module that it trains"
             )
         if any(steps_in_backward(parameter) for parameter in self._gradients.parameters):
             raise RuntimeError(
-                "the optimizers of this module step inside backward, where there is no step to check: attach nothing"
+                f"the parameters of {self._title} have optimizers that step inside backward, whose steps cannot be "
+                f"checked. Do not attach an optimizer, or let the optimizers step after backward"
             )
         replaced = to_replace(optimizer, self._attached(), own, replaces)
-        gone = [one for one in settings.optimizers if any(one.optimizer is other for other in replaced)]
+        removed = [one for one in settings.optimizers if any(one.optimizer is other for other in replaced)]
         if self._sharding is not None:
             has_begun = bool(self._gradients.num_backwards)
             self._sharding.attach(optimizer, elementwise, has_begun=has_begun, replaced=replaced)
-        for one in gone:
+        for one in removed:
             one.replace_by(type(optimizer).__name__)
         attached = AttachedOptimizer(
             optimizer,
@@ -129,48 +143,45 @@ class Registrations:
             weakly(self._after_optimizer_step),
             weakly(self._discards_step) if self._config.gradients.on_nonfinite == "skip" else None,
         )
-        settings.optimizers[:] = [*(one for one in settings.optimizers if one not in gone), attached]
+        settings.optimizers[:] = [*(one for one in settings.optimizers if one not in removed), attached]
         if self._rounds is not None:
-            self._rounds.watch(attached, gone)
+            self._rounds.watch(attached, removed)
         self._compare_in_next_backward()
-
-    @staticmethod
-    def _check_optimizer(optimizer: object, elementwise: object, replaces: object) -> None:
-        checked_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        if elementwise is not None:
-            checked_flag("elementwise", elementwise)
-        if replaces is not None:
-            checked_flag("replace", replaces)
 
     # ------------------------------------------------------------------ registered at present
 
     def optimizers(self) -> list[Optimizer]:
-        """The attached optimizers."""
+        """Return the attached optimizers."""
         return [attached.optimizer for attached in self._gradients.riders.settings.optimizers]
 
     def in_words(self) -> tuple[str, ...]:
-        """Return the name of each attached optimizer, and how it is sharded."""
+        """Return the class name of each attached optimizer, with a description of its shards if it is sharded."""
         if self._sharding is not None:
             return tuple(attached.describe() for attached in self._sharding.optimizers)
         return tuple(type(optimizer).__name__ for optimizer in self.optimizers())
 
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the metrics that the ranks have agreed to report."""
+        """Return the names of the reported metrics that the ranks have compared."""
         metrics = self._gradients.riders.metrics
         return tuple(name for name in metrics.wanted_names() if metrics.has_names([name]))
 
     def _attached(self) -> list[tuple[Optimizer, list[Tensor]]]:
         """Return the attached optimizers, each with its parameters."""
-        if self._sharding is not None:  # because its optimizers hold shards instead
+        if self._sharding is not None:  # because the attached optimizers hold shards in place of parameters
             return [(one.optimizer, [p for g in one.groups for p in g]) for one in self._sharding.optimizers]
         return [(optimizer, parameters_of(optimizer)) for optimizer in self.optimizers()]
 
     # ------------------------------------------------------------------ comparison between ranks
 
     def agree(self) -> None:
-        """Check that all ranks have registered the same since construction. A collective call."""
+        """Check that all ranks have registered the same hooks, optimizers and metrics, if there are new ones.
+
+        This is a collective call if a rank has registered something since the last call.
+        """
+        if self._are_agreed:
+            return
         self._transport.board.phase = (
-            f"where what was registered with and attached to {self._title} is compared"
+            f"the comparison of what was registered with and attached to {self._title}"
         )
         gradients, metrics = self._gradients, self._gradients.riders.metrics
         step = optimizers_in_backward(gradients.parameters)
@@ -192,50 +203,48 @@ class Registrations:
         )
         if not metrics.has_names(names := metrics.wanted_names()):
             gradients.use_metrics(names)
-        self.are_agreed = True  # only here, so that a mismatch is found again in the next backward
+        self._are_agreed = True  # only here, so that the next backward detects a mismatch again
         gradients.controls.do_before_reduction(None)
         gradients.controls.do_after_reduction(step)
 
     def _check_attached(self) -> None:
-        """Check that an optimizer is attached, if the strategy needs one. A collective call.
-
-        Without an attached optimizer, the strategy would never act, and the replicas would drift apart.
-        """
+        """Check that an optimizer is attached, if the strategy needs one. A collective call."""
         strategy = self._config.strategy
         if self._rounds is None or not strategy.needs_attach:
             return
         fault = None
         if not self._rounds.is_watching:
             fault = SynclineError(
-                f"strategy={strategy} acts at the optimizer's step, but no optimizer is attached to {self._title}, so "
-                "it would never act, and the replicas would drift apart: write optimizer = ddp.attach(optimizer), on "
-                "every rank, before the first step"
+                f"strategy={strategy} synchronizes parameters at the optimizer's step, but no optimizer is attached to "
+                f"{self._title}, so the strategy would never run, and the replicas would drift apart. Write "
+                "optimizer = ddp.attach(optimizer) on every rank, before the first step"
             )
         exchange(self._transport, f"the first step of {self._title}", [], fault=fault)
 
     def _check_that_steps_can_be_discarded(self, *, inside_backward: bool) -> None:
-        """Check that every optimizer step can be discarded, under `on_nonfinite="skip"`. A collective call."""
+        """Under `on_nonfinite="skip"`, check that every optimizer step can be discarded. A collective call."""
         if self._config.gradients.on_nonfinite != "skip":
             return
         fault: Exception | None = None
         if inside_backward:
             fault = ValueError(
-                'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward: use "zero" or '
-                '"raise", or an optimizer that steps after backward'
+                'on_nonfinite="skip" cannot discard the step of an optimizer that steps inside backward: give '
+                'on_nonfinite="zero" or "raise", or use an optimizer that steps after backward'
             )
         elif not self.optimizers():
             fault = SynclineError(
-                'on_nonfinite="skip" leaves the optimizer\'s step undone, but no optimizer is attached to '
-                f"{self._title}, so it would step all the same: write optimizer = ddp.attach(optimizer), on every "
-                "rank, before the first step"
+                'on_nonfinite="skip" discards steps of attached optimizers, but no optimizer is attached to '
+                f"{self._title}, so its optimizer would step with gradients that are not finite. Write "
+                "optimizer = ddp.attach(optimizer) on every rank, before the first step"
             )
         elif left := self._not_attached():
             fault = SynclineError(
-                f'on_nonfinite="skip" leaves the steps of attached optimizers undone, but {left[0]} of {self._title} '
-                f"is in none of them (in all {len(left)} of {len(self._gradients.names)} parameters), so that another "
-                "optimizer would step it all the same: write optimizer = ddp.attach(optimizer) for each one, on every "
-                "rank, before the first step. If no optimizer is to step it: .requires_grad_(False), or ignore= it "
-                "when wrapping"
+                'on_nonfinite="skip" discards steps of attached optimizers, but no attached optimizer has '
+                f"{left[0]} of {self._title} (in all {len(left)} of {len(self._gradients.names)} parameters are in "
+                "none), so another optimizer would step them with gradients that are not finite. Write "
+                "optimizer = ddp.attach(optimizer) "
+                "for each optimizer, on every rank, before the first step. If no optimizer trains these parameters, "
+                "call .requires_grad_(False) on them, or name them in ignore= when you wrap the module"
             )
         exchange(self._transport, f"the first step of {self._title}", [], fault=fault)
 
@@ -248,13 +257,20 @@ class Registrations:
     # ------------------------------------------------------------------ at an optimizer's step
 
     def refuse_unreduced(self, what: str) -> None:
-        """Raise if `.grad` holds only this rank's gradients. `what` names the refused call."""
+        """Raise if `.grad` holds only this rank's gradients.
+
+        Args:
+            what: the name of the refused call.
+
+        Raises:
+            SynclineError: the gradients were not reduced, because the last backward ran under `no_sync`.
+        """
         gradients = self._gradients
         if gradients.has_unreduced and gradients.controls.decide():
             raise SynclineError(
                 f"rank {self._transport.rank}, {what} after step {gradients.step}: expected reduced gradients, but "
-                "the last backward ran under no_sync, so .grad holds this rank's alone. Run the last micro-batch "
-                "outside of no_sync, or clear the gradients first"
+                "the last backward ran under no_sync, so .grad holds the gradients of this rank alone. Run the last "
+                "micro-batch outside of no_sync, or clear the gradients first"
             )
 
     def _discards_step(self) -> bool:
@@ -274,13 +290,13 @@ class Registrations:
             return  # because settings are compared at parameter syncs
         if attached.compared_settings in (None, attached.settings()):
             return
-        # The settings changed after the backward that compared them. If they did not change on all ranks, the board
-        # reports where each rank is.
+        # The settings changed after the backward that compared them. If they changed on some ranks only, the other
+        # ranks do not take part here, and the error reads from the board where each rank is.
         self._transport.board.phase = "optimizer.step(), where settings have changed since the backward"
         agree(
             self._transport,
             f"the settings of an attached {type(attached.optimizer).__name__}, at its step",
             attached.describe(0),
-            remedy="Change settings in the same way on all ranks, best between a step and the next backward.",
+            remedy="Change settings in the same way on all ranks, preferably between a step and the next backward.",
         )
         attached.compared_settings = attached.settings()

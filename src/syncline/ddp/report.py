@@ -1,6 +1,6 @@
-"""A wrapped module in words: the contract (a row for each group of tensors), and one step as a timeline.
+"""A wrapped module in words: the contract, with a row for each group of tensors, and the timeline of one step.
 
-Both show the plan before the first step, and what was recorded afterwards.
+Before the first step, both describe the plan. After it, they also describe the last recorded step.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from syncline.contract import Contract, Row, Rule, add_evidence, table
-from syncline.ddp.plan import Buffers, Comparison, Evidence, Parameters, Plan, Reduction
+from syncline.ddp.plan import Buffers, Evidence, Parameters, Plan, Reduction, Size
 from syncline.gradients.bucket_plan import BucketPlan
-from syncline.records import BackwardRecord, BufferRecord, NonFiniteRecord, describe_nonfinite
+from syncline.gradients.riders.replica_watch import ReplicaCheck
+from syncline.records import BackwardRecord, BufferRecord, describe_mean, describe_nonfinite
 from syncline.words import format_bytes, format_count, format_names
 
 NONFINITE_WORDS = {
@@ -18,38 +19,36 @@ NONFINITE_WORDS = {
     "skip": "no rank steps",
     "zero": "counts as zero",
 }
-"""The outcome of a gradient that is not finite, by `on_nonfinite`."""
+"""The consequence of a gradient that is not finite, by `on_nonfinite`."""
 
 BUFFER_WORDS = {
     "broadcast": "broadcast from rank 0",
     "average": "average, statistics pooled",
     "none": "broadcast from rank 0",
 }
-"""How buffers are synchronized, by policy. Under "none" they are only if `forward_sync_buffers` was set later."""
+"""The way in which buffers are synchronized, by policy. Under "none", a user may still set `forward_sync_buffers`."""
 
 _ALONE = Rule("never: there is one rank", None, "none")
 
 
 def contract_of(plan: Plan, evidence: Evidence) -> Contract:
-    """Return the contract of a plan. After the first step each row also has the last synchronization."""
+    """Return the contract of a plan. After the first step, each row also shows the last synchronization."""
     ranks = format_count(plan.num_ranks, "rank")
     where = f"{ranks} on {format_count(plan.num_hosts, 'host')}" if plan.num_ranks > 1 else "1 rank alone"
     if plan.rules is not None:
         where += f", strategy: {plan.rules.strategy}"
     sizes = plan.sizes
     rows = [
-        _row("gradients", _size(sizes.num_gradients, sizes.gradient_bytes), _gradients(plan)),
-        _row("parameters", _size(sizes.num_parameters, sizes.parameter_bytes), _parameters_rule(plan)),
-        _row("buffers", _size(sizes.num_buffers, sizes.buffer_bytes), _buffers(plan)),
+        _row("gradients", str(sizes.gradients), _gradients(plan)),
+        _row("parameters", str(sizes.parameters), _parameters_rule(plan)),
+        _row("buffers", str(sizes.buffers), _buffers(plan)),
         _optimizer_row(plan),
         _metrics_row(plan),
     ]
     if plan.config.replica_check is not None:
-        rows.append(_replica_row(plan, plan.config.replica_check.every))
-    contract = Contract(
-        title=f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}",
-        rows=tuple(rows),
-    )
+        rows.append(_replica_row(plan, plan.config.replica_check))
+    title = f"DistributedDataParallel({plan.module}), {where}, transport: {plan.transport}"
+    contract = Contract(title=title, rows=tuple(rows))
     if evidence.backward is None:
         return contract
     return add_evidence(contract, _last_done(plan, evidence, evidence.backward))
@@ -57,10 +56,6 @@ def contract_of(plan: Plan, evidence: Evidence) -> Contract:
 
 def _row(what: str, size: str, rule: Rule) -> Row:
     return Row(what=what, size=size, when=rule.when, how=rule.how or "-", drift_allowed=rule.drift_allowed)
-
-
-def _size(num_tensors: int, num_bytes: int) -> str:
-    return f"{format_count(num_tensors, 'tensor')}, {format_bytes(num_bytes)}" if num_tensors else "none"
 
 
 def _gradients(plan: Plan) -> Rule:
@@ -74,7 +69,7 @@ def _gradients(plan: Plan) -> Rule:
         Reduction.NOTHING: None,
         Reduction.ALL_REDUCE: f"{rule.how}{dtype if rule is always else ''}",
         Reduction.SHARDS: f"mean, reduce_scatter: each rank gets its shard (1 of {plan.num_ranks}){dtype}",
-        Reduction.ENCODED: f"mean, {_encoding(plan)}",
+        Reduction.ENCODED: f"mean, {plan.config.encoding}",
         Reduction.HOOK: f"by communication hook {plan.comm_hook}",
     }[plan.reduction]
     if options.on_nonfinite != "ignore":
@@ -83,17 +78,13 @@ def _gradients(plan: Plan) -> Rule:
     return Rule(rule.when, how, rule.drift_allowed)
 
 
-def _encoding(plan: Plan) -> str:
-    return "" if plan.config.compression is None else plan.config.compression.in_words()
-
-
 def _parameters_rule(plan: Plan) -> Rule:
     init_sync = plan.config.init_sync
-    given = "broadcast from rank 0" if init_sync else "the caller vouches that they are equal"
+    given = "broadcast from rank 0" if init_sync else "equal, as the user guarantees"
     match plan.parameters:
         case Parameters.BY_STRATEGY:
             assert plan.rules is not None
-            start = "equal at first" if init_sync else "at first as they are (init_sync=False)"
+            start = "equal at construction" if init_sync else "unchanged at construction (init_sync=False)"
             return plan.rules.parameters._replace(when=f"{start}, then {plan.rules.parameters.when}")
         case Parameters.ALONE:
             return _ALONE
@@ -114,7 +105,7 @@ def _parameters_rule(plan: Plan) -> Rule:
 def _buffers(plan: Plan) -> Rule:
     match plan.buffers:
         case Buffers.ABSENT:
-            return Rule("never: there are none", None, "-")
+            return Rule("never: the module has none", None, "-")
         case Buffers.ALONE:
             return _ALONE
         case Buffers.OFF if plan.config.init_buffers:
@@ -135,7 +126,7 @@ def _optimizer_row(plan: Plan) -> Row:
     if plan.rules is not None and plan.num_ranks > 1:
         return _row("optimizer", needed, plan.rules.optimizer)
     if plan.config.gradients.sharded:
-        how = f"each rank steps its shard (1 of {plan.num_ranks}) and has state for it alone"
+        how = f"each rank steps its shard (1 of {plan.num_ranks}) and has the state of that shard only"
         return _row("optimizer", needed, Rule("at every step", how, "none"))
     how = "every rank applies the same update"
     if plan.optimizers and plan.num_ranks > 1:
@@ -152,29 +143,29 @@ def _metrics_row(plan: Plan) -> Row:
     return _row("loss, metrics", format_names(plan.metrics) if plan.metrics else "-", rule)
 
 
-def _replica_row(plan: Plan, every: int) -> Row:
+def _replica_row(plan: Plan, check: ReplicaCheck) -> Row:
     """Return the row about comparing replicas."""
-    assert plan.config.replica_check is not None
-    parts, comparisons = plan.compared_parts, plan.comparisons
+    parts = plan.compared_parts
     size = ", ".join(parts) or "nothing"
     if plan.has_one_copy and parts:
-        size += " (of the parameters there is one copy)"
-    if not comparisons:
-        if plan.num_ranks == 1:
-            return _row("replica check", size, _ALONE)
-        when = "never: replicas are not equal between or after meetings"
+        size += " (there is one copy of the parameters)"
+    if plan.num_ranks == 1 and parts:
+        return _row("replica check", size, _ALONE)
+    within = f"all slices within {format_count(check.every, 'step')}"
+    when = []
+    if parts and plan.averages_in_backward:
+        which = "synchronized backwards" if plan.rules is None else "backwards that average gradients"
+        among = "" if plan.workers is None else f" among the {len(plan.reducing_ranks)} ranks of a worker"
+        when.append(f"in {which}{among}, slice by slice, {within}")
+    if parts and plan.rules is not None and plan.rules.meets_equal:
+        when.append(f"after each parameter sync, {within} and one parameter sync")
+    if not when:
+        why = "replicas are not equal between or after parameter syncs"
         if not parts:
-            when = "never: there is one copy of the parameters, and each rank has its shard of the optimizer"
-        return _row("replica check", size, Rule(when, None, "none"))
-    within = f"all within {format_count(every, 'step')}"
-    among = "" if plan.num_reducing is None else f" among the {plan.num_reducing} ranks of a worker"
-    which = "in synchronized backwards" if plan.rules is None else "in backwards that average gradients"
-    words = {
-        Comparison.IN_BACKWARD: f"{which} a slice, {within}{among}",
-        Comparison.AFTER_SYNC: f"after each meeting, {within} and a meeting",
-    }
-    how = f"fingerprints, with the gradients; if they differ: {plan.config.replica_check.on_divergence}"
-    return _row("replica check", size, Rule("; ".join(words[one] for one in comparisons), how, "none"))
+            why = "there is one copy of the parameters, and each rank has its shard of the optimizer"
+        return _row("replica check", size, Rule(f"never: {why}", None, "none"))
+    how = f"fingerprints, with the gradients; if they differ: {check.on_divergence}"
+    return _row("replica check", size, Rule("; ".join(when), how, "none"))
 
 
 # ---------------------------------------------------------------------- the last synchronizations
@@ -191,12 +182,12 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
     }
     if plan.rules is not None:
         done |= {
-            "parameters": "no meeting yet",
-            "buffers": "no meeting yet" if plan.sizes.num_buffers else "-",
+            "parameters": "no parameter sync yet",
+            "buffers": "no parameter sync yet" if plan.sizes.buffers.num_tensors else "-",
             **{what: f"after step {step}" for what, step in evidence.synced_at.items()},
         }
     elif plan.parameters is Parameters.GATHERED:
-        done["parameters"] = "see step"
+        done["parameters"] = "at the last step"
     elif plan.parameters is Parameters.ONE_COPY:
         done["parameters"] = f"nothing sent: one copy{'' if plan.num_copies == 1 else ' per host'}"
     elif plan.parameters is Parameters.BROADCAST:
@@ -206,9 +197,9 @@ def _last_done(plan: Plan, evidence: Evidence, backward: BackwardRecord) -> dict
 
 def _last_gradients(plan: Plan, backward: BackwardRecord) -> str:
     if backward.synchronized:
-        done = f"step {backward.step}: {format_count(len(backward.buckets), 'bucket')}, {mean_of(backward)}"
+        done = f"step {backward.step}: {format_count(len(backward.buckets), 'bucket')}, {describe_mean(backward)}"
     elif backward.reduced_afterwards:
-        done = f"after step {backward.step}: sl.sync_gradients_, {mean_of(backward)}"
+        done = f"after step {backward.step}: sl.sync_gradients_, {describe_mean(backward)}"
     elif plan.num_ranks == 1:
         done = f"step {backward.step}: nothing to send"
     elif plan.rules is not None:
@@ -218,11 +209,6 @@ def _last_gradients(plan: Plan, backward: BackwardRecord) -> str:
     if backward.nonfinite is not None and (backward.nonfinite.found or backward.nonfinite.in_mean):
         done += f"; not finite: {backward.nonfinite.outcome}"
     return done
-
-
-def mean_of(backward: BackwardRecord) -> str:
-    """Return what a backward's gradients were averaged over, in words."""
-    return f"mean over {format_count(backward.divisor, 'item' if backward.counted_items else 'rank')}"
 
 
 def _last_buffers(evidence: Evidence) -> str:
@@ -245,13 +231,13 @@ _STAY_LOCAL = "nothing sent: gradients stay on their rank"
 
 
 def explain(plan: Plan, evidence: Evidence, buckets: Sequence[BucketPlan], names: Sequence[str]) -> str:
-    """Describe one step as a timeline."""
+    """Describe one step as a timeline: the last recorded step, or the plan if no step has run."""
     recorded = evidence.backward
     if recorded is None:
         heading = "One step, as planned (none has run yet)"
         buffers, backward = _buffers_planned(plan), _backward_planned(plan, buckets, names)
     else:
-        heading = f"One step, as recorded on rank {evidence.rank}, step {recorded.step}"
+        heading = f"One step, as recorded on rank {plan.rank}, step {recorded.step}"
         buffers = _buffers_recorded(plan, evidence.buffers)
         backward = _backward_recorded(plan, recorded)
     forward = [f"parameters  nothing sent: {_parameters_text(plan)}", f"buffers     {buffers}"]
@@ -274,16 +260,16 @@ def _parameters_text(plan: Plan) -> str:
         Parameters.ALONE: "there is one rank",
         Parameters.BROADCAST: "they were broadcast from rank 0 at construction",
         Parameters.AS_GIVEN: "init_sync=False",
-        Parameters.ONE_COPY: "the last step has written the one copy",
-        Parameters.GATHERED: "the last step has gathered them",
-        Parameters.BY_STRATEGY: "they meet after a step",
+        Parameters.ONE_COPY: "the optimizer step writes the one copy",
+        Parameters.GATHERED: "the optimizer step gathers them",
+        Parameters.BY_STRATEGY: "they are synchronized after an optimizer step",
     }[plan.parameters]
 
 
 def _buffers_planned(plan: Plan) -> str:
     match plan.buffers:
         case Buffers.ABSENT:
-            return "nothing sent: the module has none, so there is no call at all"
+            return "nothing sent: the module has no buffers"
         case Buffers.ALONE:
             return _NOTHING_SENT
         case Buffers.OFF:
@@ -291,19 +277,16 @@ def _buffers_planned(plan: Plan) -> str:
             return f"nothing sent: {why}"
         case Buffers.WITH_PARAMETERS:
             assert plan.rules is not None
-            return f"nothing sent: they meet {plan.rules.buffers_when}"
+            return f"nothing sent: they are synchronized {plan.rules.buffers_when}"
         case Buffers.BEFORE_FORWARD:
-            size = (
-                f"{format_count(plan.sizes.num_buffers, 'tensor')}, {format_bytes(plan.sizes.buffer_bytes)}"
-            )
-            condition = "(none if the previous forward ran under no_sync or no_grad)"
-            return f"{BUFFER_WORDS[plan.config.buffers]}: {size} {condition}"
+            condition = "(not sent if the previous forward ran under no_sync or no_grad)"
+            return f"{BUFFER_WORDS[plan.config.buffers]}: {plan.sizes.buffers} {condition}"
 
 
 def _buffers_recorded(plan: Plan, record: BufferRecord | None) -> str:
     if record is None or not record.sent:
         return f"nothing sent: {'no forward has run yet' if record is None else record.reason}"
-    size = f"{format_count(record.num_tensors, 'tensor')}, {format_bytes(record.payload_bytes)}"
+    size = Size(record.num_tensors, record.payload_bytes)
     calls = ", 1 call" if plan.config.buffers == "broadcast" else ""
     return f"{BUFFER_WORDS[plan.config.buffers]}: {size}{calls}"
 
@@ -313,7 +296,7 @@ def _buffers_recorded(plan: Plan, record: BufferRecord | None) -> str:
 
 def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence[str]) -> list[str]:
     if plan.num_ranks == 1:
-        return [f"{_NOTHING_SENT}; gradients are its own"]
+        return [f"{_NOTHING_SENT}; .grad holds the gradients of this rank"]
     if not plan.averages_in_backward:
         return [_STAY_LOCAL]
     lines = []
@@ -325,28 +308,32 @@ def _backward_planned(plan: Plan, buckets: Sequence[BucketPlan], names: Sequence
     options = plan.config.gradients
     rule = "counts as zero" if options.allow_unused else "is an error on every rank"
     if options.on_nonfinite != "ignore":
-        rule += f"; one that is not finite: {NONFINITE_WORDS[options.on_nonfinite]}"
-    kind = "views of the buckets" if options.as_bucket_view else "tensors of their own"
-    holds = f".grad holds the mean over {plan.num_reducing or plan.num_ranks} ranks ({kind})"
+        rule += f"; a gradient that is not finite: {NONFINITE_WORDS[options.on_nonfinite]}"
+    kind = "views of the buckets" if options.as_bucket_view else "separate tensors"
+    holds = f".grad holds the mean over {len(plan.reducing_ranks)} ranks ({kind})"
     if plan.reduction is Reduction.SHARDS:
         kind = ".grad of a parameter cannot be read"
         holds = f"each rank holds its shard of the mean over {plan.num_ranks} ranks ({kind})"
-    return [*lines, f"at its end all buckets are waited for and {holds}; a missing gradient {rule}"]
+    end = f"at the end of backward each rank waits for all buckets; then {holds}"
+    return [*lines, end, f"a missing gradient {rule}"]
 
 
 def _backward_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
     if plan.num_ranks == 1:
-        lines = [f"{_NOTHING_SENT}; gradients are its own"]
+        lines = [f"{_NOTHING_SENT}; .grad holds the gradients of this rank"]
     elif backward.synchronized:
         lines = _buckets_recorded(plan, backward)
     elif plan.rules is not None:
         lines = [_STAY_LOCAL]
     else:
-        lines = ["nothing sent: it ran under no_sync, gradients were added to .grad on each rank"]
+        lines = ["nothing sent: backward ran under no_sync, and each rank added its gradients to .grad"]
     if backward.reduced_afterwards:
-        lines.append(f"after it, by sl.sync_gradients_: .grad now holds the {mean_of(backward)}")
-    if backward.nonfinite is not None:
-        lines += _nonfinite_recorded(plan, backward.nonfinite)
+        lines.append(f"after backward, by sl.sync_gradients_: .grad now holds the {describe_mean(backward)}")
+    nonfinite = backward.nonfinite
+    if nonfinite is not None and (nonfinite.found or nonfinite.in_mean):
+        lines.append(describe_nonfinite(nonfinite))
+    elif nonfinite is not None and nonfinite.num_steps:
+        lines.append(str(nonfinite))
     if backward.unused:
         lines.append(f"no gradient on this rank, counted as zero: {format_names(backward.unused)}")
     return lines
@@ -359,30 +346,21 @@ def _buckets_recorded(plan: Plan, backward: BackwardRecord) -> list[str]:
         lines.append(f"{format_names(bucket.parameters)} -> bucket {bucket.index} ({size})")
         when = "at the end of backward" if bucket.trigger is None else f"when {bucket.trigger} was ready"
         launched = f"{bucket.launched_seconds * 1e3:.1f} ms after the first gradient"
-        waited = f"waited {bucket.waited_seconds * 1e3:.1f} ms for it at the end"
+        waited = f"waited {bucket.waited_seconds * 1e3:.1f} ms for the bucket at the end"
         lines.append(f"  {_sent(plan)} {when}, {launched}; {waited}")
-    mean = mean_of(backward)
+    mean = describe_mean(backward)
     if plan.reduction is Reduction.SHARDS:
         return [*lines, f"each rank now holds its shard of the {mean}; .grad of a parameter cannot be read"]
     return [*lines, f".grad now holds the {mean}"]
 
 
-def _nonfinite_recorded(plan: Plan, record: NonFiniteRecord) -> list[str]:
-    if record.found or record.in_mean:
-        return [describe_nonfinite(record)]
-    if not record.num_steps:
-        return []
-    steps = format_count(record.num_steps, "step")
-    return [f"not finite: nothing in this step ({plan.config.gradients.on_nonfinite}: {steps} before)"]
-
-
 def _sent(plan: Plan) -> str:
-    """Return how a bucket is sent, in words."""
-    if plan.reduction is Reduction.ENCODED and plan.config.compression is not None:
-        return f"sent by {plan.config.compression.in_words()}"
+    """Return the way in which a bucket is sent, in words."""
+    if plan.reduction is Reduction.ENCODED:
+        return f"sent by {plan.config.encoding}"
     if plan.reduction is Reduction.HOOK:
         return f"sent by communication hook {plan.comm_hook}"
-    return "reduced, each rank its shard," if plan.reduction is Reduction.SHARDS else "sent by all_reduce"
+    return "sent by reduce_scatter" if plan.reduction is Reduction.SHARDS else "sent by all_reduce"
 
 
 # ---------------------------------------------------------------------- after backward
@@ -399,7 +377,7 @@ def _steps(plan: Plan, evidence: Evidence) -> list[str]:
             return [f"nothing sent: {one} of the parameters. {waits}"]
         case Parameters.GATHERED:
             shard = f"each rank steps its shard (1 of {plan.num_ranks})"
-            return [f"{shard}; then all_gather: every rank gets the others' parameters"]
+            return [f"{shard}; then all_gather: every rank receives the parameters of the other shards"]
         case _:
             return ["nothing sent; every rank applies the same update to the same parameters"]
 
@@ -419,5 +397,5 @@ def _rounds(plan: Plan, evidence: Evidence) -> list[str]:
 
 def _loss(plan: Plan) -> str:
     if plan.metrics:
-        return f"local to each rank; the means of {format_names(plan.metrics)} travel behind the gradients (ddp.report)"
-    return "local to each rank, never averaged by itself; sl.mean(loss, weight=...) averages it"
+        return f"local to each rank; ddp.report averages {format_names(plan.metrics)} behind the gradients"
+    return "local to each rank, not averaged automatically; sl.mean(loss, weight=...) averages it"

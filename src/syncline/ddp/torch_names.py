@@ -1,10 +1,10 @@
-"""Undocumented names of torch's DistributedDataParallel that users and frameworks call.
+"""Undocumented names of torch's DistributedDataParallel that users and frameworks use.
 
-Names found in use are supported as far as possible: Lightning (`reducer`, `_set_static_graph`,
+Such names are supported as far as possible: for Lightning (`reducer`, `_set_static_graph`,
 `_register_builtin_comm_hook`), Accelerate and Megatron (`bucket_bytes_cap`,
-`_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec and torch's own tests
-(the rest). Names that reach further into torch's reducer raise an error with the alternative (see `REFUSED`). Other
-names work as inherited from torch; a test covers all of them.
+`_set_params_and_buffers_to_ignore_for_model`), torch.compile (`_inside_ddp_forward`), torchrec, and torch's own tests.
+Methods that drive torch's reducer raise an error that states the alternative (see `REFUSED`). All other names work as
+they are inherited from torch. A test covers every name.
 """
 
 from __future__ import annotations
@@ -30,17 +30,14 @@ if TYPE_CHECKING:
     from syncline.gradients.reducer import GradientSync
 
 
-_FORWARD = "call the wrapper itself, whose forward does all of it"
-
-_JOIN = "use `with ddp.join():`, or torch's Join with the wrapper in it"
-
+_FORWARD = "call the wrapper itself, which runs the whole forward"
+_JOIN = "use `with ddp.join():`, or torch's Join with the wrapper in its list"
 _BUFFERS = "call ddp.sync_buffers_()"
-
-_DELAYED = "give delay_all_reduce_named_params when the module is wrapped"
-
-_CASTS = "mixed_precision= casts in forward, by autograd"
-
-_IN_BACKWARD = "optimizers that step inside backward are found before the first step"
+_DELAYED = "give delay_all_reduce_named_params when you wrap the module"
+_CASTS = "give mixed_precision= when you wrap the module"
+_IN_BACKWARD = (
+    "register optimizers that step inside backward before the first step, where the wrapper finds them"
+)
 
 REFUSED = {
     "_check_and_sync_module_buffers": _JOIN,
@@ -53,10 +50,10 @@ REFUSED = {
     "_match_all_reduce_for_bwd_pass": _JOIN,
     "_match_unused_params_allreduce": _JOIN,
     "_module_wait_for_copy_hook": _CASTS,
-    "_passing_sync_batchnorm_handle": "modules are checked when they are wrapped; sl.nn.SyncBatchNorm needs no handle",
+    "_passing_sync_batchnorm_handle": "use sl.nn.SyncBatchNorm, which needs no handle",
     "_post_forward": _FORWARD,
     "_pre_forward": _FORWARD,
-    "_register_accum_grad_hook": "hooks are put on when the module is wrapped",
+    "_register_accum_grad_hook": "wrap the module, which installs the hooks",
     "_register_delay_all_reduce_hook": _DELAYED,
     "_root_copy_hook": _CASTS,
     "_setup_in_backward_optimizers": _IN_BACKWARD,
@@ -64,21 +61,21 @@ REFUSED = {
     "_sync_final_model": _JOIN,
     "_sync_module_buffers": _BUFFERS,
 }
-"""Methods of torch's class that drive its reducer, each with its alternative."""
+"""The methods of torch's class that drive torch's reducer, each with the alternative that its error states."""
 
 
 class _NoReducer:
-    """A replacement for the reducer of torch's class, for code that prepares it by hand. The methods do nothing.
+    """A replacement for torch's reducer, for code that prepares the reducer by hand. Most methods do nothing.
 
     Args:
-        gradients: the gradient synchronization that supplies the numbers.
+        gradients: the synchronization of gradients, which has the numbers.
     """
 
     def __init__(self, gradients: GradientSync) -> None:
         self._gradients = gradients
 
     def _get_local_used_map(self) -> Tensor:
-        """Return how many ranks used each parameter in the last backward."""
+        """Return the number of ranks that used each parameter in the last backward."""
         return torch.tensor(self._gradients.reduction.usage.num_ranks_using, dtype=torch.int32)
 
     def _rebuild_buckets(self) -> bool:
@@ -92,13 +89,13 @@ class _NoReducer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{name}: Syncline has no reducer of torch's. What it does is in `ddp.contract`, what it did in "
-            "`ddp.explain()` and `ddp.last_step`"
+            f"reducer.{name} is not supported, because Syncline does not use torch's reducer. Print ddp.contract to "
+            "see what is synchronized, and ddp.explain() or ddp.last_step to see what was done"
         )
 
 
 class TorchNames:
-    """The part of torch's class beyond its public interface; a base of `DistributedDataParallel` only."""
+    """The undocumented interface of torch's class. Only `DistributedDataParallel` inherits from this class."""
 
     module: nn.Module
     find_unused_parameters: bool
@@ -123,7 +120,7 @@ class TorchNames:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The torch.distributed group under the transport; None if there is none."""
+        """The torch.distributed process group that the transport uses; None if the transport uses none."""
         return self._replica.transport.group
 
     @process_group.setter
@@ -131,53 +128,35 @@ class TorchNames:
         self._update_process_group(group)
 
     @property
-    def reducer(self) -> _NoReducer:
-        """A replacement for torch's reducer."""
-        return _NoReducer(self._replica.gradients)
-
-    @property
     def device(self) -> torch.device:
         """The device of the module's first parameter."""
         return self._replica.gradients.parameters[0].device
 
     @property
-    def device_type(self) -> str:
-        """The type of the device: "cpu", "cuda"."""
-        return self.device.type
-
-    @property
     def is_multi_device_module(self) -> bool:
-        """Whether the parameters are on several devices."""
+        """True if the parameters are on several devices."""
         return len({parameter.device for parameter in self._module_parameters}) > 1
 
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The largest cap, in bytes; torch.compile uses it to split graphs."""
-        return self._replica.config.gradients.caps.largest_bytes
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """The caps of the first buckets, if they were given as a list."""
-        return list(self._replica.config.gradients.caps.listed_bytes)
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        """Whether no caps were given."""
-        return self._replica.config.gradients.caps.is_default
-
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        """Names of the parameters and buffers that are not synchronized."""
-        return set(self._replica.selection.ignored)
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronized, looked up at each access."""
-        return list(self.named_module_buffers.values())
+    reducer = property(lambda self: _NoReducer(self._replica.gradients))
+    """A replacement for torch's reducer."""
+    device_type = property(lambda self: self.device.type)
+    """The type of the module's device, such as "cpu" or "cuda"."""
+    bucket_bytes_cap = property(lambda self: self._replica.config.gradients.caps.largest_bytes)
+    """The largest bucket cap in bytes, by which torch.compile splits graphs."""
+    bucket_bytes_cap_list = property(lambda self: list(self._replica.config.gradients.caps.listed_bytes))
+    """The bucket caps in bytes that were given as a list; empty if none were."""
+    bucket_bytes_cap_default = property(lambda self: self._replica.config.gradients.caps.is_default)
+    """Whether no bucket caps were given."""
+    parameters_to_ignore = property(lambda self: set(self._replica.selection.ignored))
+    """Names of the parameters and buffers that are not synchronized."""
+    modules_buffers = property(lambda self: list(self.named_module_buffers.values()))
+    """The buffers that are synchronized, as the module has them now."""
+    _has_rebuilt_buckets = property(lambda self: self._replica.gradients.layout.order_is_learnt)
+    _distributed_rank = property(lambda self: self._replica.transport.rank)
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are synchronized, by name, looked up at each access."""
+        """The buffers that are synchronized, by name, as the module has them now."""
         ignored = self.parameters_to_ignore
         return {name: b for name, b in self.module.named_buffers() if name not in ignored}
 
@@ -186,31 +165,27 @@ class TorchNames:
         return [parameter for _, parameter in self._replica.selection.parameters]
 
     @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self._replica.gradients.layout.order_is_learnt
-
-    @property
     def _comm_hooks(self) -> list[tuple[Callable[..., Any], object]]:
         hook = self._replica.gradients.layout.comm_hook
         return [] if hook is None else [(hook.hook, hook.state)]
 
-    @property
-    def _distributed_rank(self) -> int:
-        return self._replica.transport.rank
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return the data that torch's logger would report, as far as they are known."""
-        replica = self._replica
-        last = replica.gradients.ledger.last()
+        """Return the entries of torch's logging data that are known here."""
+        replica, gradients = self._replica, self._replica.gradients
+        last, hook, error = (
+            gradients.ledger.last(),
+            gradients.layout.comm_hook,
+            gradients.reduction.out_of_step,
+        )
         parameters = self._module_parameters
-        plans = [bucket.plan for bucket in replica.gradients.layout.buckets]
+        plans = [bucket.plan for bucket in gradients.layout.buckets]
         bucket_sizes = ", ".join(str(plan.numel * plan.itemsize_bytes) for plan in plans)
         data: dict[str, Any] = {
             "world_size": replica.transport.size,
             "rank": replica.transport.rank,
             "backend_name": replica.transport.name,
             "module_name": type(self.module).__name__,
-            "iteration": replica.gradients.step,
+            "iteration": gradients.step,
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": bucket_sizes,
             "initial_bucket_sizes": bucket_sizes,
@@ -224,29 +199,25 @@ class TorchNames:
             "num_parameter_tensors": len(parameters),
             "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "has_error": int(replica.gradients.reduction.out_of_step.text is not None),
+            "has_error": int(error.text is not None),
+            "comm_hook": None if hook is None else hook.name,
+            "error": error.text,
+            "unused_parameter_size": None if last is None else len(last.unused),
+            "num_buckets_reduced": None if last is None else len(last.buckets),
         }
-        hook = replica.gradients.layout.comm_hook
-        if hook is not None:
-            data["comm_hook"] = hook.name
-        if replica.gradients.reduction.out_of_step.text is not None:
-            data["error"] = replica.gradients.reduction.out_of_step.text
-        if last is not None:
-            data["unused_parameter_size"] = len(last.unused)
-            data["num_buckets_reduced"] = len(last.buckets)
-        return data
+        return {name: value for name, value in data.items() if value is not None}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ValueError(
-                f"expected a sample rate of 1 or more, got {sample_rate}; every step is recorded"
+                f"expected sample_rate to be at least 1, got {sample_rate} (every step is recorded in any case)"
             )
 
     # ------------------------------------------------------------------ switches
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward synchronizes; `no_sync` switches it, and some frameworks set it."""
+        """True if the next backward synchronizes. `no_sync` changes this flag, and some frameworks set it."""
         return self._replica.gradients.controls.enabled
 
     @require_backward_grad_sync.setter
@@ -255,7 +226,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward may synchronize buffers, because the last one ran outside of no_sync and no_grad."""
+        """True if the next forward may synchronize buffers, because the last one ran outside of no_sync and no_grad."""
         return self._replica.buffers.due
 
     @require_forward_param_sync.setter
@@ -264,7 +235,7 @@ class TorchNames:
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forwards synchronize buffers."""
+        """True if forwards synchronize buffers."""
         return self._replica.buffers.enabled
 
     @forward_sync_buffers.setter
@@ -279,9 +250,9 @@ class TorchNames:
         return replica.buffers.due and replica.buffers.enabled and bool(replica.selection.buffers)
 
     def _set_static_graph(self) -> None:
-        """Behave as with `static_graph=True` at construction. Only before the first backward."""
+        """Behave as with `static_graph=True` at construction. Call this before the first backward."""
         if self.static_graph:
-            warnings.warn("static_graph is True already: no need to set it again", stacklevel=2)
+            warnings.warn("static_graph is already True, and need not be set again", stacklevel=2)
             return
         if self._replica.gradients.num_backwards:
             raise RuntimeError(
@@ -292,7 +263,11 @@ class TorchNames:
         self._replica.use_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup | Transport | None) -> None:
-        """Synchronize over another group from now on; its ranks must be equal already."""
+        """Synchronize over another group from now on. The replicas of its ranks must already be equal.
+
+        Raises:
+            ValueError: the wrapper is inside of `sl.diverge`, is sharded, or has a strategy under which replicas drift.
+        """
         self._replica.use_transport(transport_of(new_process_group))
 
     def _remove_autograd_hooks(self) -> None:
@@ -301,18 +276,20 @@ class TorchNames:
     def _check_default_group(self) -> None:
         if self._replica.transport is not transport_of(None):
             raise RuntimeError(
-                "a wrapper can be pickled or copied only over the default group: copy its module, and wrap the copy"
+                "expected a wrapper over the default group, because only such a wrapper can be pickled or copied, got "
+                f"one over {self._replica.transport.name}. Copy ddp.module, and wrap the copy"
             )
 
     def _check_reducer_finalized(self) -> None:
         if self._replica.gradients.is_in_backward:
             raise RuntimeError(
-                "expected the previous backward to have ended: an exception ended it early, or it is still running"
+                f"rank {self._replica.transport.rank}: expected the previous backward to have ended, but it is still "
+                "running, or an exception has interrupted it"
             )
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether torch 2.15's `finalize_backward` has to be called; always False, because backward waits itself."""
+        """True if torch 2.15's `finalize_backward` must be called. Always False, because backward waits itself."""
         return False
 
     @require_manual_backward_finalization.setter
@@ -321,9 +298,10 @@ class TorchNames:
             self.finalize_backward()
 
     def finalize_backward(self) -> None:
-        """Raise: a backward cannot be finalized by hand."""
+        """Raise an error, because a backward cannot be finalized by hand."""
         raise SynclineError(
-            "a backward ends with reduced gradients: it cannot be finalized by hand, and need not be"
+            "finalize_backward() is not supported, because loss.backward() returns only when all gradients are "
+            "reduced: leave the call out, and require_manual_backward_finalization at False"
         )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
@@ -349,15 +327,19 @@ class TorchNames:
             kinds.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         if comm_hook_type not in hooks:
-            raise ValueError(f"expected one of {', '.join(map(str, hooks))}; got {comm_hook_type}")
+            raise ValueError(
+                f"expected comm_hook_type to be one of {', '.join(map(str, hooks))}; got {comm_hook_type}"
+            )
         hook = checked_comm_hook(self.process_group, hooks[comm_hook_type], label=str(comm_hook_type))
-        self._replica.use_comm_hook(hook)
+        self._replica.registered.use_comm_hook(hook)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         try:
             as_overlapped(optim, optim_params, *args, **kwargs).register_ddp(self)
         except NotImplementedError as error:
-            raise RuntimeError(f"{optim} cannot step in a communication hook") from error
+            raise RuntimeError(
+                f"expected an optimizer that can step in a communication hook, got {optim}: {error}"
+            ) from error
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -366,7 +348,7 @@ class TorchNames:
             raise TypeError(f"expected a callable buffer hook, got {type(hook).__name__}")
         after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._replica.drift.refuse(
-            "buffers are synchronized with parameters, so that a buffer hook would never be called"
+            "buffers are synchronized in parameter syncs, which never call a buffer hook"
         )
         self._replica.registered.use_buffer_hook(BufferHook(state, hook, after_forward=after))
 
@@ -386,7 +368,7 @@ class TorchNames:
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Copy one rank's values of tensors (of the buffers, if none are given) to all ranks; buffer hooks call it."""
+        """Broadcast tensors from one rank. None stands for the buffers. Buffer hooks call this method."""
         tensors = self.modules_buffers if bufs is None else bufs
         self._distributed_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
 
@@ -396,21 +378,14 @@ class TorchNames:
         broadcaster = TensorBroadcaster([tensor.detach() for tensor in tensors], self._replica.transport)
         broadcaster.start(authoritative_rank).wait()
 
-    def _before_hooked_forward(self, hook: BufferHook, *, next_is_due: bool) -> None:
-        hook.is_due = self._replica.buffers.leave_to_hook(next_is_due=next_is_due)
-        if not hook.after_forward:
-            self._run_buffer_hook(hook)
-
-    def _run_buffer_hook(self, hook: BufferHook) -> None:
-        if hook.is_due:
-            self._replica.gradients.controls.wait_for(hook.run(self.named_module_buffers))
-
 
 def _refusal(name: str, instead: str) -> Callable[..., None]:
     def refuse(self: object, *args: object, **kwargs: object) -> None:
-        raise SynclineError(f"{name}: Syncline has no reducer of torch's to do this with; {instead}")
+        raise SynclineError(
+            f"{name}() is not supported, because Syncline does not use torch's reducer: {instead}"
+        )
 
-    refuse.__name__, refuse.__doc__ = name, f"Refused: {instead}."
+    refuse.__name__, refuse.__doc__ = name, f"Raise an error. Instead, {instead}."
     return refuse
 
 

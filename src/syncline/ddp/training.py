@@ -1,4 +1,4 @@
-"""The methods of the wrapper that a training loop calls beside forward, backward and step."""
+"""The methods of the wrapper that a training loop calls, other than forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 class TrainingMethods(TorchNames, Joinable):
-    """The methods for a training loop; a base of `DistributedDataParallel` only."""
+    """The methods of the wrapper for a training loop. Only `DistributedDataParallel` inherits from this class."""
 
     def attach(
         self, optimizer: AnyOptimizer, *, elementwise: bool | None = None, replace: bool | None = None
@@ -30,38 +30,39 @@ class TrainingMethods(TorchNames, Joinable):
         """Attach an optimizer, so that its settings and steps are compared between ranks.
 
         In each synchronized backward the ranks compare the learning rates and other numbers of `param_groups`, and the
-        number of calls of `step`. A difference raises an error on all ranks, before any optimizer steps. A step is also
-        an error if its gradients were not reduced, because the last backward ran under `no_sync`. Attach the optimizer
-        on all ranks.
+        number of calls of `step`. A difference raises an error on all ranks, before any optimizer steps. A step also
+        raises an error if the gradients were not reduced because the last backward ran under `no_sync`. Attach the
+        optimizer on all ranks.
 
         Under `on_nonfinite="skip"`, an attached optimizer discards a step whose gradients are not finite.
 
         With `sharded=True` you must attach every optimizer. Its parameters become this rank's shards, and its state is
         cut to match them. Its `state_dict()` becomes a collective call.
 
-        You may attach several optimizers. A new one is added if the attached ones have other parameters of this module.
-        It replaces an attached one if it has all parameters of that one, as when a notebook creates its optimizer
-        again. The replaced optimizer is no longer compared or kept in memory, and its `step` raises. If the new one has
-        only some of the parameters of an attached one, use `replace` to choose.
+        You may attach several optimizers. A new optimizer is added if it shares no parameter of this module with an
+        attached one. It replaces an attached optimizer if it has all parameters of that optimizer, as when a notebook
+        creates its optimizer again. A replaced optimizer is no longer compared or kept in memory, and its `step` raises
+        an error. If the new optimizer has only some parameters of an attached one, choose by `replace`.
 
         Args:
             optimizer: an optimizer of parameters of this module. It may also have other parameters. You may create
                 schedulers and GradScalers before or after this call.
-            elementwise: with `sharded=True`, whether the optimizer treats all elements alike, so that a shard may be a
-                flat span of several parameters. None: Syncline knows this of torch's optimizers (AdamW, SGD and
-                others). Any other optimizer then steps whole parameters, which is correct if the update of each
-                parameter depends on that parameter alone.
+            elementwise: with `sharded=True`, whether the optimizer updates each element on its own, so that a shard may
+                be a flat span of several parameters. None lets Syncline decide: True for torch's optimizers of this
+                kind (AdamW, SGD and others). Any other optimizer then steps whole parameters, which is correct if the
+                update of each parameter depends on that parameter alone.
             replace: True replaces all attached optimizers that have any parameter of the new one. False keeps them, so
-                that both step, which `sharded=True` does not allow. None applies the rule above.
+                that several optimizers step the same parameter, which `sharded=True` does not allow. None applies the
+                rule above.
 
         Returns:
-            The same object. Its `step` is replaced by a function that checks first. Attaching it again has no effect.
+            The same optimizer. Its `step` now makes the comparisons first. Attaching the optimizer again has no effect.
 
         Raises:
-            TypeError: it is not an optimizer.
-            ValueError: it has no parameter of this module; it has only some parameters of an attached one, and
-                `replace` is None; or it cannot be sharded.
-            RuntimeError: the module's optimizers step inside backward.
+            TypeError: `optimizer` is not an optimizer.
+            ValueError: `optimizer` has no parameter of this module; it has only some parameters of an attached
+                optimizer, and `replace` is None; or it cannot be sharded.
+            RuntimeError: optimizers of this module step inside backward.
 
         Example:
             >>> import torch, syncline as sl
@@ -125,19 +126,19 @@ class TrainingMethods(TorchNames, Joinable):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook: `hook(state, bucket)` reduces each bucket instead of all_reduce, as in torch.
+        """Register a communication hook, as in torch: `hook(state, bucket)` reduces each bucket instead of all_reduce.
 
         The hook receives undivided gradients, as a `GradBucket` with torch's methods. It must divide them, and return
-        a `torch.futures.Future` of the reduced flat tensor. Register it once, on all ranks, between the same two
-        backwards. The hooks that torch ships call torch.distributed directly, over the group they are given.
+        a `torch.futures.Future` of the reduced flat tensor. Register one hook, on all ranks, between the same two
+        backwards. The hooks that torch provides call torch.distributed directly, over the group in their state.
 
         Args:
-            state: passed to the hook in each call.
+            state: the first argument of each call of the hook.
             hook: the hook.
 
         Raises:
-            TypeError: it is not callable.
-            ValueError: its annotations are not those of a communication hook.
+            TypeError: the hook is not callable.
+            ValueError: the annotations of the hook are wrong, the module is sharded, or there is a compression.
             RuntimeError: a hook is already registered, or a backward is running.
 
         Example:
@@ -151,7 +152,7 @@ class TrainingMethods(TorchNames, Joinable):
             >>> print(ddp.contract["gradients"].how)
             by communication hook as_they_are
         """
-        self._replica.use_comm_hook(checked_comm_hook(state, hook))
+        self._replica.registered.use_comm_hook(checked_comm_hook(state, hook))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -190,7 +191,7 @@ class TrainingMethods(TorchNames, Joinable):
             TypeError: `num_items` is not an integer.
             ValueError: `num_items` is negative, or 0 on all ranks; blocks are nested; micro-batches inside and outside
                 of a block are mixed; or the registered communication hook divides the gradients.
-            SynclineError: only some ranks use it.
+            SynclineError: only some ranks use `normalize_by`.
 
         Example:
             >>> import torch, syncline as sl
@@ -211,9 +212,10 @@ class TrainingMethods(TorchNames, Joinable):
     def report(self, *, weight: float | Tensor = 1.0, **metrics: float | Tensor) -> None:
         """Average metrics over all ranks. They are sent with the next gradients, without a collective of their own.
 
-        Call it on all ranks, with the same names, between forward and backward. After a synchronized backward the
-        means are in `ddp.last_step.metrics`, with the same bits on every rank. Values of micro-batches under `no_sync`
-        are averaged together with those of the backward that synchronizes. For other values use `sl.mean`.
+        Call this method on all ranks, with the same names, between forward and backward. After a synchronized backward
+        the means are in `ddp.last_step.metrics`, with the same bits on every rank. Values of micro-batches under
+        `no_sync` are averaged together with the values of the next synchronized backward. For other values use
+        `sl.mean`.
 
         Args:
             weight: the weight of this rank's values, such as its number of samples. Finite, at least 0.
@@ -236,7 +238,7 @@ class TrainingMethods(TorchNames, Joinable):
             {'loss': 0.25, 'accuracy': 0.5}
         """
         if not metrics:
-            raise ValueError("expected at least one metric by name, as in ddp.report(loss=loss), got none")
+            raise ValueError("expected at least one named metric, as in ddp.report(loss=loss), got none")
         values = {name: check_metric(name, value) for name, value in metrics.items()}
         weight = checked_number("weight", weight, at_least=0)
         self._replica.registered.report(values, weight, inside_join=is_in_join(self))

@@ -18,18 +18,24 @@ from torch.optim import Optimizer
 
 from syncline._torch.modules import NotTraced, is_in_join, while_in_forward_of_ddp, with_join_disabled
 from syncline._torch.tensors import tree_map_only
-from syncline.buffers.policies import BufferPolicy
+from syncline.buffers.policies import BufferHook, BufferPolicy
 from syncline.checks import checked_truth
 from syncline.compression import Compression
 from syncline.contract import Contract
 from syncline.ddp.config import checked_config, checked_truths
-from syncline.ddp.inputs import MixedPrecision, checked_device_ids
 from syncline.ddp.join import JoinMethods
-from syncline.ddp.replica import NOT_COPIED, Replica
+from syncline.ddp.replica import Replica
 from syncline.ddp.report import contract_of, explain
 from syncline.ddp.selection import checked_delayed, select
 from syncline.ddp.training import TrainingMethods
-from syncline.ddp.wrapping import are_of_the_bare_module, gather_hosts, group_of_mesh, refusals
+from syncline.ddp.wrapping import (
+    MixedPrecision,
+    are_of_the_bare_module,
+    checked_device_ids,
+    gather_hosts,
+    group_of_mesh,
+    refusals,
+)
 from syncline.gradients.options import OnNonFinite
 from syncline.gradients.riders.replica_watch import ReplicaCheck
 from syncline.gradients.usage import when_backward_reaches_any
@@ -42,6 +48,16 @@ from syncline.strategies import Strategy
 from syncline.transport.agreement import agree
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics
+
+_FLAGS = (
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "lazy_bucket_allocation",
+)
+"""torch's boolean arguments. As in torch, the wrapper has an attribute for each."""
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -161,47 +177,19 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         replica_check: ReplicaCheck | None = None,
         on_nonfinite: OnNonFinite = "ignore",
     ) -> None:
+        arguments = dict(locals())
         nn.Module.__init__(self)  # because torch's own __init__ would build its reducer
         Joinable.__init__(self)
         transport = transport_of(group_of_mesh(process_group, device_mesh, module))
         with refusals(transport):
-            flags = checked_truths(
-                find_unused_parameters=find_unused_parameters,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                static_graph=static_graph,
-                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-                batched_grad_copy=batched_grad_copy,
-                lazy_bucket_allocation=lazy_bucket_allocation,
-            )
+            flags = checked_truths({name: arguments[name] for name in _FLAGS})
             if checked_truth("check_reduction", check_reduction):
                 text = "check_reduction is deprecated in torch and not used: every reduction is checked"
                 warnings.warn(text, FutureWarning, stacklevel=2)
             delayed = checked_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             chosen = select(module, ignore=ignore, delayed=delayed)
             self.device_ids, self.output_device = checked_device_ids(module, device_ids, output_device)
-            lowered = (
-                None if mixed_precision is None else MixedPrecision(module, mixed_precision, chosen.ignored)
-            )
-            config = checked_config(
-                module,
-                chosen,
-                flags,
-                num_ranks=transport.size,
-                init_sync=init_sync,
-                buffers=buffers,
-                broadcast_buffers=broadcast_buffers,
-                forward_sync_buffers=forward_sync_buffers,
-                bucket_cap_mb=bucket_cap_mb,
-                bucket_cap_mb_list=bucket_cap_mb_list,
-                ignore=ignore,
-                lowered=lowered,
-                reduce_dtype=reduce_dtype,
-                sharded=sharded,
-                strategy=strategy,
-                compression=compression,
-                replica_check=replica_check,
-                on_nonfinite=on_nonfinite,
-            )
+            config = checked_config(arguments, flags, chosen, num_ranks=transport.size)
         self.module = module
         self.dim = dim
         if device_mesh is not None:
@@ -209,9 +197,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.mixed_precision = mixed_precision
         for name, flag in flags.items():
             setattr(self, name, flag)
-        self._lowered = lowered
-        if lowered is not None:
-            lowered.cast_buffers()
+        self._lowered = None
+        if mixed_precision is not None:
+            self._lowered = MixedPrecision(module, mixed_precision, chosen.ignored)
         hosts = gather_hosts(transport)
         if config.gradients.caps.is_default:
             config = config.with_gradients(caps=hosts.caps_for(chosen, transport))
@@ -238,7 +226,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._joined_forward_begins(synchronizes=synchronizes)
         elif buffer_hook is None:
             replica.buffers.before_forward(next_is_due=synchronizes)
-            if synchronizes and replica.gradients.riders.replicas.watch is not None:
+            if synchronizes:
                 replica.before_forward_of_equal_buffers()
         else:
             self._before_hooked_forward(buffer_hook, next_is_due=synchronizes)
@@ -270,6 +258,15 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             replica.gradients.riders.forwards.forward_ended(output)
         board.phase = "after forward"
         return output
+
+    def _before_hooked_forward(self, hook: BufferHook, *, next_is_due: bool) -> None:
+        hook.is_due = self._replica.buffers.leave_to_hook(next_is_due=next_is_due)
+        if not hook.after_forward:
+            self._run_buffer_hook(hook)
+
+    def _run_buffer_hook(self, hook: BufferHook) -> None:
+        if hook.is_due:
+            self._replica.gradients.controls.wait_for(hook.run(self.named_module_buffers))
 
     def sync_buffers_(self) -> None:
         """Make the buffers of all ranks equal now, by their policy. A collective call.
@@ -368,7 +365,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         return self._replica.gradients.ledger.last()
 
     def statistics(self) -> Statistics:
-        """Return the collectives, bytes and waiting time of all uses of this module's transport on this rank."""
+        """Return the counts of collectives and bytes and the waiting time of this module's transport on this rank."""
         return self._replica.transport.statistics()
 
     def train(self, mode: bool = True) -> Self:
@@ -379,7 +376,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     # ------------------------------------------------------------------ saving and loading
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load keys that begin with `module.`, as torch's class writes them, or keys without it."""
+        """Load a state whose keys begin with `module.`, as torch's class writes them, or whose keys do not."""
         keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
         if are_of_the_bare_module(keys, self.module):
             values = {key: state_dict.pop(prefix + key) for key in keys}
@@ -388,7 +385,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def __getstate__(self) -> dict[str, Any]:
         self._replica.refuse_sharded("the parameters lie in memory that a copy or a pickle would not share")
-        self._replica.drift.refuse(NOT_COPIED)
+        self._replica.drift.refuse(
+            "a wrapper cannot be copied or pickled, because the copy would lack the values of the last parameter sync"
+        )
         self._check_default_group()
         return with_join_disabled(self.__dict__)
 

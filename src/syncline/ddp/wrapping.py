@@ -1,33 +1,38 @@
-"""The steps that run once, when a module is wrapped: the ranks agree on it, and broadcast its first values."""
+"""The steps that run once, when a module is wrapped, and the forward of a module in lower precision.
+
+torch's arguments for devices and groups are checked, the ranks compare the module, and its first values are broadcast.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncline._torch.modules import is_slice, prepare_for_tensor_parallel
+from syncline._torch.tensors import tree_map_only
 from syncline.checks import checked_kind
 from syncline.ddp.plan import Plan
 from syncline.ddp.selection import Selection
 from syncline.equality.fingerprint import fingerprints
 from syncline.gradients.bucket_plan import BucketCaps, HostLoad, automatic_caps
 from syncline.session.world import world
+from syncline.sharded.sharing import one_copy_of, written_elsewhere
 from syncline.strategies import Spec
 from syncline.tensors.broadcasting import TensorBroadcaster
 from syncline.transport.agreement import agree, describe_tensors, exchange
 from syncline.transport.base import Transport
 
 _TITLE = "sl.DistributedDataParallel"
-"""The title under which ranks agree. The module's name is in the lines that they compare."""
+"""The title of the comparison between ranks. The name of the module is among the compared lines."""
 
 _HOST = struct.Struct("<16sII")
 
@@ -35,18 +40,113 @@ _HOST = struct.Struct("<16sII")
 def group_of_mesh(
     process_group: dist.ProcessGroup | Transport | None, device_mesh: Any, module: nn.Module
 ) -> dist.ProcessGroup | Transport | None:
-    """Return the group of a mesh, by torch's rules; `process_group` if there is no mesh."""
+    """Return the group of a mesh, or `process_group` if no mesh is given. The rules are torch's.
+
+    Raises:
+        TypeError: `device_mesh` is not a mesh.
+        RuntimeError: both a group and a mesh are given, or the mesh has several dimensions.
+    """
     if device_mesh is None:
         return process_group
     checked_kind("device_mesh", device_mesh, DeviceMesh, "a torch.distributed.device_mesh.DeviceMesh")
     if process_group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments. Give only one of the two."
+        )
     if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Give a mesh of one dimension."
+        )
     if is_slice(device_mesh):
         prepare_for_tensor_parallel(module)
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
+
+
+def checked_device_ids(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[int] | None, int | None]:
+    """Check `device_ids` and `output_device` by torch's rules, and return them as indices.
+
+    None means that inputs or outputs are not moved.
+
+    Raises:
+        TypeError: an argument is not a device, or not a list of one device.
+        ValueError: several devices are given, or the module is not on one accelerator.
+    """
+    is_list = isinstance(device_ids, Sequence) and not isinstance(device_ids, str)
+    if device_ids is not None and not (is_list and all(map(_is_device, device_ids))):
+        raise TypeError(f"expected device_ids to be a list of one device, or None, got {device_ids!r}")
+    if output_device is not None and not _is_device(output_device):
+        raise TypeError(f"expected output_device to be a device, or None, got {output_device!r}")
+    if not device_ids and not output_device:  # as in torch, 0 counts as not given, even on CPU
+        return None, None
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {list(device_ids)}: one process uses one "
+            "device"
+        )
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) > 1 or devices == {torch.device("cpu")}:
+        where = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules; "
+            f"the parameters of this module are on {where}, and device_ids={device_ids} and "
+            f"output_device={output_device} were given: leave both arguments out"
+        )
+    if not device_ids:
+        return None, None
+    first = _index_of(device_ids[0])
+    return [first], first if output_device is None else _index_of(output_device)
+
+
+def _is_device(device: object) -> bool:
+    return isinstance(device, int | str | torch.device) and not isinstance(device, bool)
+
+
+def _index_of(device: int | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+class MixedPrecision:
+    """A module whose forward runs in lower precision, on low-precision copies of the parameters.
+
+    The parameters themselves stay as they are, and autograd casts the gradients back. Optimizers, clipping and
+    checkpoints therefore use full precision.
+
+    Args:
+        module: the module.
+        config: torch's `_MixedPrecision`. A dtype of None casts nothing.
+        ignored: names of parameters that are not cast.
+    """
+
+    def __init__(self, module: nn.Module, config: Any, ignored: Collection[str] = ()) -> None:
+        self._module = module
+        self._dtype: torch.dtype | None = config.param_dtype
+        self._ignored = frozenset(ignored)
+        if config.buffer_dtype is not None:
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(config.buffer_dtype)
+
+    def __call__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's forward in the lower precision."""
+        dtype = self._dtype
+        if dtype is None:
+            return self._module(*inputs, **kwargs)
+
+        def lower(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        inputs, kwargs = tree_map_only(Tensor, lower, (inputs, kwargs))
+        named = self._module.named_parameters()
+        lowered = {name: lower(parameter) for name, parameter in named if name not in self._ignored}
+        return torch.func.functional_call(self._module, lowered, inputs, kwargs)
 
 
 class Hosts(NamedTuple):
@@ -55,18 +155,22 @@ class Hosts(NamedTuple):
     loads: list[HostLoad]
     """The load of each host, sorted by a hash of the host's name."""
     of_rank: tuple[int, ...]
-    """The number of each rank's host. Hosts are numbered in the order in which they first occur."""
+    """The number of the host of each rank, by rank. Hosts are numbered in the order in which they first occur."""
 
     def caps_for(self, chosen: Selection, transport: Transport) -> BucketCaps:
-        """Return the caps of buckets to use if the user gave none."""
-        device_type = [*chosen.trained, *chosen.delayed][0][1].device.type
+        """Return the default caps of buckets for these hosts."""
+        device_type = chosen.reduced[0][1].device.type
         return automatic_caps(
             self.loads, device_type=device_type, reduces_in_place=transport.reduces_in_place
         )
 
 
 def gather_hosts(transport: Transport) -> Hosts:
-    """Return the hosts of all ranks and the load on their cores, the same on every rank. A collective call."""
+    """Gather the host of each rank and the load on its cores. A collective call.
+
+    Returns:
+        The hosts, the same on every rank.
+    """
     host = hashlib.sha256(world().host.encode()).digest()[:16]
     mine = _HOST.pack(host, len(os.sched_getaffinity(0)), torch.get_num_threads())
     rows = [_HOST.unpack_from(row) for row in exchange(transport, _TITLE, [], payload=mine)]
@@ -86,13 +190,13 @@ def gather_hosts(transport: Transport) -> Hosts:
 
 @contextmanager
 def refusals(transport: Transport) -> Iterator[None]:
-    """Raise an error about this rank's arguments, from inside of this context, on all ranks.
+    """Make all ranks raise an error that this rank raises inside of this context.
 
-    The error is sent in place of this rank's part in `gather_hosts`, so that no other rank waits.
+    The error is sent in the collective call that the other ranks make in `gather_hosts`, so that no rank waits.
 
     Raises:
-        TypeError, ValueError, SynclineError: the text of the error, on every rank. The class is SynclineError if the
-            error is neither of the other two. With one rank, the error itself is raised.
+        TypeError, ValueError, SynclineError: an error with the text of the original error, on every rank. A
+            RuntimeError becomes a SynclineError. In a world of one rank, the original error is raised.
     """
     try:
         yield
@@ -103,12 +207,12 @@ def refusals(transport: Transport) -> Iterator[None]:
 
 
 def spec_of(chosen: Selection, transport: Transport, hosts: Hosts) -> Spec:
-    """Return the situation, which is passed to the strategy: ranks, hosts and parameter sizes."""
+    """Return the facts that a strategy depends on: ranks, hosts and parameter sizes."""
     return Spec(
         rank=transport.rank,
         num_ranks=transport.size,
         hosts=hosts.of_rank,
-        sizes_numel=tuple(parameter.numel() for _, parameter in (*chosen.trained, *chosen.delayed)),
+        sizes_numel=tuple(parameter.numel() for _, parameter in chosen.reduced),
     )
 
 
@@ -120,14 +224,14 @@ def agree_on_module(
     new_values: Sequence[str] = (),
     remedy: str = "Build the same module with the same arguments on every rank, then wrap it.",
 ) -> None:
-    """Check that every rank wraps the same module with the same configuration. A collective call.
+    """Compare the module and its configuration between the ranks. A collective call.
 
     Args:
         plan: the facts about the module.
         chosen: the tensors that take part.
         transport: connects the ranks.
         new_values: further lines to compare, from `describe_new_values`.
-        remedy: advice to the user, for the error.
+        remedy: the last sentence of the error, which says what to do.
 
     Raises:
         ContractMismatch: the ranks differ. The text is the same on every rank.
@@ -142,6 +246,21 @@ def agree_on_module(
     agree(transport, _TITLE, lines, remedy=remedy)
 
 
+def check_one_copy(module: nn.Module, transport: Transport) -> None:
+    """Check that no rank wrote outside of `sl.write_shared` to parameters of which there is one copy.
+
+    This is a collective call if there is one copy.
+
+    Raises:
+        SynclineError: a rank wrote to such parameters. Every rank raises the error.
+    """
+    copy = one_copy_of(module)
+    if copy is not None:
+        names = copy.written_here()
+        fault = written_elsewhere(f": {names}") if names else None
+        exchange(transport, f"DistributedDataParallel({type(module).__name__})", [], fault=fault)
+
+
 def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffers: bool) -> None:
     """Broadcast parameters from rank `src`, and buffers too if `buffers` is True. A collective call."""
     tensors = [p for _, p in chosen.parameters] + ([b for _, b in chosen.buffers] if buffers else [])
@@ -149,7 +268,7 @@ def broadcast_values(chosen: Selection, transport: Transport, *, src: int, buffe
 
 
 def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
-    """Return one line for each tensor that is not in `before`, with a fingerprint of its values."""
+    """Return a line for each tensor of `chosen` that is not in `before`, with a fingerprint of the tensor's values."""
     known = {id(tensor) for _, tensor in (*before.parameters, *before.buffers)}
     new = [(name, t.detach()) for name, t in (*chosen.parameters, *chosen.buffers) if id(t) not in known]
     numbers = fingerprints([tensor for _, tensor in new])
@@ -159,9 +278,13 @@ def describe_new_values(chosen: Selection, before: Selection) -> list[str]:
 def are_of_the_bare_module(keys: Sequence[str], module: nn.Module) -> bool:
     """Return whether the keys of a state_dict are those of the bare module, without the wrapper's prefix `module.`.
 
+    If the bare module itself has a submodule `module`, both readings of the keys are compared with the keys of the bare
+    module, and the reading with more matches is used.
+
+
     Example:
         >>> net = nn.Sequential()
-        >>> net.module = nn.Linear(1, 1)  # its own keys look like a wrapper's
+        >>> net.module = nn.Linear(1, 1)  # the keys of this bare module look like a wrapper's
         >>> are_of_the_bare_module(["module.weight"], net), are_of_the_bare_module(["module.module.weight"], net)
         (True, False)
     """

@@ -1,6 +1,6 @@
 """Functions that synchronize tensors when they are called, without a wrapper and without a backward.
 
-Each function is a collective: every rank of the group must call it, in the same order.
+Each function is a collective call: every rank of the group must make the same calls in the same order.
 
 Imports: errors, words, checks, trees, user_code, _torch, transport, session, optimizers, tensors, equality, gradients,
 sharded, buffers, checkpoint.
@@ -9,10 +9,10 @@ all_reduce.py      all_reduce_
 average.py         average_
 broadcast.py       broadcast_
 check_replicas.py  check_replicas
-common.py          used by several verbs: groups, refused targets, the agreement before a call
+common.py          functions that several verbs use: ranks of groups, refused targets, the comparison of calls
 diverge.py         diverge: replicas that may differ on purpose
 keep_best.py       keep_best_
-metrics.py         mean, gather, barrier
+metrics.py         mean, barrier
 sync_gradients.py  sync_gradients_
 """
 

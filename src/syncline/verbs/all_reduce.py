@@ -42,26 +42,27 @@ def all_reduce_(target: T, op: ReduceOp = "sum", *, group: Group = None, async_o
 
 
 def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async_op: bool = False) -> Any:
-    """Reduce `target` over all ranks, in place; every rank ends with the same bits.
+    """Reduce `target` over all ranks, in place. The result has the same bits on every rank.
 
-    Tensors of one dtype and device are sent together in few collectives. No gradient flows through. The ranks compare
-    names, shapes and dtypes before anything is written. On an engine that compares the ranks' calls (shared memory), a
-    single tensor is sent at once, and its shape is compared during the transfer.
+    Tensors of one dtype and device are sent together in few collectives. Autograd does not record the reduction. The
+    ranks compare names, shapes and dtypes before any tensor is written. Over shared memory, a single tensor is sent at
+    once, and its shape is compared during the transfer.
 
     Args:
-        target: see `broadcast_`. Of a module, its parameters and buffers.
-        op: "sum", as in torch, "mean", "max", "min" or "product". Integers have no mean.
+        target: see `broadcast_`. If it is a module, its parameters and buffers are reduced.
+        op: "sum" (as in torch), "mean", "max", "min" or "product". Integers have no mean.
         group: see `broadcast_`.
-        async_op: return at once; do not use `target` before waiting for the handle.
+        async_op: return at once. Do not use `target` before you have waited for the handle.
 
     Returns:
-        `target`, or with async_op a handle with `.wait()`.
+        `target`. With async_op, a handle with `.wait()`.
 
     Raises:
-        ContractMismatch: the ranks' targets or operations differ; the same text on every rank.
-        TypeError: `target` is or contains something else; on every rank, even if only one rank's target does.
-        ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place; on every rank
-            too.
+        ContractMismatch: the targets or operations of the ranks differ. The text is the same on every rank.
+        TypeError: `target` is of another type, or contains something else. Every rank raises the error, even if only
+            one rank's target is wrong.
+        ValueError: `op` is unknown or not defined for a tensor, or a tensor cannot be written in place. Every rank
+            raises the error.
 
     Example:
         >>> import torch, syncline as sl
@@ -71,7 +72,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
     transport = transport_of(group)
     with transport.turn:
         if isinstance(async_op, bool) and transport.sees_calls and _is_sent_directly(target, op):
-            # `terms` makes the transfer compare shape and caller; the call itself names operation, dtype and size.
+            # By `terms` the transfer compares shapes and callers. It compares operation, dtype and size in any case.
             work = transport.all_reduce(target, op, terms=_terms(target.shape, transport.turn.caller))
             if async_op:
                 return _DirectWork(work, target, lambda: _agreed_reducer(target, op, transport).run())
@@ -89,7 +90,7 @@ def all_reduce_(target: Any, op: ReduceOp = "sum", *, group: Group = None, async
 
 
 def _is_sent_directly(target: Any, op: str) -> bool:
-    """Return whether a target can be sent directly; the answer may differ between ranks."""
+    """Return whether a target can be sent before the ranks compare it. The answer may differ between ranks."""
     return (
         type(target) is Tensor
         and target.layout is torch.strided
@@ -102,6 +103,7 @@ def _is_sent_directly(target: Any, op: str) -> bool:
 
 
 def _terms(shape: torch.Size, caller: str) -> int:
+    """Return a number that is equal on all ranks with the same shape and caller, and not 0."""
     terms = hash(shape)  # a hash of integers is the same in every process
     return (terms + zlib.crc32(caller.encode()) if caller else terms) or 1
 
@@ -109,12 +111,12 @@ def _terms(shape: torch.Size, caller: str) -> int:
 def _agreed_reducer(
     target: Any, op: ReduceOp, transport: Transport, *, async_op: bool = False
 ) -> TensorReducer:
-    """Check that all ranks have given the same target, and return its reducer."""
+    """Check that the targets of all ranks are alike, and return the reducer of this rank's target."""
 
     def prepare() -> Prepared[list[Tensor]]:
         checked_flag("async_op", async_op)
         refuse_one_copy(target)
-        refuse_sharded(target, "so there is nothing to reduce")
+        refuse_sharded(target, "so it cannot be reduced over the ranks")
         named = named_tensors(target)
         check_reducible(named, op)
         lines = [f"operation  {op}", *describe_tensors(named, kind="tensor", layout=False)]
@@ -125,12 +127,12 @@ def _agreed_reducer(
 
 
 class _DirectWork(Work):
-    """The work of a single tensor that was sent before the ranks compared their calls.
+    """The work of a single tensor that was sent before the ranks compared the tensor.
 
     Args:
-        work: the transport's work.
+        work: the work of the transport.
         target: the tensor.
-        again: called if the ranks' calls differ; it compares them in full and reduces again.
+        again: compares the targets in full and reduces them. It is called if the transfer detects a difference.
     """
 
     def __init__(self, work: Work, target: Tensor, again: Callable[[], None]) -> None:

@@ -1,12 +1,13 @@
 """average_: replace tensors by their weighted mean over all ranks, in place.
 
-`Likeness` recognizes the tensors of an earlier call, so that its plan can be used again.
+`Likeness` recognizes the tensors of an earlier call, so that the plan of that call can be used again.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -35,15 +36,15 @@ from syncline.verbs.diverge import record_equal
 
 
 class Likeness:
-    """A record of named tensors, used to recognize them later when only their values have changed.
+    """A record of named tensors, by which they are recognized later. Only their values may change.
 
-    A plan derived from their names, types, shapes, strides, dtypes, devices and addresses stays valid while they fit
-    this record. It keeps no references to the tensors, not even weak ones. So a module can release its tensors,
-    `tensor.data = other` frees memory as usual, and `torch.utils.swap_tensors` works (it refuses tensors with weak
-    references).
+    A plan that depends only on names, types, shapes, strides, dtypes, devices and addresses stays valid while the
+    tensors fit this record. The record has no references to the tensors, not even weak references. A module can
+    therefore release its tensors, `tensor.data = other` frees memory as usual, and `torch.utils.swap_tensors` works,
+    which rejects tensors with weak references.
 
     Args:
-        walked: names and dense tensors, as from `walk`.
+        walked: the names and dense tensors, in the order in which `walk` yields them.
 
     Example:
         >>> import torch
@@ -57,46 +58,29 @@ class Likeness:
     """
 
     def __init__(self, walked: Sequence[tuple[str, Tensor]]) -> None:
-        self._known = [
-            (
-                name,
-                type(tensor),
-                _place(tensor),
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-                tensor.device,
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-            for name, tensor in walked
-        ]
+        self._known = [_facts(name, tensor) for name, tensor in walked]
 
     def fits(self, walked: Sequence[tuple[str, Tensor]]) -> bool:
-        """Return whether these are the recorded tensors. This takes a fifth of the time to plan them again."""
-        if len(walked) != len(self._known):
-            return False
-        for (name, tensor), known in zip(walked, self._known, strict=True):
-            known_name, kind, place, shape, strides, dtype, device, is_conj, is_neg = known
-            if (
-                tensor.layout is not torch.strided  # a sparse tensor has no address
-                or _place(tensor) != place
-                or type(tensor) is not kind
-                or tensor.dtype is not dtype
-                or tensor.device != device
-                or tensor.shape != shape
-                or tensor.stride() != strides
-                or tensor.is_conj() is not is_conj
-                or tensor.is_neg() is not is_neg
-                or name != known_name
-            ):
-                return False
-        return True
+        """Return whether these are the recorded tensors. This takes a fifth of the time of a new plan."""
+        return len(walked) == len(self._known) and all(
+            tensor.layout is torch.strided and _facts(name, tensor) == known  # a sparse tensor has no address
+            for (name, tensor), known in zip(walked, self._known, strict=True)
+        )
 
 
-def _place(tensor: Tensor) -> int:
-    """Return the address of a tensor, or its id if it is empty, because empty tensors have no distinct address."""
-    return tensor.data_ptr() or id(tensor)
+def _facts(name: str, tensor: Tensor) -> tuple[object, ...]:
+    """Return the facts on which the plan for a tensor depends."""
+    return (
+        name,
+        type(tensor),
+        tensor.data_ptr() or id(tensor),  # because empty tensors have no address
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 T = TypeVar("T")
@@ -104,7 +88,7 @@ T = TypeVar("T")
 _TITLE = "sl.average_"
 
 _REMEDY = (
-    "Call it with the same tree of tensors on every rank; of an optimizer, the settings must be equal, too."
+    "Call it with the same tree of tensors on every rank. The settings of an optimizer must be equal, too."
 )
 
 _WEIGHT = struct.Struct("<d")
@@ -129,35 +113,36 @@ def average_(target: T, weight: float | Tensor = 1.0, *, group: Group = None, as
 def average_(
     target: Any, weight: float | Tensor = 1.0, *, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Replace `target` by its weighted mean over the ranks, in place; every rank ends with the same bits.
+    """Replace `target` by its weighted mean over the ranks, in place. The result has the same bits on every rank.
 
-    Floating-point tensors become sum(weight * value) / sum(weight), correct up to rounding; 16-bit tensors are summed
-    in fp32. With equal weights this is the plain mean. Replicas that are equal on 2, 4, 8, ... ranks then stay
-    unchanged, bit for bit; with other numbers of ranks or other weights a last bit may change, on all ranks alike.
-    Tied tensors stay tied and count once. For autograd, writing is an in-place change. One collective carries weights
-    and fingerprint. Tensors are fused by dtype and device, with at most two packed copies of 32 MiB at a time.
+    Floating-point tensors become sum(weight * value) / sum(weight), correct up to rounding. 16-bit tensors are summed
+    in fp32. With equal weights this is the plain mean. Replicas that are equal on 2, 4, 8, ... ranks then keep their
+    exact bits. With other numbers of ranks or other weights, the last bit may change, in the same way on all ranks.
+    Tied tensors stay tied and count once. For autograd, writing is an in-place change. One collective sends the weights
+    and compares the targets. Tensors are fused by dtype and device, with at most two packed copies of 32 MiB at a time.
 
-    Values without a mean: in a module, integers (BatchNorm's counter) become the maximum, and a bool becomes true if
+    Some values have no mean. In a module, integers (BatchNorm's counter) become the maximum, and a bool becomes true if
     it is true on any rank with a weight above 0. A `running_var` is pooled with its `running_mean` (docs/buffers.md).
-    In an optimizer, step counts and other integers of the state become the maximum. The settings of its parameter
-    groups are not changed, but must be equal. In a plain tree integers are refused.
+    In an optimizer, step counts and other integers of the state become the maximum. The settings of the parameter
+    groups do not change, but must be equal. In a plain tree, integers are an error.
 
     Args:
         target: a Module (parameters and buffers), an Optimizer (its state, not the parameters), a Tensor, or nested
             dicts, lists and tuples of tensors.
-        weight: the weight of this rank: finite, at least 0. A rank of weight 0 contributes nothing, even if its
-            values are NaN, and gets the result.
+        weight: the weight of this rank, finite and at least 0. The values of a rank with weight 0 are not used, even if
+            they are NaN, but this rank receives the result.
         group: see `broadcast_`.
-        async_op: return at once; do not use `target` before waiting for the handle.
+        async_op: return at once. Do not use `target` before you have waited for the handle.
 
     Returns:
-        `target`, or with async_op a handle with `.wait()`.
+        `target`. With async_op, a handle with `.wait()`.
 
     Raises:
-        ContractMismatch: the ranks' targets or settings differ; the same text on every rank.
-        TypeError: `target` is or contains something else.
-        ValueError: a weight is negative, infinite or NaN, or all are 0; a plain tree has an integer; a tensor cannot
-            be written in place; or the optimizer is sharded. On every rank, even if the cause is on one.
+        ContractMismatch: the targets or settings of the ranks differ. The text is the same on every rank.
+        TypeError: `target` is of another type, or contains something else.
+        ValueError: a weight is negative, infinite or NaN, or all weights are 0; a plain tree has an integer; a tensor
+            cannot be written in place; or the optimizer is sharded. Every rank raises the error, even if only one rank
+            has the cause.
 
     Example:
         >>> import torch, syncline as sl
@@ -174,7 +159,8 @@ def average_(
             checked_flag("async_op", async_op)
             payload = _WEIGHT.pack(checked_number("weight", weight, at_least=0))
             averaged = _averaged(target)
-            return Prepared(averaged, averaged.lines, payload, averaged.digest)
+            digest = averaged.plan.digest if averaged.plan else None
+            return Prepared(averaged, averaged.lines, payload, digest)
 
         averaged, payloads = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
         weights: list[float] = [_WEIGHT.unpack_from(payload)[0] for payload in payloads]
@@ -189,7 +175,7 @@ def average_(
 
 
 def _averaged(target: Any) -> _Averaged:
-    """Determine how each tensor of a target is averaged.
+    """Return the tensors of a target by the operation that is applied to them.
 
     Raises:
         TypeError, ValueError: the target cannot be averaged.
@@ -203,47 +189,38 @@ def _averaged(target: Any) -> _Averaged:
     return _Averaged(["target  tensors", *_described(named)], [tensor for _, tensor in named])
 
 
+@dataclass(frozen=True)
 class _Averaged:
-    """The tensors of a target, grouped by the operation that is applied to them.
+    """The tensors of a target, grouped by the operation that is applied to them."""
 
-    Args:
-        lines: the description that must be equal on all ranks.
-        means: the tensors that are replaced by their mean.
-        others: the tensors without a mean; they take the maximum, or are pooled.
-        pairs: running means and variances among `others`, to be pooled.
-        steps: step counts of an optimizer, each with the integer among `others` that stands for it.
-        numbers: the numbers of an optimizer that are not tensors.
-        plan: the cached plan of a module.
-    """
-
-    def __init__(
-        self,
-        lines: list[str],
-        means: Sequence[Tensor],
-        others: Sequence[Tensor] = (),
-        pairs: Sequence[tuple[Tensor, Tensor]] = (),
-        *,
-        steps: Sequence[tuple[Tensor, Tensor]] = (),
-        numbers: OptimizerNumbers | None = None,
-        plan: _ModulePlan | None = None,
-    ) -> None:
-        self.lines = lines
-        self.digest = plan.digest if plan else None
-        self._means = means
-        self._others = others
-        self._pairs = pairs
-        self._steps = steps
-        self._numbers = numbers
-        self._plan = plan
+    lines: list[str]
+    """The description of the target, which must be equal on all ranks."""
+    means: Sequence[Tensor]
+    """The tensors that are replaced by their mean."""
+    others: Sequence[Tensor] = ()
+    """The tensors without a mean, which take the maximum or are pooled."""
+    pairs: Sequence[tuple[Tensor, Tensor]] = ()
+    """Pairs of a running mean and a running variance among `others`, which are pooled."""
+    steps: Sequence[tuple[Tensor, Tensor]] = ()
+    """The step counts of an optimizer, each with an integer copy of it among `others`."""
+    numbers: OptimizerNumbers | None = None
+    """The numbers of an optimizer that are not tensors."""
+    plan: _ModulePlan | None = None
+    """The stored plan of a module."""
 
     def start(self, transport: Transport, fraction: float | None) -> Work:
-        """Start all transfers at once; `fraction` is this rank's weight over their sum, None if all are equal."""
+        """Start all transfers at once.
+
+        Args:
+            transport: connects the ranks.
+            fraction: this rank's weight, divided by the sum of all weights; None if all weights are equal.
+        """
         others = self._start_others(transport, fraction)
         means = self._reducer(transport, fraction).start()
         return CombinedWork([(others, None), (means, self._finish)])
 
     def run(self, transport: Transport, fraction: float | None) -> None:
-        """Average and wait, with bounded memory for copies."""
+        """Average the tensors, wait for the result, and use bounded memory for copies. See `start`."""
         others = self._start_others(transport, fraction)
         self._reducer(transport, fraction).run()
         others.wait()
@@ -251,38 +228,40 @@ class _Averaged:
 
     def _reducer(self, transport: Transport, fraction: float | None) -> TensorReducer:
         op: Literal["mean", "sum"] = "mean" if fraction is None else "sum"
-        reduction = self._plan.reduction if self._plan else None
+        reduction = self.plan.reduction if self.plan else None
         reducer = TensorReducer(
-            self._means, transport, op, fraction=fraction, rounds_once=True, plan=reduction
+            self.means, transport, op, fraction=fraction, rounds_once=True, plan=reduction
         )
-        if self._plan:
-            self._plan.reduction = reducer.plan
+        if self.plan:
+            self.plan.reduction = reducer.plan
         return reducer
 
     def _start_others(self, transport: Transport, fraction: float | None) -> Work:
         if fraction is None:
-            return BufferAverage(self._others, self._pairs, transport, divisor=transport.size)
-        return BufferAverage(self._others, self._pairs, transport, counts=fraction > 0, fraction=fraction)
+            return BufferAverage(self.others, self.pairs, transport, divisor=transport.size)
+        return BufferAverage(self.others, self.pairs, transport, counts=fraction > 0, fraction=fraction)
 
     def _finish(self) -> None:
-        with torch.inference_mode():  # in which any tensor may be written, inference tensors included
-            for step, twin in self._steps:
+        with torch.inference_mode():  # because only inference mode allows writing to inference tensors
+            for step, twin in self.steps:
                 step.data.copy_(twin)
-        if self._numbers is not None:
-            self._numbers.write_back()
-        record_equal(self._means)
-        mark_written([*self._others, *(step for step, _ in self._steps)])
+        if self.numbers is not None:
+            self.numbers.write_back()
+        record_equal(self.means)
+        mark_written([*self.others, *(step for step, _ in self.steps)])
 
 
 # ---------------------------------------------------------------------- a module
 
 
 class _ModulePlan:
-    """A plan for averaging a module, valid while its tensors are the same; it keeps none of them alive.
+    """A plan for averaging a module. It is valid while the tensors of the module fit `likeness`.
+
+    The plan has no references to the tensors.
 
     Args:
         module: the module.
-        walked: its tensors, as from `walk`.
+        walked: the names and tensors of the module, from `walk`.
 
     Raises:
         ValueError: the module cannot be averaged.
@@ -301,9 +280,10 @@ class _ModulePlan:
         self.lines = ["target  a module", *_described(named)]
         self.digest = fingerprint(_TITLE, self.lines)
         self.likeness = Likeness(walked)
-        self.means = [place[i] for i, is_so in is_other.items() if not is_so]
+        self.means = [place[i] for i, is_without_mean in is_other.items() if not is_without_mean]
         """The indices in `walked` of the tensors that are replaced by their mean."""
-        self.others = [place[i] for i, is_so in is_other.items() if is_so]
+        self.others = [place[i] for i, is_without_mean in is_other.items() if is_without_mean]
+        """The indices in `walked` of the tensors without a mean."""
         self.pairs = [(place[id(mean)], place[id(variance)]) for mean, variance in pairs]
         self.reduction: ReductionPlan | None = None
         """The reduction plan of the last call."""
@@ -330,7 +310,7 @@ def _of_module(module: nn.Module) -> _Averaged:
 
 
 def _of_optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> _Averaged:
-    refuse_sharded(optimizer, "so there is nothing to average")
+    refuse_sharded(optimizer, "so it cannot be averaged over the ranks")
     means: list[tuple[str, Tensor]] = []
     others: list[Tensor] = []
     steps: list[tuple[Tensor, Tensor]] = []

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _REMEDY = (
     "Call it with the same tree of tensors and the same src on every rank. "
-    "(Of tied tensors only the first is named.)"
+    "(If tensors are tied, only the first one is named.)"
 )
 
 
@@ -41,27 +41,30 @@ def broadcast_(target: T, src: int = 0, *, group: Group = None, async_op: bool) 
 def broadcast_(target: Any, src: int = 0, *, group: Group = None, async_op: bool = False) -> Any:
     """Replace `target` by its value on rank `src`, in place, on every rank.
 
-    All dtypes are sent together in few collectives. Tied weights stay tied. Of an optimizer, the tensors and the
-    numbers (learning rate, step counts) of its state and parameter groups are sent, but not the parameters. The ranks
-    compare names, shapes and dtypes before anything is sent; strides may differ. For autograd, writing is an in-place
-    change, so a graph recorded before raises an error instead of giving wrong gradients. On `src` nothing is written.
+    All dtypes are sent together in few collectives. Tied weights stay tied. If `target` is an optimizer, the tensors
+    and the numbers (learning rate, step counts) of its state and parameter groups are sent, but not the parameters. The
+    ranks compare names, shapes and dtypes before any tensor is sent. Strides may differ. For autograd, writing is an
+    in-place change, so a graph recorded before raises an error instead of giving wrong gradients. On rank `src` nothing
+    is written.
 
     Args:
         target: a Module (parameters and buffers), an Optimizer, a Tensor, or nested dicts, lists and tuples of
             tensors.
-        src: the rank to copy from: a global rank, as in torch (with a Syncline transport: a rank of it).
-        group: the group to broadcast in: a `torch.distributed` process group, a Syncline transport, or None for
-            the default group (or a world of one, if torch.distributed is not initialised).
-        async_op: return at once; do not use `target` before waiting for the handle.
+        src: the rank to copy from. As in torch, this is a global rank. If `group` is a Syncline transport, it is a rank
+            of that transport.
+        group: the group to broadcast in, a `torch.distributed` process group or a Syncline transport. None is the
+            default group, or a world of one rank if torch.distributed is not initialised.
+        async_op: return at once. Do not use `target` before you have waited for the handle.
 
     Returns:
-        `target`, or with async_op a handle with `.wait()`.
+        `target`. With async_op, a handle with `.wait()`.
 
     Raises:
-        ContractMismatch: the ranks' targets or sources differ; the same text on every rank.
-        TypeError: `target` is or contains something else than the above, or `src` is not an integer; on every rank,
-            even if the cause is on one.
-        ValueError: a tensor cannot be written in place, or `src` is not a rank of the group; on every rank too.
+        ContractMismatch: the targets or sources of the ranks differ. The text is the same on every rank.
+        TypeError: `target` is of another type, or contains something else; or `src` is not an integer. Every rank
+            raises the error, even if only one rank has the cause.
+        ValueError: a tensor cannot be written in place, or `src` is not a rank of the group. Every rank raises the
+            error.
 
     Example:
         >>> import torch, syncline as sl
@@ -100,11 +103,11 @@ class Replaced:
         self._tensors: list[Tensor] = [tensor for _, tensor in named]
         self._numbers: OptimizerNumbers | None = None
         self.lines = describe_tensors(named, kind="tensor", layout=False)
-        """The description that must be equal on all ranks."""
+        """The description of the target, which must be equal on all ranks."""
         refuse_sharded(
             target,
-            "so none of it is to be equal. optimizer.load_state_dict(optimizer.state_dict()) on all ranks converts the "
-            "state to torch's ordinary form, which is the same on all ranks, and back",
+            "so the ranks must not copy it from each other. To make the state consistent, call "
+            "optimizer.load_state_dict(optimizer.state_dict()) on all ranks",
         )
         if isinstance(target, Optimizer):
             self._numbers = OptimizerNumbers(target)
@@ -117,7 +120,7 @@ class Replaced:
         return CombinedWork([(work, lambda: self._finish(is_source=transport.rank == src_rank))])
 
     def run(self, transport: Transport, src_rank: int) -> None:
-        """Broadcast and wait, with bounded memory for copies."""
+        """Broadcast the values, wait for them, and use bounded memory for copies."""
         TensorBroadcaster(self._tensors, transport).run(src_rank)
         self._finish(is_source=transport.rank == src_rank)
 

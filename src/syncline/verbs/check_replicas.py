@@ -1,4 +1,4 @@
-"""check_replicas: verify that the replicas are equal, bit for bit."""
+"""check_replicas: verify that replicas are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from syncline.checkpoint.encoding import encode
 from syncline.checkpoint.train_state import TrainState
 from syncline.equality.fingerprint import digest_of, fingerprints
-from syncline.equality.locate import Difference, differing, divergence_error, locate
-from syncline.errors import ReplicaDivergence
+from syncline.equality.locate import differing, divergence_error, locate
 from syncline.gradients.wrapper_protocol import replica_of
 from syncline.optimizers.contents import OptimizerNumbers, is_setting, optimizer_leaves, parameters_of
 from syncline.session.world import transport_of
@@ -31,18 +30,20 @@ _TITLE = "sl.check_replicas"
 
 _DIGEST_BYTES = 32
 
-_REMEDY = "Call it with the same tree of tensors on every rank. (Of tied tensors only the first is named.)"
+_REMEDY = (
+    "Call it with the same tree of tensors on every rank. (If tensors are tied, only the first one is named.)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaReport:
-    """The result of `check_replicas`: what was compared, and what differs as the contract allows.
+    """The result of `check_replicas`.
 
     Attributes:
-        num_ranks: number of ranks compared.
-        num_compared: number of tensors and numbers compared.
-        may_differ: names of tensors that differ and may differ: buffers after a forward, parameters between two
-            parameter syncs, tensors under `ignore=`.
+        num_ranks: the number of ranks that were compared.
+        num_compared: the number of tensors and numbers that were compared.
+        may_differ: the names of tensors that differ, and may differ by the contract: buffers after a forward,
+            parameters between two parameter syncs, tensors under `ignore=`.
 
     Example:
         >>> print(ReplicaReport(num_ranks=2, num_compared=7, may_differ=("1.running_mean",)))
@@ -66,41 +67,43 @@ class ReplicaReport:
 
 
 def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
-    """Raise if `target` is not the same on all ranks, bit for bit.
+    """Raise an error if `target` is not the same on all ranks, bit for bit. `target` does not change.
 
-    Each rank reduces its tensors to numbers of 64 bits, by exact integer arithmetic on the tensors' own device. Memory
-    for copies is bounded. Equal replicas cost one small collective; if they differ, a few more locate the elements.
-    Equal means the same bits: 0.0 and -0.0 differ, and so do NaNs with different payloads. A difference is missed with
-    a probability of about 2**-64. Nothing is changed.
+    Each rank reduces its tensors to numbers of 64 bits, by exact integer arithmetic on the device of each tensor.
+    Memory for copies is bounded. The comparison of equal replicas takes one small collective. If replicas differ, a few
+    more collectives locate the elements. Equal means the same bits: 0.0 and -0.0 differ, and so do NaNs with different
+    payloads. A difference stays undetected with a probability of about 2**-64.
 
     Args:
-        target: one of these. Tied tensors are compared once.
+        target: one of the following. Tied tensors are compared once.
 
-            A Module: its parameters and buffers. Of a wrapped one, only what its contract guarantees to be equal now
-            must be equal; of `ddp.module`, everything.
+            A Module: its parameters and buffers. In a wrapped module, only those must be equal that are equal by the
+            contract now. In `ddp.module`, all must be equal.
 
             An Optimizer: the tensors and numbers of its state and of its parameter groups.
 
             A Tensor, or nested dicts, lists and tuples of tensors.
 
-            A `TrainState`: its step, modules, optimizers, scheduler and scaler. Per-rank state is left out: random
-            numbers, the sampler's position, a shard of a sharded optimizer, floats of an optimizer's state, and
-            further objects of yours. So is whatever a wrapped module's contract lets differ: buffers after a forward,
-            tensors under `ignore=` and their optimizer state. Under a strategy that lets replicas drift these are also
-            the scaler, the optimizer's state and, between two parameter syncs, parameters.
+            A `TrainState`: its step, modules, optimizers, scheduler and scaler. State that each rank has for itself is
+            not compared: random numbers, the position of the sampler, the shard of a sharded optimizer, floats in the
+            state of an optimizer, and your further objects. State that may differ by the contract of a wrapped module
+            is not compared either: buffers after a forward, tensors under `ignore=`, and the optimizer state of such
+            tensors. Under a strategy with drift, this includes the scaler, the optimizer state and, between two
+            parameter syncs, the parameters.
         group: see `broadcast_`.
 
     Returns:
-        A report of what was compared, the same on every rank. If you print it, it ends with a note of what differs as
-        the contract of a wrapped module allows (BatchNorm's buffers after a forward; parameters between two parameter
-        syncs, for example under `sl.LocalSGD`; tensors under `ignore=`).
+        A report, the same on every rank. The printed report ends with a note if some tensors differ that may differ by
+        the contract of a wrapped module. These are BatchNorm's buffers after a forward, parameters between two
+        parameter syncs (as under `sl.LocalSGD`), and tensors under `ignore=`.
 
     Raises:
-        ReplicaDivergence: values differ that must be equal. The message has the first tensors in the target's order,
-            their differing elements and how many there are, and the ranks in the minority; it is the same on every
+        ReplicaDivergence: values differ that must be equal. The text names the first tensors that differ, their
+            elements, the number of differences, and the ranks in the minority. It is the same on every rank.
+        ContractMismatch: the targets of the ranks have different names, shapes or dtypes. The text is the same on every
             rank.
-        ContractMismatch: the ranks' targets have different names, shapes or dtypes; the same text on every rank.
-        TypeError, ValueError: `target` is or contains something else, or is a sharded optimizer; on every rank.
+        TypeError, ValueError: `target` is of another type, contains something else, or is a sharded optimizer. Every
+            rank raises the error.
 
     Example:
         >>> import torch, syncline as sl
@@ -125,11 +128,20 @@ def check_replicas(target: Any, *, group: Group = None) -> ReplicaReport:
             return Prepared((read, mine), read.lines, payload)
 
         (read, mine), rows = agree_on_call(transport, _TITLE, prepare, remedy=_REMEDY)
-        apart = read.may_differ
         if len({row[:_DIGEST_BYTES] for row in rows}) > 1:
-            names, values, compared = (_without(apart, each) for each in (read.names, read.values, mine))
+            names, values, compared = (
+                _without(read.may_differ, each) for each in (read.names, read.values, mine)
+            )
             found = locate(names, values, transport, mine=compared)
-            raise _divergence(found, len(compared), transport.size)
+            source = "src=<a rank of the majority>" if any(one.minority for one in found) else "src=..."
+            raise divergence_error(
+                _TITLE,
+                found,
+                num_compared=len(compared),
+                num_ranks=transport.size,
+                remedy=f"Call sl.broadcast_(target, {source}) to make the replicas equal again. Then look for the "
+                "cause, such as a buffer, a seed, or an optimizer step on some ranks only.",
+            )
         noted = [] if len(set(rows)) == 1 else differing(read.names, mine, transport)
         equal = _without({one.index for one in noted}, read.values)
         record_equal([value for value in equal if isinstance(value, Tensor)], by_writing=False)
@@ -145,7 +157,7 @@ def _without(places: Set[int], values: Sequence[Any]) -> list[Any]:
 
 
 class _Compared:
-    """The values to compare, with their names and the rules for them."""
+    """The tensors and numbers to compare, with their names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -154,11 +166,11 @@ class _Compared:
         self.lines: list[str] = []
         """The description that must be equal on all ranks before values can be compared."""
         self.may_differ: set[int] = set()
-        """Indices of the tensors that the contract of a wrapped module lets differ now."""
+        """Indices of the tensors that may differ now by the contract of a wrapped module."""
 
     def add(self, target: Any) -> None:
         """Add all of a module, an optimizer or a tree of tensors."""
-        refuse_sharded(target, "so there is nothing to compare")
+        refuse_sharded(target, "so it cannot be compared between ranks")
         if isinstance(target, Optimizer):
             self.add_optimizer(target)
         else:
@@ -167,19 +179,18 @@ class _Compared:
             equal = {id(tensor) for _, tensor in _expected_equal(target)}
             for wrapper in _wrapped_in(target):
                 if any(one.has_diverged and not one.is_open for one in divergences_around(wrapper.module)):
-                    equal.update(
-                        id(parameter) for parameter in wrapper.parameters()
-                    )  # to detect whether drifted replicas are equal again
+                    # After sl.diverge, the check finds out whether the replicas are equal again.
+                    equal.update(id(parameter) for parameter in wrapper.parameters())
             self.may_differ = {place for place, value in enumerate(self.values) if id(value) not in equal}
 
     def add_optimizer(self, optimizer: Optimizer, prefix: str = "", *, own: Set[int] | None = None) -> None:
-        """Add an optimizer's tensors and numbers, but only those that are equal on all ranks if `own` is given.
+        """Add the tensors and numbers of an optimizer.
 
         Args:
             optimizer: the optimizer.
             prefix: a prefix for names.
-            own: ids of the parameters that each rank updates independently. If given, floats of the state count as
-                per rank as well, such as the last loss that LBFGS keeps.
+            own: ids of the parameters that each rank updates independently, whose state is not compared. If given,
+                floats of the state are not compared either, such as the last loss that LBFGS keeps.
         """
         left_out = () if own is None else _state_prefixes(optimizer, own)
         found = [
@@ -209,14 +220,15 @@ class _Compared:
         """Add the parts of a TrainState that must be equal on all ranks."""
         self.names.append("step")
         self.values.append(state.step)
-        wrappers = _wrappers(state)
-        apart = {id(p) for one in wrappers if _is_drifting(one) for p in one.parameters()}
-        ignored = {
-            id(p)
-            for one in wrappers
-            for n, p in one.module.named_parameters()
-            if n in one.parameters_to_ignore
-        }
+        modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
+        apart = set()  # parameters whose replicas may differ
+        ignored = set()
+        for wrapper in (part for module in modules for part in _wrapped_in(module)):
+            replica = replica_of(wrapper)
+            if replica is not None and replica.is_drifting:
+                apart |= set(map(id, wrapper.parameters()))
+            named = wrapper.module.named_parameters()
+            ignored |= {id(p) for name, p in named if name in wrapper.parameters_to_ignore}
         for name, one in state.named.items():
             prefix = f"{name}."
             if isinstance(one, nn.Module):
@@ -233,24 +245,12 @@ class _Compared:
                 self.values.append(json.dumps(tree))
 
 
-def _wrappers(state: TrainState) -> list[Any]:
-    """Return the modules wrapped by torch or Syncline among the named ones and inside of them."""
-    modules = [one for one in state.named.values() if isinstance(one, nn.Module)]
-    return [part for one in modules for part in _wrapped_in(one)]
-
-
 def _wrapped_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
     return (part for part in module.modules() if isinstance(part, DistributedDataParallel))
 
 
-def _is_drifting(wrapper: nn.Module) -> bool:
-    """Return whether ranks update the replicas of a wrapped module differently; torch's wrapper never lets them."""
-    replica = replica_of(wrapper)
-    return replica is not None and replica.is_drifting
-
-
 def _expected_equal(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a module that must be equal on all ranks, by name, according to the wrappers inside."""
+    """Return the tensors of a module that must be equal on all ranks by the contracts of its wrappers, by name."""
     if isinstance(module, DistributedDataParallel):
         replica = replica_of(module)
         if replica is not None:
@@ -275,18 +275,6 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
 
 
 def _state_prefixes(optimizer: Optimizer, own: Set[int]) -> tuple[str, ...]:
-    """Return the prefixes of the paths to the state of these parameters."""
+    """Return the paths in the optimizer at which the state of these parameters begins."""
     places = enumerate(parameters_of(optimizer))
     return tuple(f"state[{place}]" for place, parameter in places if id(parameter) in own)
-
-
-def _divergence(found: Sequence[Difference], num_compared: int, num_ranks: int) -> ReplicaDivergence:
-    source = "src=<a rank of the majority>" if any(one.minority for one in found) else "src=..."
-    return divergence_error(
-        _TITLE,
-        found,
-        num_compared=num_compared,
-        num_ranks=num_ranks,
-        remedy=f"sl.broadcast_(target, {source}) makes them equal again. Then look for the cause, such as a buffer, "
-        "a seed, or a step on some ranks only.",
-    )

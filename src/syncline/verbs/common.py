@@ -1,4 +1,4 @@
-"""Used by several verbs: groups and ranks, targets that verbs refuse, and the agreement before a call."""
+"""Functions that several verbs use: ranks of groups, refused targets, and the comparison of calls between ranks."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Prepared(NamedTuple, Generic[T]):
 
     value: T
     lines: Sequence[str]
-    """The description that must be equal on all ranks."""
+    """The description of the call, which must be equal on all ranks."""
     payload: bytes = b""
-    """Sent to all ranks in the same collective; see `exchange`."""
+    """The bytes to send to all ranks in the same collective; see `exchange`."""
     digest: bytes | None = None
-    """The fingerprint of the lines, if it is known."""
+    """The fingerprint of the lines; None if it must be computed."""
 
 
 def agree_on_call(
     transport: Transport, title: str, prepare: Callable[[], Prepared[T]], *, remedy: str
 ) -> tuple[T, list[bytes]]:
-    """Check the arguments of a call, and that all ranks make the same call; a collective call.
+    """Check the arguments of a call on each rank, and that all ranks make the same call. A collective call.
 
     Args:
         transport: connects the ranks.
-        title: name of the verb, for messages.
-        prepare: checks this rank's arguments. If it raises, all ranks raise that error.
-        remedy: what to do if the ranks' calls differ.
+        title: the name of the verb, for messages.
+        prepare: checks this rank's arguments. If it raises an error on one rank, all ranks raise that error.
+        remedy: the last sentence of an error about calls that differ, which says what to do.
 
     Returns:
-        The value of `prepare` on this rank, and the payload of each rank.
+        The value that `prepare` has returned on this rank, and the payload of each rank.
 
     Raises:
         ContractMismatch, CollectiveMismatch, TypeError, ValueError, SynclineError: see `exchange`.
@@ -80,32 +80,36 @@ def rank_of_source(src: Any, group: Group, transport: Transport) -> int:
 
 
 def global_rank(rank: int, group: Group) -> int:
-    """Return torch's global rank of rank `rank` in a group; for a transport, `rank` itself."""
+    """Return torch's global rank of a rank in a process group. In a Syncline transport, ranks stay as they are."""
     return dist.get_process_group_ranks(group)[rank] if isinstance(group, dist.ProcessGroup) else rank
 
 
 def refuse_one_copy(target: Any) -> None:
-    """Raise if ranks use one copy of a module's parameters, which are therefore equal already.
+    """Raise if the target is a module of whose parameters the ranks use one copy.
 
     Raises:
-        ValueError: they do.
+        ValueError: the ranks use one copy, so the parameters are already equal.
     """
     if isinstance(target, nn.Module) and has_one_copy(target):
         raise ValueError(
-            f"the parameters of {type(target).__name__} are shared by the ranks (sl.share_, or sharded=True), so they "
-            "are equal already: write them inside of sl.write_shared only"
+            f"the ranks use one copy of the parameters of {type(target).__name__} (sl.share_, or sharded=True), so the "
+            "parameters are already equal. Write them only inside of sl.write_shared"
         )
 
 
 def refuse_sharded(target: Any, consequence: str) -> None:
-    """Raise if the target is a sharded optimizer; `consequence` ends the message.
+    """Raise if the target is a sharded optimizer.
+
+    Args:
+        target: the target of a verb.
+        consequence: the end of the message, a clause that begins with "so".
 
     Raises:
-        ValueError: it is.
+        ValueError: the target is a sharded optimizer.
     """
     if is_sharded(target):
         raise ValueError(
-            f"this optimizer is sharded: each rank has the state of its own shard, {consequence}"
+            f"this optimizer is sharded, and each rank has the state of its own shard only, {consequence}"
         )
 
 
@@ -118,7 +122,7 @@ def checked_total(title: str, weights: Sequence[float]) -> float:
     total = sum(weights)
     if not 0 < total < math.inf:
         raise ValueError(
-            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order): without "
-            "weights there is no mean, so leave the call out on all ranks, or give some rank a weight"
+            f"{title}: expected weights with a finite sum above 0, got {list(weights)} (in rank order). Give at least "
+            "one rank a weight above 0, or leave the call out on all ranks"
         )
     return total

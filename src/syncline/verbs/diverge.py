@@ -1,4 +1,4 @@
-"""diverge: let replicas drift apart on purpose, and track whether they have been made equal since."""
+"""diverge: let replicas drift apart on purpose, and record whether they have been made equal again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from syncline.verbs.common import refuse_one_copy
 
 
 class Divergence:
-    """The record of whether the replicas of one wrapped module drift, or have drifted, apart on purpose.
+    """A record of the deliberate drift of one wrapped module's replicas.
 
     Args:
         module: the module inside of the wrapper.
         transport: the transport between the ranks.
-        on_change: called when drifting begins (with True) and when it ends (with False).
+        on_change: called with True when the block of `sl.diverge` begins, and with False when the block ends.
         on_equal: called when a verb has made all parameters equal.
     """
 
@@ -35,18 +35,19 @@ class Divergence:
         on_equal: Callable[[], object],
     ) -> None:
         self.is_open = False
-        """Whether synchronization is off now."""
+        """Whether the block of `sl.diverge` is active, in which nothing is synchronized."""
         self.has_diverged = False
-        """Whether replicas have drifted on purpose and have not been made equal since."""
+        """Whether the replicas have drifted inside of `sl.diverge`, and have not been made equal since."""
         self._module = weakref.ref(module)
         self._transport = transport
         self._on_change = on_change
         self._on_equal = on_equal
         REGISTRY.add(self)
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether this is the record of `module`."""
-        return self._module() is module
+    @property
+    def module(self) -> nn.Module | None:
+        """The module inside of the wrapper; None if it is freed."""
+        return self._module()
 
     @contextmanager
     def drifting(self) -> Iterator[None]:
@@ -54,7 +55,10 @@ class Divergence:
         title = f"sl.diverge of {self._title()}"
         fault = None
         if self.is_open:
-            fault = ValueError("the module is inside of sl.diverge already: leave that first")
+            fault = ValueError(
+                "expected a module outside of sl.diverge, got one that is already inside of such a block: end that "
+                "block first"
+            )
         exchange(self._transport, title, [], fault=fault)
         self.is_open = True
         self.has_diverged = self._transport.size > 1
@@ -66,44 +70,59 @@ class Divergence:
             self._on_change(False)
 
     def check_not_diverged(self) -> None:
-        """Raise if the next synchronization would treat drifted replicas as equal.
+        """Raise if the replicas have drifted, and have not been made equal since.
 
         Raises:
-            SynclineError: the replicas have drifted; on every rank.
+            SynclineError: gradients of drifted replicas were to be averaged. Every rank raises the error.
         """
         if self.has_diverged and not self.is_open:
             raise SynclineError(
                 f"rank {self._transport.rank}: the replicas of {self._title()} drifted apart inside of sl.diverge and "
-                "have not been made equal since, so the mean of their gradients would be wrong for all of them. Make "
-                "them equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), or verify by "
-                "sl.check_replicas(ddp) that they are"
+                "have not been made equal since, so the mean of their gradients would be wrong for every replica. Make "
+                "the replicas equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), or verify by "
+                "sl.check_replicas(ddp) that they are equal"
+            )
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise if `sl.diverge` is active.
+
+        Args:
+            call: the refused call, as a noun.
+
+        Raises:
+            ValueError: the block of `sl.diverge` is active.
+        """
+        if self.is_open:
+            raise ValueError(
+                f"rank {self._transport.rank}: {call} of {self._title()} is not possible inside of sl.diverge, because "
+                "the end of the block restores the synchronization over the old group. End the block, make the "
+                "replicas equal by sl.average_(ddp), sl.keep_best_(ddp, score) or sl.broadcast_(ddp), and then repeat "
+                "the call"
             )
 
     def covers(self, ids: set[int]) -> bool:
-        """Return whether all of the module's parameters are among these ids."""
-        module = self._module()
-        return module is not None and all(id(parameter) in ids for parameter in module.parameters())
+        """Return whether all parameters of the module are among the objects with these ids."""
+        return self.module is not None and all(id(p) in ids for p in self.module.parameters())
 
     def record_equal(self, *, by_writing: bool) -> None:
-        """Record that all of the module's parameters are equal on all ranks now."""
+        """Record that all parameters of the module are equal on all ranks now.
+
+        Args:
+            by_writing: whether the parameters were made equal, and not only found to be equal.
+        """
         self.has_diverged = False
         if by_writing:
             self._on_equal()
 
-    @property
-    def module_id(self) -> int:
-        """The id of the module."""
-        return id(self._module())
-
     def is_around(self, module: nn.Module) -> bool:
-        """Return whether `module` is the recorded module, one of its parts, or contains it."""
-        own = self._module()
+        """Return whether `module` is the module of this record, is a part of it, or contains it."""
+        own = self.module
         return own is not None and (
             any(part is module for part in own.modules()) or any(part is own for part in module.modules())
         )
 
     def _title(self) -> str:
-        return type(self._module()).__name__
+        return type(self.module).__name__
 
 
 def divergences_around(module: nn.Module) -> list[Divergence]:
@@ -112,11 +131,11 @@ def divergences_around(module: nn.Module) -> list[Divergence]:
 
 
 def record_equal(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
-    """Record that these tensors are equal on all ranks now; modules that are still drifting are not affected.
+    """Record that these tensors are equal on all ranks now. Modules inside of `sl.diverge` are not affected.
 
     Args:
         tensors: the tensors.
-        by_writing: whether they were made equal, rather than found to be equal.
+        by_writing: whether the tensors were made equal, and not only found to be equal.
     """
     known = [one for one in REGISTRY.living(Divergence) if not one.is_open]
     if not known:
@@ -130,22 +149,22 @@ def record_equal(tensors: Iterable[Tensor], *, by_writing: bool = True) -> None:
 def diverge(module: nn.Module) -> AbstractContextManager[None]:
     """Turn off all synchronization of a wrapped module inside a context, so that its replicas drift apart.
 
-    Inside, no gradients, buffers or parameters are sent, whatever the strategy is: each rank perturbs its weights,
-    trains, or evaluates independently. Afterwards, make the replicas equal by `sl.average_`, `sl.keep_best_` or
-    `sl.broadcast_` (and the optimizer as well, if it has stepped). Until then, a forward whose gradients are to be
-    reduced raises an error on every rank; replicas are never made equal automatically. `docs/strategies.md` has a
+    Inside the context, no gradients, buffers or parameters are sent, under every strategy. Each rank perturbs its
+    weights, trains, or evaluates independently. Afterwards, make the replicas equal by `sl.average_`, `sl.keep_best_`
+    or `sl.broadcast_`, and also the optimizer if it has stepped. Until then, a forward whose gradients are to be
+    reduced raises an error on every rank. Replicas are never made equal automatically. `docs/strategies.md` has a
     recipe.
 
-    Entering is a collective call.
+    Entering the context is a collective call.
 
     Args:
         module: a `sl.DistributedDataParallel`, the module inside, or a module that has such wrappers as parts. For a
             module without wrappers the context has no effect.
 
     Raises:
-        TypeError: it is not a module, or torch's own wrapper.
-        ValueError: it is a part of a wrapped module, or drifts already; or ranks share one copy of its parameters
-            (`sl.share_`, `sharded=True`).
+        TypeError: `module` is not a module, or is torch's own wrapper.
+        ValueError: `module` is only a part of a wrapped module, or is already inside of such a context; or the ranks
+            use one copy of its parameters (`sl.share_`, `sharded=True`).
 
     Example:
         >>> import torch, syncline as sl
@@ -162,20 +181,22 @@ def diverge(module: nn.Module) -> AbstractContextManager[None]:
     found = divergences_around(inner)
     for wrapper in module.modules():
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and not any(
-            one.is_of(wrapper.module) for one in found
+            one.module is wrapper.module for one in found
         ):
             raise TypeError(
-                "torch's own DistributedDataParallel synchronizes in forward and backward, always: "
-                "wrap the module with sl.DistributedDataParallel, or use module.module inside of no_sync"
+                "expected a module that sl.DistributedDataParallel wraps, got torch's own DistributedDataParallel, "
+                "whose synchronization cannot be turned off. Wrap the module with sl.DistributedDataParallel, or call "
+                "module.module inside of no_sync"
             )
     position = {id(part): at for at, part in enumerate(inner.modules())}
-    if not all(one.module_id in position for one in found):
+    if not all(id(one.module) in position for one in found):
         raise ValueError(
-            f"this {type(module).__name__} is a part of a module that is wrapped as a whole: pass the wrapped module"
+            f"expected a whole wrapped module, got a {type(module).__name__} that is only a part of one: pass the "
+            "wrapped module"
         )
     refuse_one_copy(inner)
-    # Sort, so that every rank uses the same order.
-    return _all_drifting(sorted(found, key=lambda one: position[one.module_id]))
+    # The order must be the same on every rank, because each entry is a collective call.
+    return _all_drifting(sorted(found, key=lambda one: position[id(one.module)]))
 
 
 @contextmanager

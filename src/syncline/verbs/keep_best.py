@@ -30,18 +30,19 @@ def keep_best_(
 
     Args:
         target: a Module, an Optimizer, a Tensor, or nested dicts, lists and tuples of tensors; see `broadcast_`.
-        score: this rank's score: a number, or a tensor with one element. NaN never wins.
-        mode: "max" if a high score is good, "min" if a low one is.
+        score: this rank's score, a number or a tensor with one element. A score of NaN is never the best.
+        mode: "max" if the highest score is the best, "min" if the lowest score is.
         group: see `broadcast_`.
 
     Returns:
-        The best rank, or the lowest of several equally good ones: a global rank, as in torch (with a Syncline
-        transport: a rank of it).
+        The rank with the best score, or the lowest rank of several with the same score. As in torch, this is a global
+        rank. If `group` is a Syncline transport, it is a rank of that transport.
 
     Raises:
-        ContractMismatch: the ranks' targets or modes differ; the same text on every rank.
-        TypeError: `target` is or contains something else, or `score` is not a number.
-        ValueError: the mode is unknown, all scores are NaN, or a tensor cannot be written in place; on every rank.
+        ContractMismatch: the targets or modes of the ranks differ. The text is the same on every rank.
+        TypeError: `target` is of another type, or contains something else; or `score` is not a number.
+        ValueError: the mode is unknown, all scores are NaN, or a tensor cannot be written in place. Every rank raises
+            the error.
 
     Example:
         >>> import torch, syncline as sl
@@ -64,7 +65,8 @@ def keep_best_(
         candidates = [rank for rank, number in enumerate(scores) if not math.isnan(number)]
         if not candidates:
             raise ValueError(
-                f"{_TITLE}: the score is NaN on all {transport.size} rank(s), so none is best, and nothing was sent"
+                f"{_TITLE}: expected a score that is not NaN on at least one rank, got NaN on all {transport.size} "
+                "ranks, so no values were copied"
             )
         choose = max if mode == "max" else min
         # Of equal scores this is the first, so the lowest rank.
@@ -75,7 +77,7 @@ def keep_best_(
 
 
 def _checked_score(score: Any) -> float:
-    """Return the score as a real number, which may be infinite or NaN."""
+    """Return the score as a float. It may be infinite or NaN, but must be a real number."""
     number = number_in(score)
     is_nan = isinstance(number, float) and math.isnan(number)
     return math.nan if is_nan else checked_number("score", number, finite=False)

@@ -1,8 +1,8 @@
-"""mean and barrier: collectives that change nothing in place.
+"""mean and barrier: collectives that do not change their arguments.
 
-`mean` gives the same bits on every rank. Small values are gathered as float64, and every rank sums them in rank
-order. Up to eight of them are sent in the record that also carries the weight and the fingerprint of the structure, so
-the usual `mean(loss, weight=len(batch))` is a single collective. Large tensors are scaled, then reduced by all_reduce.
+`mean` returns the same bits on every rank. Small values are gathered as float64, and every rank sums them in rank
+order. Up to eight values are sent together with the weight and the fingerprint of the structure, so the usual
+`mean(loss, weight=len(batch))` is one collective. Large tensors are scaled, then reduced by all_reduce.
 """
 
 from __future__ import annotations
@@ -34,36 +34,11 @@ _HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # the weight, then the first v
 _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
 
 
-def weighted_mean(values: Any, weight: Any, transport: Transport) -> Any:
-    """Return the mean of every leaf over the ranks; see `syncline.mean` for arguments and errors."""
-
-    def prepare() -> Prepared[tuple[list[Any], Tensor]]:
-        scale = checked_number("weight", weight, at_least=0)
-        lines, found = _described(values)
-        small = [_as_row(leaf) for leaf in found if not _is_large(leaf)]
-        row = torch.cat([torch.empty(0, dtype=torch.float64), *small])
-        inline = row[:_NUM_INLINE].tolist()
-        head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
-        return Prepared((found, row), lines, head)
-
-    (found, row), heads = agree_on_call(transport, "sl.mean", prepare, remedy=_REMEDY)
-    weights, rows = [], []
-    for head in heads:
-        weight_there, *inline = _HEAD.unpack(head)
-        weights.append(weight_there)
-        rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
-    total = checked_total("sl.mean", weights)
-    if row.numel() > _NUM_INLINE:
-        rows = gather_rows(transport, row)
-    large = _reduced([leaf for leaf in found if _is_large(leaf)], weights[transport.rank] / total, transport)
-    results = _results(found, _mean_of_rows(rows, weights, total), large)
-    return map_leaves(values, lambda path, leaf: next(results))
-
-
 # ---------------------------------------------------------------------- input
 
 
 def _described(values: Any) -> tuple[list[str], list[Any]]:
+    """Return a line for each leaf, which must be equal on all ranks, and the leaves."""
     lines, found = [], []
     for path, leaf in leaves(values, "values"):
         if isinstance(leaf, Tensor):
@@ -74,7 +49,7 @@ def _described(values: Any) -> tuple[list[str], list[Any]]:
         else:
             raise TypeError(
                 f"expected values to be numbers, tensors, or dicts, lists, tuples and dataclasses of them, got "
-                f"{what_it_is(leaf)} at {path}: take it out, or make it a number"
+                f"{what_it_is(leaf)} at {path}: remove it, or convert it to a number"
             )
         found.append(leaf)
     return lines, found
@@ -85,7 +60,7 @@ def _is_large(leaf: Any) -> bool:
 
 
 def _as_row(leaf: Any) -> Tensor:
-    """Return a leaf as (numel,) float64 on the CPU; a complex number becomes two values."""
+    """Return the values of a leaf as a flat float64 tensor on the CPU. A complex number becomes two values."""
     if not isinstance(leaf, Tensor):
         return torch.tensor([float(leaf)], dtype=torch.float64)
     if leaf.is_complex():
@@ -110,7 +85,7 @@ def _mean_of_rows(rows: Sequence[Tensor], weights: Sequence[float], total: float
 
 
 def _reduced(tensors: Sequence[Tensor], fraction: float, transport: Transport) -> Iterator[Tensor]:
-    """Yield the weighted means of large tensors; `fraction` is this rank's weight over their sum."""
+    """Yield the weighted means of large tensors. `fraction` is this rank's weight divided by the sum of all weights."""
     started: list[tuple[Tensor, Work]] = []
     for tensor in tensors:
         # Sum 16-bit values and integers in fp32 at least.
@@ -132,7 +107,7 @@ def _result_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _results(found: Sequence[Any], mean: Tensor, large: Iterator[Tensor]) -> Iterator[Any]:
-    """Yield a result for each leaf, with the leaf's kind, shape, dtype and device."""
+    """Yield the result for each leaf: a float, or a tensor with the shape and device of the leaf."""
     position = 0
     for leaf in found:
         if not isinstance(leaf, Tensor):
@@ -161,8 +136,8 @@ def barrier(group: Group = None) -> None:
         group: see `broadcast_`.
 
     Raises:
-        CollectiveTimeout: a rank did not call it before the deadline.
-        CollectiveMismatch: a rank called something else.
+        CollectiveTimeout: a rank did not call this function before the deadline.
+        CollectiveMismatch: a rank called another function of Syncline.
     """
     transport = transport_of(group)
     with transport.turn:
@@ -178,15 +153,15 @@ def mean(values: T, weight: float | Tensor = 1.0, *, group: Group = None) -> T: 
 
 
 def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> Any:
-    """Return the weighted mean of `values` over the ranks; the same bits on every rank.
+    """Return the weighted mean of `values` over the ranks. The result has the same bits on every rank.
 
     Up to eight numbers cost one collective, and more cost two. Each tensor of 4,096 elements or more costs one more.
 
     Args:
-        values: a number, a tensor, or nested dicts, lists, tuples and dataclasses of them; names, shapes and
-            dtypes must be the same on all ranks. Nothing is changed in place.
-        weight: the weight of this rank, such as the number of items behind its values: finite, at least 0. A rank
-            of weight 0 contributes nothing, even if its values are NaN.
+        values: a number, a tensor, or nested dicts, lists, tuples and dataclasses of numbers and tensors. Names, shapes
+            and dtypes must be the same on all ranks. Values are not changed in place.
+        weight: the weight of this rank, such as the number of items of which its values are the mean. It must be
+            finite and at least 0. The values of a rank with weight 0 are not used, even if they are NaN.
         group: see `broadcast_`.
 
     Returns:
@@ -194,10 +169,10 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
         integer and bool tensors become float32. The results are detached from autograd.
 
     Raises:
-        ContractMismatch: the ranks' values have different structures; the same text on every rank.
+        ContractMismatch: the values of the ranks have different structures. The text is the same on every rank.
         ValueError: a weight is negative, infinite or NaN, or all weights are 0; or a tensor is not dense (sparse,
-            nested, quantized). On every rank.
-        TypeError: a leaf is neither a number nor a tensor; on every rank.
+            nested, quantized). Every rank raises the error.
+        TypeError: a leaf is neither a number nor a tensor. Every rank raises the error.
 
     Example:
         >>> import syncline as sl
@@ -207,4 +182,27 @@ def mean(values: Any, weight: float | Tensor = 1.0, *, group: Group = None) -> A
     """
     transport = transport_of(group)
     with transport.turn:
-        return weighted_mean(values, weight, transport)
+
+        def prepare() -> Prepared[tuple[list[Any], Tensor]]:
+            scale = checked_number("weight", weight, at_least=0)
+            lines, found = _described(values)
+            small = [_as_row(leaf) for leaf in found if not _is_large(leaf)]
+            row = torch.cat([torch.empty(0, dtype=torch.float64), *small])
+            inline = row[:_NUM_INLINE].tolist()
+            head = _HEAD.pack(scale, *inline, *([0.0] * (_NUM_INLINE - len(inline))))
+            return Prepared((found, row), lines, head)
+
+        (found, row), heads = agree_on_call(transport, "sl.mean", prepare, remedy=_REMEDY)
+        weights, rows = [], []
+        for head in heads:
+            weight_there, *inline = _HEAD.unpack(head)
+            weights.append(weight_there)
+            rows.append(torch.tensor(inline[: row.numel()], dtype=torch.float64))
+        total = checked_total("sl.mean", weights)
+        if row.numel() > _NUM_INLINE:
+            rows = gather_rows(transport, row)
+        large = _reduced(
+            [leaf for leaf in found if _is_large(leaf)], weights[transport.rank] / total, transport
+        )
+        results = _results(found, _mean_of_rows(rows, weights, total), large)
+        return map_leaves(values, lambda path, leaf: next(results))

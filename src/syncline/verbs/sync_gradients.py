@@ -1,4 +1,4 @@
-"""sync_gradients_: replace gradients by their mean over ranks, without another batch."""
+"""sync_gradients_: replace gradients by their mean over ranks, without another backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from syncline.checks import checked_flag, checked_kind
 from syncline.errors import SynclineError
-from syncline.gradients.bucket_plan import BucketPlan
+from syncline.gradients.bucket_plan import BucketCaps, ParameterSpec, plan_buckets
 from syncline.gradients.reducer import GradientSync, reducers_of
 from syncline.gradients.riders.items import Standing
 from syncline.gradients.sparse import SparseBucket
@@ -27,14 +27,13 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 _TITLE = "sl.sync_gradients_"
 
-_REMEDY = "Call it with the same module on every rank, by the wrapper or bare alike."
+_REMEDY = "Call it with the same module on every rank, and pass the wrapper on all ranks or on none."
 
-_STANDING = struct.Struct(
-    "<qq???I"
-)  # number of items and total (-1: none), is_uncounted, is_mean, is_changed, number of parameters in `_own`
+# number of items and total (-1: none), is_uncounted, is_mean, is_changed, number of parameters in `_own`
+_STANDING = struct.Struct("<qq???I")
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
-"""Kinds of gradients that a rank may have for a parameter."""
+"""The kinds of gradient that a rank may have for a parameter."""
 
 
 @overload
@@ -52,35 +51,36 @@ def sync_gradients_(module: AnyModule, *, group: Group = None, async_op: bool) -
 
 
 def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False) -> Any:
-    """Replace `.grad` of a module's parameters by its mean over ranks, without another batch.
+    """Replace `.grad` of a module's parameters by the mean over ranks, without another backward.
 
-    Use it for gradients that were accumulated under `no_sync` when the epoch ends (pytorch/pytorch issue 53443), or for
-    gradients of a bare module. The result is that of a synchronizing backward. With `sl.DistributedDataParallel` the
-    gradients count as reduced afterwards, so `optimizer.step()` and `clip_grad_norm_` work, and gradients counted by
-    `normalize_by` are divided by the items of all ranks.
+    Use this function for gradients that are left under `no_sync` when the epoch ends (pytorch/pytorch issue 53443), or
+    for gradients of a bare module. The result is that of a synchronized backward. With `sl.DistributedDataParallel` the
+    gradients count as reduced afterwards, so `optimizer.step()` and `clip_grad_norm_` work. Gradients that
+    `normalize_by` counts are divided by the number of items of all ranks.
 
-    A gradient that only some ranks have counts as zero on the others and is created there. One that no rank has stays
-    None. Gradients that are already reduced stay unchanged (except for a last bit, if the number of ranks is not a
-    power of two). The cost is two small collectives (one for up to 196 parameters), then the gradients, fused by dtype
-    and device. Communication hooks are not called.
+    A gradient that only some ranks have counts as zero on the other ranks, and is created there. A gradient that no
+    rank has stays None. Gradients that are already reduced do not change (except for a last bit, if the number of ranks
+    is not a power of two). The cost is two small collectives (one for up to 196 parameters), then the gradients, fused
+    by dtype and device. Communication hooks are not called.
 
     Args:
-        module: `sl.DistributedDataParallel` or torch's wrapper (the parameters that they ignore are left out), or a
-            bare module, which may also be wrapped.
-        group: see `broadcast_`; for a wrapped module, None means the wrapper's group, and no other is allowed.
-        async_op: return at once; do not use gradients before waiting for the handle. (Sparse gradients are waited for
-            in this call.)
+        module: `sl.DistributedDataParallel` or torch's wrapper (without the parameters that they ignore), or a bare
+            module, which may also be wrapped.
+        group: see `broadcast_`. If the module is wrapped, None is the group of the wrapper, and no other group is
+            allowed.
+        async_op: return at once. Do not use gradients before you have waited for the handle. Sparse gradients are
+            complete when this call returns.
 
     Returns:
-        `module`, or with async_op a handle with `.wait()`.
+        `module`. With async_op, a handle with `.wait()`.
 
     Raises:
-        ContractMismatch: the ranks' modules differ; the same text on every rank.
+        ContractMismatch: the modules of the ranks differ. The text is the same on every rank.
         TypeError: `module` is not a module.
         ValueError: the module is sharded, has several wrappers or another group; counted and uncounted micro-batches
-            are mixed, or only some ranks cleared their gradients; or it is a part of a module whose items are counted.
-            On every rank.
-        SynclineError: it was called inside of a backward.
+            are mixed, or only some ranks cleared their gradients; or `module` is only a part of a module whose items
+            are counted. Every rank raises the error.
+        SynclineError: the function was called inside of a backward.
 
     Example:
         >>> import torch, syncline as sl
@@ -118,7 +118,7 @@ def sync_gradients_(module: Any, *, group: Group = None, async_op: bool = False)
 
 
 def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
-    """Return the transport to use, and an error if `group` contradicts the module's wrapper."""
+    """Return the transport to use, and an error if `group` is not the group of the module's wrapper."""
     found = reducers_of(module.parameters()) if isinstance(module, nn.Module) else []
     if not found:
         if group is None and isinstance(module, nn.parallel.DistributedDataParallel):
@@ -128,13 +128,13 @@ def _transport(module: Any, group: Group) -> tuple[Transport, Exception | None]:
     if group is None or transport_of(group) is main_lane:
         return main_lane, None
     return transport_of(group), ValueError(
-        "the module's wrapper synchronizes it over another group than the argument `group`: leave out the argument, "
-        "or pass the wrapper's group"
+        "expected `group` to be the group over which the wrapper synchronizes the module, got another group: leave "
+        "`group` out, or pass the group of the wrapper"
     )
 
 
 class _Gradients:
-    """The gradients to reduce, and their normalization.
+    """The gradients to reduce, and the numbers of items by which they are divided.
 
     Args:
         module: see `sync_gradients_`.
@@ -162,26 +162,26 @@ class _Gradients:
             self._standing = self._gradient_sync.normalizer.standing()
             if len(self._own) < len(own) and (self._standing.num_items, self._standing.total) != (None, None):
                 raise ValueError(
-                    "normalize_by counts items for the gradients of the whole module, and this is a part of it: pass "
-                    "the whole module"
+                    "expected the whole module, because normalize_by counts items for all of its gradients, got only a "
+                    "part of the module: pass the whole module"
                 )
         self.kinds = [_kind(name, parameter) for name, parameter in named]
         self.has_short_kinds = _STANDING.size + _packed_bytes(len(self.kinds)) <= PAYLOAD_BYTES
-        """Whether one payload has room for all kinds."""
+        """Whether all kinds fit into one payload."""
         self.lines = describe_tensors(named, layout=False)
 
     def payload(self) -> bytes:
-        """Return the normalization of this rank's gradients, and their kinds if they are short, for the other ranks."""
+        """Return the bytes for the other ranks: the numbers of items and, if they fit, the kinds of gradients."""
         items, is_uncounted, total, is_mean, is_changed = self._standing
         counts = (-1 if count is None else count for count in (items, total))
         standing = _STANDING.pack(*counts, is_uncounted, is_mean, is_changed, len(self._own))
         return standing + _packed(self.kinds) if self.has_short_kinds else standing
 
     def divisor(self, standings: Sequence[Standing]) -> int | None:
-        """Return the divisor of the summed gradients: the items of all ranks, or None for the number of ranks.
+        """Return the number of items of all ranks by which gradients are divided; None if no rank counts items.
 
         Raises:
-            ValueError: no divisor is correct; on every rank.
+            ValueError: no divisor is correct. Every rank raises the error.
         """
         counted = [rank for rank, one in enumerate(standings) if one.num_items is not None]
         if not counted:
@@ -191,19 +191,20 @@ class _Gradients:
         problem = None
         if uncounted:
             problem = (
-                f"{describe_ranks(counted)} counted items by normalize_by, and backwards outside of it were added up "
-                f"on {describe_ranks(uncounted)}: no divisor is right for both. Put all of them inside"
+                f"expected all backwards inside of normalize_by or none, got some inside on {describe_ranks(counted)} "
+                f"and some outside on {describe_ranks(uncounted)}, so no divisor is correct. Put all backwards inside"
             )
         elif changed:
             problem = (
-                f"{describe_ranks(changed)}: the gradients of an earlier step were changed since (clipped, perhaps) "
-                "and not cleared, so nothing can be added to them exactly. Clear them"
+                "expected gradients of an earlier step to be cleared or unchanged, got gradients on "
+                f"{describe_ranks(changed)} that were changed (for example clipped) and not cleared, so no divisor is "
+                "correct. Clear the gradients"
             )
         elif len({one.total for one in standings}) > 1:
             without = [rank for rank, one in enumerate(standings) if one.total is None]
             problem = (
-                f"the gradients of an earlier step were cleared on {describe_ranks(without)} and not on the others. "
-                "Clear them on all"
+                "expected gradients of an earlier step to be cleared on all ranks or on none, got them cleared only "
+                f"on {describe_ranks(without)}. Clear the gradients on all ranks"
             )
         if problem is not None:
             raise ValueError(f"{_TITLE}: {problem}, then accumulate again")
@@ -213,13 +214,13 @@ class _Gradients:
         return normalizer.total([one.num_items or 0 for one in standings], step=self._gradient_sync.step)
 
     def start(self, transport: Transport, kinds: Sequence[int], num_items: int | None, *, wait: bool) -> Work:
-        """Reduce everything. With `wait`, memory is bounded, and the returned work is done.
+        """Reduce all gradients.
 
         Args:
-            transport: the transport between the ranks.
-            kinds: for each parameter, the kind of gradient that any rank has.
-            num_items: the divisor of counted gradients.
-            wait: wait for each reduction instead of starting everything at once.
+            transport: connects the ranks.
+            kinds: the largest kind of gradient among the ranks, for each parameter.
+            num_items: the divisor of gradients that are normalized by items.
+            wait: wait for each reduction, which bounds memory, instead of starting all reductions at once.
         """
         dense: dict[bool, list[Tensor]] = {False: [], True: []}
         for at, (parameter, kind) in enumerate(zip(self._parameters, kinds, strict=True)):
@@ -254,26 +255,26 @@ class _Gradients:
 def _gradient_sync_of(parameters: Sequence[Tensor]) -> GradientSync | None:
     found = reducers_of(parameters)
     if len(found) > 1:
-        # Wrappers may share parameters, and a module may be wrapped twice. Of the wrappers whose parameters are all
-        # given, which must have the same parameters, the latest is meant.
+        # Wrappers may share parameters, and a module may be wrapped twice. Among the wrappers whose parameters are all
+        # given, which must have the same parameters, use the latest.
         given = {id(parameter) for parameter in parameters}
         whole = [one for one in found if all(id(parameter) in given for parameter in one.parameters)]
         if len({frozenset(map(id, one.parameters)) for one in whole}) != 1:
             raise ValueError(
-                f"parts of this module are wrapped by {len(found)} wrappers: call sl.sync_gradients_(wrapper) once for "
-                "each wrapper"
+                f"expected a module with one wrapper, got one whose parts have {len(found)} wrappers: call "
+                "sl.sync_gradients_(wrapper) once for each wrapper"
             )
         found = [max(whole, key=lambda one: one.ownership.birth)]
     if not found:
         return None
     if found[0].options.sharded:
         raise ValueError(
-            "with sharded=True each rank holds only its own shard of the gradients, also after backward: run the last "
-            "micro-batch outside of no_sync"
+            "expected a module that is not sharded, got one with sharded=True, in which a rank has only its shard of "
+            "the reduced gradients. Run the last micro-batch outside of no_sync instead of this call"
         )
     if found[0].is_in_backward:
         raise SynclineError(
-            "called inside of a backward, whose gradients are not complete: call it after backward()"
+            f"{_TITLE} was called inside of a backward, whose gradients are not complete: call it after backward()"
         )
     return found[0]
 
@@ -284,31 +285,27 @@ def _kind(name: str, parameter: Tensor) -> int:
         return _NONE
     if gradient.dtype is not parameter.dtype or gradient.device != parameter.device:
         raise ValueError(
-            f"the gradient of {name}: expected {parameter.dtype} on {parameter.device}, as the parameter is, got "
+            f"expected the gradient of {name} to be {parameter.dtype} on {parameter.device}, like the parameter, got "
             f"{gradient.dtype} on {gradient.device}"
         )
     if gradient.layout not in (torch.strided, torch.sparse_coo):
         raise ValueError(
-            f"the gradient of {name}: expected a dense or a sparse_coo tensor, got {gradient.layout}"
+            f"expected the gradient of {name} to be a dense or a sparse_coo tensor, got {gradient.layout}"
         )
     return _DENSE if gradient.layout == torch.strided else _SPARSE
 
 
 def _reduce_sparse(parameter: Tensor, transport: Transport, divisor: float) -> None:
-    """Gather and sum rows, as a backward does; waits for the result."""
-    plan = BucketPlan(
-        index=0,
+    """Sum the rows of a sparse gradient over the ranks, as a backward does, and wait for the result."""
+    spec = ParameterSpec(
+        name="gradient",
+        numel=parameter.numel(),
+        itemsize_bytes=parameter.element_size(),
         dtype=str(parameter.dtype).removeprefix("torch."),
         device=str(parameter.device),
-        parameters=(0,),
-        offsets=(0,),
-        num_large=0,
-        numel=parameter.numel(),
-        tail_numel=0,
-        itemsize_bytes=parameter.element_size(),
         sparse=True,
-        numels=(parameter.numel(),),
     )
+    (plan,) = plan_buckets([spec], [0], caps=BucketCaps(cap_bytes=0, first_cap_bytes=0), tail_numel=0)
     bucket = SparseBucket(plan, [parameter], transport)
     bucket.fill(1.0, frozenset())
     bucket.send(tail=None, trigger=None)
