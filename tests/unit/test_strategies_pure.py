@@ -137,9 +137,9 @@ def test_a_meeting_out_of_turn_receives_what_is_under_way_and_leaves_nothing(
     before = [fragment for fragment, _ in state.under_way]
     if state.equal_at == num_steps:  # all have met at this step already
         assert not before
-        assert strategy.at_meeting(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
+        assert strategy.at_sync(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
         return
-    state, actions = strategy.at_meeting(state, Progress(step=num_steps))
+    state, actions = strategy.at_sync(state, Progress(step=num_steps))
     received = [action for action in actions if isinstance(action, ReceiveOuter)]
     assert [action.fragment for action in received] == before + list(range(strategy.fragments))
     assert all(action.mixing == 0 for action in received[len(before) :]), "all ranks end equal"
@@ -151,8 +151,8 @@ def test_a_second_meeting_takes_no_outer_step(strategy: sl.DiLoCo, num_steps: in
     state = strategy.init(SPEC)
     for step in range(1, num_steps + 1):
         state, _ = strategy.at_step(state, Progress(step=step))
-    state, _ = strategy.at_meeting(state, Progress(step=num_steps))
-    assert strategy.at_meeting(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
+    state, _ = strategy.at_sync(state, Progress(step=num_steps))
+    assert strategy.at_sync(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
 
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=20), data=st.data())
@@ -275,7 +275,7 @@ def test_the_server_is_never_staler_than_it_says_and_never_stuck(
                 inbox.append(mail[rank][key].pop(0))
         if what == "meet":
             is_meeting[rank] = True
-            states[rank], actions = strategy.at_meeting(states[rank], Progress(step=steps[rank]))
+            states[rank], actions = strategy.at_sync(states[rank], Progress(step=steps[rank]))
             carry_out(rank, actions)
             if inbox:
                 states[rank], actions = strategy.at_step(states[rank], Progress(step=steps[rank]), inbox)

@@ -171,7 +171,7 @@ class Plan:
         if self.num_ranks == 1 or not self.compared_parts:
             return []
         found = [Comparison.IN_BACKWARD] if self.averages_in_backward else []
-        if self.rules is not None and self.rules.meets_equal:
+        if self.rules is not None and self.rules.equal_after_sync:
             found.append(Comparison.AFTER_SYNC)
         return found
 

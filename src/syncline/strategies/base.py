@@ -214,7 +214,7 @@ State = TypeVar("State", bound=NamedTuple)
 class Strategy(ABC, Generic[State]):
     """When and how parameters sync.
 
-    Subclasses are frozen dataclasses. `init`, `at_backward`, `at_step` and `at_meeting` are pure functions.
+    Subclasses are frozen dataclasses. `init`, `at_backward`, `at_step` and `at_sync` are pure functions.
     """
 
     state_type: ClassVar[type[tuple[Any, ...]]]
@@ -251,7 +251,7 @@ class Strategy(ABC, Generic[State]):
         """
 
     @abstractmethod
-    def at_meeting(self, state: State, progress: Progress) -> tuple[State, tuple[Action, ...]]:
+    def at_sync(self, state: State, progress: Progress) -> tuple[State, tuple[Action, ...]]:
         """Return the same for a sync that the user requests outside of the schedule; it makes all ranks equal."""
 
     @abstractmethod

@@ -267,7 +267,7 @@ class DiLoCo(Strategy[_State]):
         under_way = tuple(entry for entry in state.under_way if entry[0] != fragment)
         return state._replace(under_way=under_way)
 
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         if state.equal_at == progress.step:
             # Nothing was learnt since the last sync. An outer step would only follow its momentum.
             return state, (Average(), RestartOuter()) if state.num_ranks > 1 else ()
@@ -301,7 +301,7 @@ class DiLoCo(Strategy[_State]):
             how += f" {format_count(self.delay, 'step')} later, {kept}"
         drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
         return Rules(
-            meets_equal=self.fragments == 1 and not self.delay and not self._mixing,
+            equal_after_sync=self.fragments == 1 and not self.delay and not self._mixing,
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", how, drift),

@@ -41,7 +41,7 @@ class EveryStep(Strategy[_State]):
     ) -> tuple[_State, tuple[Action, ...]]:
         return state, ()
 
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         return state, ()
 
     def rules(self, spec: Spec) -> Rules:

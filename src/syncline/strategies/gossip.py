@@ -163,7 +163,7 @@ class Gossip(Strategy[_State]):
         state = state._replace(round=state.round + 1)
         return state, (Push(to, sources),) if to or sources else ()
 
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         return state, (Average(by_weight=True),) if state.num_ranks > 1 else ()
 
     def rules(self, spec: Spec) -> Rules:

@@ -100,9 +100,9 @@ class LocalSGD(Strategy[_State]):
             return state, (AverageBuffers(),)  # averaged gradients do not make buffers equal
         # Groups that average gradients separately must sync with the others at every step of the warm-up.
         is_due = since <= 0 or since % self.every == 0
-        return self.at_meeting(state, progress) if is_due else (state, ())
+        return self.at_sync(state, progress) if is_due else (state, ())
 
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         if state.is_one_worker:
             return state, ()
         return state, (Average(optimizer_state=self.optimizer_state),)
@@ -113,7 +113,7 @@ class LocalSGD(Strategy[_State]):
         drift = format_count(self.every, "step")
         state_rule = Rule(often, "mean, all_reduce", drift)
         return Rules(
-            meets_equal=True,
+            equal_after_sync=True,
             strategy=str(self),
             gradients=gradients_rule(self.every_step_within, self.warmup),
             parameters=Rule(f"{often}{after}", "mean, all_reduce", drift),

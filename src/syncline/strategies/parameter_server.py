@@ -101,7 +101,7 @@ class ParameterServer(Strategy[_State]):
     ) -> tuple[_State, tuple[Action, ...]]:
         return self._go_on(state, progress, inbox, staleness=self.staleness)
 
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
         state, actions = self._go_on(state, progress, (), staleness=0)
         return state, (AverageBuffers(), *actions)
 

@@ -214,7 +214,7 @@ class Rounds:
     def sync_parameters(self) -> None:
         """Run a sync now, outside of the schedule. Afterwards all ranks are equal. A collective call."""
         server = self._executor.server
-        plan, actions = self.strategy.at_meeting(self._plan, Progress(step=self.step))
+        plan, actions = self.strategy.at_sync(self._plan, Progress(step=self.step))
         # Ranks with different actions would mix up their messages, so the actions are compared first.
         wanted = [] if server is not None else [str(action) for action in actions]
         exchange(
@@ -261,7 +261,7 @@ class Rounds:
             self._plan = plan
             return
         board, before, start = self.transport.board, self.transport.statistics(), time.perf_counter()
-        former_phase, board.phase = board.phase, f"the meeting after step {self.step}"
+        former_phase, board.phase = board.phase, f"the parameter sync after step {self.step}"
         done = list(actions)
         server = self._executor.server
         try:
