@@ -37,7 +37,7 @@ from syncline.strategies.base import (
 )
 from syncline.strategies.diloco import plan_fragments
 from syncline.strategies.gossip import neighbours
-from syncline.strategies.workers import workers_of
+from syncline.strategies.local_steps import workers_of
 
 SPEC = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=(10, 20, 30, 40))
 
@@ -369,7 +369,10 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         ),
         (lambda: sl.ParameterServer(-1), "expected staleness to be an integer of at least 0"),
         (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "expected between 1 and 4 fragments"),
-        (lambda: workers_of(3, SPEC), "every_step_within=3 ranks, but there are 4"),
+        (
+            lambda: workers_of(3, SPEC),
+            "expected every_step_within to divide the number of ranks, which is 4; got 3",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, expected: str) -> None:

@@ -1,12 +1,12 @@
-"""The strategy interface: when and how the parameters of replicas sync, decided by pure functions of plain data.
+"""The strategy interface: pure functions of plain data decide when and how the parameters of replicas sync.
 
-A strategy is an immutable description. Its methods take a state and return a new one, together with a tuple of actions
-to carry out. A strategy has no tensors, no transport and no clock: `strategies/execution/` asks it at every backward
-and after every step, and carries out its actions. Therefore the same strategy runs on every transport, its state is a
-small record that can be saved as JSON, and it can be tested without ranks.
+A strategy is an immutable description. Its methods take a state, and return the new state with the actions to carry
+out. A strategy has no tensors, no transport and no clock. The package `strategies/execution/` calls the strategy in
+every backward and after every step, and carries out the actions. Therefore the same strategy runs on every transport,
+its state is a small record that can be saved as JSON, and tests need no ranks.
 
-A strategy also states which data the executor has to keep for its actions (`Mechanism`). Ranks compare the text forms
-of their strategies (`in_words`) to check that all were given the same one.
+A strategy also states which data has to be kept for its actions, beside the module (`Mechanism`). Ranks compare the
+text forms of their strategies (`in_words`) to check that all ranks were given the same strategy.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ class Message(NamedTuple):
 
     kind: Literal["update", "values"]
     rank: int
+    """The sender."""
     clock: int
+    """The step that the message is about."""
 
 
 class Action:
-    """One thing to do. The set of subclasses is closed."""
+    """One operation that a strategy requests. Users cannot add subclasses, because the executor must know each."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(Action):
-    """Average gradients in this backward, over all ranks or over the ranks of this rank's worker."""
+    """Average gradients in this backward, over all ranks or over this rank's worker (its group of ranks)."""
 
     among: Literal["all", "worker"] = "all"
 
@@ -45,47 +47,47 @@ class Average(Action):
     """Replace parameters and buffers by their mean over all ranks, now."""
 
     optimizer_state: bool = False
-    """Also average the floating state of the attached optimizers (momenta)."""
+    """Whether to also average the floating-point state of the attached optimizers (momenta)."""
     by_weight: bool = False
-    """Weight each rank by its push-sum weight."""
+    """Whether to weight the values of each rank by the push-sum weight of that rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class AverageBuffers(Action):
-    """Make the buffers equal, now."""
+    """Make the buffers equal on all ranks, now."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartOuter(Action):
-    """Start the outer optimizer again from the ranks' current parameters, which are equal."""
+    """Copy the current parameters, which are equal on all ranks, as the new start of the outer optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendOuter(Action):
-    """Start to average a fragment's outer gradient: the distance that it has moved since the last outer step."""
+    """Start to average the outer gradient of a fragment: how far its parameters moved since the last outer step."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdvanceOuter(Action):
-    """Move an average in flight into its next phase, if its encoding has several."""
+    """Start the next phase of a fragment's average, if its encoding has several phases."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOuter(Action):
-    """Take the outer step of a fragment, and write its result into the parameters."""
+    """Wait for the average of a fragment, take its outer step, and write the result into the parameters."""
 
     fragment: int
     mixing: float | None
-    """The weight of this rank's own values: 0 for none, 1 for all. None: only changes since the send are kept."""
+    """The weight of this rank's own values in the result, from 0 to 1. None: add this rank's changes since the send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Push(Action):
-    """Split the values into equal parts: keep one, send one to each rank of `to`, add those received from `sources`."""
+    """Split the values into equal parts. Keep one, send one to each rank of `to`, and add the parts from `sources`."""
 
     to: tuple[int, ...]
     sources: tuple[int, ...]
@@ -93,21 +95,21 @@ class Push(Action):
 
 @dataclass(frozen=True, slots=True)
 class Update(Action):
-    """Send each shard's server the change of this rank's parameters in step `clock`."""
+    """Send the server of each shard how this rank's parameters changed in step `clock`."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close(Action):
-    """Add the mean of all updates of a clock to this rank's shard, and send its values to all ranks."""
+    """Add the mean of all updates of step `clock` to the shard of this rank, and send its values to all ranks."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Action):
-    """Adopt a shard's values, which contain all updates up to a clock."""
+    """Replace the values of a shard by those received, which contain all updates up to step `clock`."""
 
     shard: int
     clock: int
@@ -115,11 +117,11 @@ class Adopt(Action):
 
 @dataclass(frozen=True, slots=True)
 class Await(Action):
-    """Wait until a message has arrived, then ask the strategy again."""
+    """Wait until a message has arrived, then call `at_step` again."""
 
 
 class Mechanism:
-    """The data that an executor keeps for a strategy's actions, beside the module. The set of subclasses is closed."""
+    """The data that a strategy's actions need beside the module. Users cannot add subclasses."""
 
     __slots__ = ()
 
@@ -136,9 +138,9 @@ class OuterCopies(Mechanism):
     fragments: tuple[tuple[int, ...], ...]
     """For each fragment, the indices of its parameters, which sync together."""
     outer: Any
-    """Makes the optimizer of the copies."""
+    """A function that makes the optimizer of the copies."""
     compression: Any
-    """How outer gradients are encoded; None for no encoding."""
+    """The encoding of outer gradients; None for no encoding."""
     keeps_sent: bool
     """Whether changes made while a fragment is in flight are added to the values that arrive."""
 
@@ -156,7 +158,9 @@ class ServerShard(Mechanism):
 
 
 def in_words(description: object) -> str:
-    """Return a frozen dataclass as a user would write it, without default values; callables by qualified name.
+    """Return the text of a frozen dataclass as a user would write it.
+
+    The text has no default values, and shows functions by their qualified names.
 
     Example:
         >>> from syncline.strategies import LocalSGD
@@ -172,7 +176,7 @@ def in_words(description: object) -> str:
 
 
 def value_in_words(value: object) -> str:
-    """Return a callable's qualified name, a partial with its arguments, or else the value as Python shows it."""
+    """Return the qualified name of a function, a partial with its arguments, or any other value as Python shows it."""
     wrapped = getattr(value, "func", None)
     if wrapped is not None:  # a functools.partial
         arguments = [repr(a) for a in value.args]  # type: ignore[attr-defined]
@@ -190,14 +194,14 @@ def every_words(steps: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """The situation of a run. Only `rank` differs between ranks."""
+    """The ranks and the parameters of a run. Only `rank` differs between ranks."""
 
     rank: int
     num_ranks: int
     hosts: tuple[int, ...]
-    """For each rank, the number of its host."""
+    """For each rank, the index of the host on which it runs."""
     sizes_numel: tuple[int, ...]
-    """Number of elements of each trained parameter, in the module's order."""
+    """The number of elements of each trained parameter, in the module's order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,26 +209,33 @@ class Progress:
     """The progress of this rank."""
 
     step: int
-    """Number of optimizer steps completed."""
+    """The number of completed optimizer steps."""
 
 
 State = TypeVar("State", bound=NamedTuple)
 
 
-class Strategy(ABC, Generic[State]):
-    """When and how parameters sync.
+Decision = tuple[State, tuple[Action, ...]]
+"""The new state of a strategy, and the actions to carry out, in this order."""
 
-    Subclasses are frozen dataclasses. `init`, `at_backward`, `at_step` and `at_sync` are pure functions.
+
+class NoState(NamedTuple):
+    """The empty state of a strategy that has nothing to remember."""
+
+
+class Strategy(ABC, Generic[State]):
+    """A decision when and how parameters sync.
+
+    Subclasses are frozen dataclasses. Their states are named tuples of integers and of tuples of integers. `init`,
+    `at_backward`, `at_step` and `at_sync` are pure functions.
     """
 
-    state_type: ClassVar[type[tuple[Any, ...]]]
-    """The type of the state: a named tuple of integers and tuples of them."""
     situation_fields: ClassVar[frozenset[str]] = frozenset()
-    """The fields of the state that depend on the number of ranks or on this rank, and so are never loaded."""
+    """The fields of the state that depend on the number of ranks or on this rank. They are never loaded."""
     needs_attach: ClassVar[bool] = True
-    """Whether the strategy acts at steps, so that the optimizer has to be attached."""
+    """Whether the strategy acts after steps, so that the optimizer has to be attached."""
     drifts: ClassVar[bool] = True
-    """Whether replicas may differ between two syncs."""
+    """Whether replicas may differ between two parameter syncs."""
 
     @abstractmethod
     def init(self, spec: Spec) -> State:
@@ -234,42 +245,47 @@ class Strategy(ABC, Generic[State]):
             ValueError: the strategy does not fit the situation.
         """
 
-    @abstractmethod
     def at_backward(self, state: State, progress: Progress) -> tuple[Action, ...]:
-        """Return the actions for a backward that begins now; none means that gradients stay local."""
+        """Return the actions for a backward that begins now. Gradients stay local if there are none, as by default."""
+        return ()
 
-    @abstractmethod
-    def at_step(
-        self, state: State, progress: Progress, inbox: Sequence[Message] = ()
-    ) -> tuple[State, tuple[Action, ...]]:
-        """Return the new state, and the actions to carry out in this order after a step.
+    def at_step(self, state: State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[State]:
+        """Return the new state, and the actions to carry out after an optimizer step; by default no action.
 
         Args:
             state: the state that the last call returned.
-            progress: contains the step that was just completed.
+            progress: contains the number of the step that was just completed.
             inbox: the messages that have arrived since the last call.
+        """
+        return state, ()
+
+    @abstractmethod
+    def at_sync(self, state: State, progress: Progress) -> Decision[State]:
+        """Return the new state, and the actions of a parameter sync that the user requests outside of the schedule.
+
+        The actions make the parameters of all ranks equal.
         """
 
     @abstractmethod
-    def at_sync(self, state: State, progress: Progress) -> tuple[State, tuple[Action, ...]]:
-        """Return the same for a sync that the user requests outside of the schedule; it makes all ranks equal."""
-
-    @abstractmethod
     def rules(self, spec: Spec) -> Rules:
-        """Return what the strategy guarantees, in words."""
+        """Return the guarantees of the strategy in words, for the contract."""
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        """Return the data, apart from the module, that the executor has to keep for the strategy's actions."""
+        """Return which data the strategy's actions need beside the module; by default none."""
         return NothingKept()
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:
-        """Return, for each rank, the number of its group that averages gradients every step; None for no groups."""
+        """Return, for each rank, the index of the group in which it averages gradients in every step.
+
+        None, the default, stands for no such groups.
+        """
         return None
 
     def state_from(self, saved: Mapping[str, Any], spec: Spec) -> State:
         """Return the state from a saved `state._asdict()`, which may come from JSON or from another number of ranks."""
-        own = {key: _as_tuples(value) for key, value in saved.items() if key not in self.situation_fields}
-        return self.state_type(**self.init(spec)._asdict() | own)  # type: ignore[return-value]
+        state = self.init(spec)
+        known = set(state._fields) - self.situation_fields
+        return state._replace(**{name: _as_tuples(value) for name, value in saved.items() if name in known})
 
     def __str__(self) -> str:
         return in_words(self)
