@@ -185,7 +185,7 @@ def test_a_server_is_not_asked_to_meet_after_different_numbers_of_steps() -> Non
     first, second = texts_of(program, sl.ContractMismatch)
     assert first == second
     assert "expected 1 (rank 0)" in first
-    assert "Call it after as many steps on every rank" in first
+    assert "Call it after the same number of steps on every rank" in first
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Gossip: in each round a rank averages with a few others, so that its changes reach all ranks after some rounds.
 
-The topology determines which rank sends to which in a round. It is a pure function of the number of ranks and the round.
+The topology determines which rank sends to which in a round, by a pure function of the round and the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the actions of a strategy do, as facts and in words: pure functions of the actions."""
+"""The effects of a strategy's actions, as facts and in words: pure functions of the actions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from syncline.strategies.base import (
 
 
 def sends(action: Action, *, has_buffers: bool) -> bool:
-    """Return whether an action sends or receives something, for a module with or without buffers to synchronize."""
+    """Return whether an action sends or receives data, for a module with or without buffers to synchronize."""
     return has_buffers if isinstance(action, AverageBuffers) else not isinstance(action, RestartOuter)
 
 
 def synchronized_by(actions: Sequence[Action], *, has_buffers: bool) -> set[str]:
-    """Return what the actions synchronize: any of "parameters", "buffers" and "optimizer".
+    """Return which of "parameters", "buffers" and "optimizer" the actions synchronize.
 
     Example:
         >>> sorted(synchronized_by([Average(optimizer_state=True)], has_buffers=False))
@@ -46,7 +46,7 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
 
     Args:
         actions: the actions of one round.
-        num_fragments: into how many fragments an outer optimizer divides the parameters; 0 without one.
+        num_fragments: the number of fragments into which an outer optimizer divides the parameters; 0 without one.
 
     Example:
         >>> make_equal([ReceiveOuter(0, mixing=0)], num_fragments=2)
@@ -61,20 +61,20 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
 
 
 def are_blocking(actions: Sequence[Action]) -> bool:
-    """Return whether the ranks wait for each other in these actions.
+    """Return whether all ranks wait for each other while they carry out these actions.
 
-    They do not if what they send is received in a later step, or by the ranks of one pair only.
+    They do not wait if data is received in a later step than it is sent, or only between the ranks of a pair.
     """
     sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
     received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
     return bool(sent & received) or any(isinstance(action, Average) for action in actions)
 
 
-def in_words(actions: Sequence[Action], *, has_buffers: bool) -> Iterator[str]:
-    """Yield what each action that sends or receives does, as `RoundRecord.what` shows it.
+def descriptions(actions: Sequence[Action], *, has_buffers: bool) -> Iterator[str]:
+    """Yield a description of each action that sends or receives data, for `RoundRecord.what`.
 
     Example:
-        >>> list(in_words([Push(to=(1,), sources=(2, 3))], has_buffers=False))
+        >>> list(descriptions([Push(to=(1,), sources=(2, 3))], has_buffers=False))
         ['sent to rank 1, received from ranks 2, 3']
     """
     for action in actions:
