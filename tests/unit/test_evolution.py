@@ -470,12 +470,16 @@ class Foreign(torch.optim.SGD):
         (
             {"module": nn.Linear(1, 1, dtype=torch.complex64)},
             ValueError,
-            "expected real parameters, got weight",
+            "expected real floating-point parameters, but weight",
         ),
         ({"module": [nn.Linear(1, 1)]}, TypeError, "expected module to be a torch.nn.Module, got a list"),
         ({"module": nn.LazyLinear(1)}, ValueError, "run one forward"),
-        ({"optimizer": Foreign}, ValueError, "expected an optimizer of the parameters it was given"),
-        ({"optimizer": lambda parameters, lr: lr}, TypeError, "to return a torch.optim.Optimizer, got float"),
+        ({"optimizer": Foreign}, ValueError, "to return an optimizer of exactly the"),
+        (
+            {"optimizer": lambda parameters, lr: lr},
+            TypeError,
+            "to return a torch.optim.Optimizer of these parameters, got a float",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -122,12 +122,9 @@ class PowerSGD(Compression):
     gives = "means"
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            rank=checked_count("rank", self.rank, at_least=1),
-            error_feedback=checked_flag("error_feedback", self.error_feedback),
-            seed=checked_count("seed", self.seed),
-        )
+        rank, seed = checked_count("rank", self.rank, at_least=1), checked_count("seed", self.seed)
+        store(self, rank=rank, seed=seed)
+        checked_flag("error_feedback", self.error_feedback)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _PowerSGDEncoder(self, layout)

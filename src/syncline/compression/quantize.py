@@ -67,14 +67,11 @@ class Quantize(Codec):
     is_linear = False
 
     def __post_init__(self) -> None:
-        if checked_count("bits", self.bits, at_least=2, at_most=8) not in (2, 4, 8):
+        bits = checked_count("bits", self.bits, at_least=2, at_most=8)
+        if bits not in (2, 4, 8):
             raise ValueError(f"expected bits to be 8, 4 or 2, got {self.bits!r}")
-        store(
-            self,
-            bits=int(self.bits),
-            block_numel=checked_count("block_numel", self.block_numel, at_least=2),
-            error_feedback=checked_flag("error_feedback", self.error_feedback),
-        )
+        store(self, bits=bits, block_numel=checked_count("block_numel", self.block_numel, at_least=2))
+        checked_flag("error_feedback", self.error_feedback)
         if self.block_numel % self._multiple:
             raise ValueError(
                 f"expected block_numel to be a multiple of {self._multiple}, because codes of {self.bits} bits are "

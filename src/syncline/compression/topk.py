@@ -49,11 +49,8 @@ class TopK(Compression):
     gives = "rows"
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            ratio=checked_number("ratio", self.ratio, above=0, at_most=1),
-            error_feedback=checked_flag("error_feedback", self.error_feedback),
-        )
+        store(self, ratio=checked_number("ratio", self.ratio, above=0, at_most=1))
+        checked_flag("error_feedback", self.error_feedback)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _TopKEncoder(self, layout)

@@ -202,7 +202,7 @@ class Drift:
         """Return whether a backward that begins now is reduced, unless it runs under `no_sync`."""
         if self.divergence.is_open:
             return False
-        return self.rounds is None or self.rounds.reduces() is not None
+        return self.rounds is None or self.rounds.reduces()
 
     # ------------------------------------------------------------------ may replicas differ?
 

@@ -125,15 +125,10 @@ class Rounds:
 
     # ------------------------------------------------------------------ called by the wrapper
 
-    def reduces(self) -> str | None:
-        """Return which ranks average gradients in a backward that begins now.
-
-        "all" stands for all ranks, "worker" for the ranks of this rank's group, and None for no ranks.
-        """
-        for action in self.strategy.at_backward(self._plan, Progress(step=self.step)):
-            if isinstance(action, ReduceGradients):
-                return action.among
-        return None
+    def reduces(self) -> bool:
+        """Return whether a backward that begins now averages gradients, over all ranks or among some of them."""
+        actions = self.strategy.at_backward(self._plan, Progress(step=self.step))
+        return any(isinstance(action, ReduceGradients) for action in actions)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
         """Count the steps of an attached optimizer, and no longer those of the optimizers that it replaces."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.compression.exchange import MeanExchange
-from syncline.optimizers.contents import parameters_of
+from syncline.optimizers.contents import made_optimizer
 from syncline.strategies.base import (
     Action,
     AdvanceOuter,
@@ -21,7 +21,6 @@ from syncline.strategies.base import (
 from syncline.strategies.execution.flat import FlatGroup, flat_groups
 from syncline.strategies.execution.kept import Kept
 from syncline.transport.base import Transport
-from syncline.user_code import calling
 
 
 class OuterLoop(Kept):
@@ -46,9 +45,15 @@ class OuterLoop(Kept):
         self._local = dict(named)
         self._common = {name: _copy_of(parameter) for name, parameter in named}
         common = list(self._common.values())
-        with calling("outer(parameters)"):
-            optimizer = copies.outer(list(common))
-        self.optimizer: torch.optim.Optimizer = _checked(optimizer, common)
+        self.optimizer: torch.optim.Optimizer = made_optimizer(
+            "outer(parameters)",
+            lambda: copies.outer(list(common)),
+            common,
+            hint=(
+                ". The outer optimizer steps copies of the module's parameters: write outer=lambda parameters: "
+                "torch.optim.SGD(parameters, lr=0.7), not an optimizer of module.parameters()"
+            ),
+        )
         self.num_fragments = len(copies.fragments)
         self._fragments = [
             _Fragment([named[i][1] for i in indices], [common[i] for i in indices], copies, transport)
@@ -215,21 +220,3 @@ def _copy_of(parameter: Tensor) -> Tensor:
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     copy = parameter.detach().to(dtype, copy=True, memory_format=torch.preserve_format)
     return nn.Parameter(copy)
-
-
-def _checked(optimizer: object, own: Sequence[Tensor]) -> torch.optim.Optimizer:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            "DiLoCo: expected outer(parameters) to return a torch.optim.Optimizer of these parameters, got a "
-            f"{type(optimizer).__name__}"
-        )
-    has = {id(parameter) for parameter in parameters_of(optimizer)}
-    expected = {id(parameter) for parameter in own}
-    if has != expected:
-        raise ValueError(
-            f"the outer optimizer, {type(optimizer).__name__}, has other parameters: expected the "
-            f"{len(expected)} that outer was given, got {len(has & expected)} of them and {len(has - expected)} "
-            "others. The outer optimizer steps copies of the module's parameters: write "
-            "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7), not an optimizer of module.parameters()"
-        )
-    return optimizer
