@@ -349,7 +349,7 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         (lambda: sl.LocalSGD(2.0), "expected every to be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: sl.LocalSGD(2, warmup=-1), "expected warmup to be an integer of at least 0"),
         (lambda: sl.LocalSGD(2, every_step_within="node"), "a number of ranks, or None, got 'node'"),  # type: ignore[arg-type]
-        (lambda: sl.DiLoCo(4, fragments=5), "at most one fragment per step: every=4, got fragments=5"),
+        (lambda: sl.DiLoCo(4, fragments=5), "at most one fragment syncs per step: every=4, got fragments=5"),
         (lambda: sl.DiLoCo(4, delay=4), "expected a delay below every=4"),
         (
             lambda: sl.DiLoCo(4, mixing=1.0),
@@ -371,7 +371,7 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "expected between 1 and 4 fragments"),
         (
             lambda: workers_of(3, SPEC),
-            "expected every_step_within to divide the number of ranks, which is 4; got 3",
+            "a number that divides the 4 ranks into equal groups, got 3",
         ),
     ],
 )

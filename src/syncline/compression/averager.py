@@ -10,13 +10,15 @@ from torch import Tensor
 
 from syncline.checks import checked_state
 from syncline.compression.base import Averaged, Averaging, Compression, Layout, encoder_of
+from syncline.trees import leaves, map_leaves
 
 
 class Averager:
-    """Averages one flat tensor repeatedly. With error feedback, the loss of one averaging is added to the next.
+    """The repeated averaging of one flat tensor by a compression, with error feedback if the compression uses it.
 
-    With error feedback nothing is lost for good: the sum of all means that came out, plus the mean over ranks of the
-    residuals, equals the sum of the exact means. Residuals that are not finite are dropped.
+    Error feedback adds the residual, which is what one averaging loses, to the values of the next averaging. Then
+    nothing is lost for good: the sum of all results, plus the mean over ranks of the residuals, equals the sum of the
+    exact means. Residuals that are not finite are dropped.
 
     Args:
         compression: the encoding of the values; None to send them unencoded.
@@ -41,7 +43,7 @@ class Averager:
         return Averaged(averaged.mean)
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor of the layout, by name; empty dicts without a state. Do not write to it."""
+        """Return the state of each tensor of the layout, by name; empty dicts without a state. Do not modify it."""
         kept = [dict(tensors) for tensors in self._encoder.memory()]
         if self._residual is not None:
             for tensors, piece in zip(kept, self._residual.split(self.layout.numels), strict=True):
@@ -59,7 +61,7 @@ class Averager:
             tensor.copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the state, with keys `<index of the tensor>.<name>`."""
+        """Return a copy of the state of all tensors, with keys `<index of the tensor>.<name>`."""
         return joined_state({str(index): tensors for index, tensors in enumerate(self.memory())})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -83,7 +85,7 @@ class Averager:
             self.remember(index, tensors)
 
     def _check(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if `tensors` do not fit the state of a tensor."""
+        """Raise if the names or shapes of a saved state do not fit the tensor of this index."""
         own, given = (
             {name: tuple(tensor.shape) for name, tensor in state.items()}
             for state in (self.memory()[index], tensors)
@@ -108,7 +110,7 @@ def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the nested dicts from which `joined_state` made the argument.
+    """Divide the keys that `joined_state` made, and return the state of each tensor by the name of the tensor.
 
     Example:
         >>> parted_state({"fc.weight.residual": torch.zeros(1)})
@@ -137,29 +139,19 @@ def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
         >>> with_mean_residuals({"step": 3, "of": [states[1]]}, [{"step": 3, "of": [state]} for state in states])
         {'step': 3, 'of': [{'0.residual': tensor([3.])}]}
     """
-    return _with_means(own, of_all, len(of_all))
+    residuals: dict[str, list[Tensor]] = {}
+    for state in of_all:
+        for path, leaf in leaves(state):
+            if isinstance(leaf, Tensor) and path.rpartition(".")[2] == "residual":
+                residuals.setdefault(path, []).append(leaf)
 
+    def replaced(path: str, leaf: Any) -> Any:
+        found = residuals.get(path)
+        if found is None:
+            return leaf
+        total = found[0].clone()
+        for tensor in found[1:]:  # in rank order, so that all ranks get the same bits
+            total += tensor
+        return total.div_(len(of_all))  # a residual that a rank lacks counts as zero
 
-def _with_means(own: Any, of_others: Sequence[Any], num_ranks: int) -> Any:
-    """Replace residuals by means. `of_others` are the ranks that have this entry. A missing residual counts as zero."""
-    if isinstance(own, dict):
-        joined = {}
-        for key, one in own.items():
-            theirs = [state[key] for state in of_others if key in state]
-            is_residual = isinstance(one, Tensor) and str(key).rpartition(".")[2] == "residual"
-            joined[key] = _mean(theirs, num_ranks) if is_residual else _with_means(one, theirs, num_ranks)
-        return joined
-    if type(own) in (list, tuple):
-        return type(own)(
-            _with_means(one, [state[index] for state in of_others if index < len(state)], num_ranks)
-            for index, one in enumerate(own)
-        )
-    return own
-
-
-def _mean(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Return the sum of the tensors divided by `num_ranks`, added in rank order so that all ranks get the same bits."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total.div_(num_ranks)
+    return map_leaves(own, replaced)

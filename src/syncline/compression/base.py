@@ -52,7 +52,7 @@ Request = Mean | Sum | Gather | AllToAll
 
 
 class Averaged(NamedTuple):
-    """An approximate mean over all ranks."""
+    """The result of an averaging: an approximate mean over all ranks."""
 
     mean: Tensor
     """The mean, the same bits on all ranks."""
@@ -98,7 +98,7 @@ class Layout:
         return sum(self.numels)
 
     def flat(self, numel: int) -> Layout:
-        """Return this layout with one vector of `numel` elements in place of the tensors."""
+        """Return a layout of one vector of `numel` elements, otherwise equal to this layout."""
         return replace(self, shapes=((numel,),))
 
 
@@ -110,8 +110,8 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     if not dtype.is_floating_point:
         raise ValueError(
-            f"a compression encodes real floating numbers, but got {dtype}: exclude these tensors (ignore=), or use no "
-            "compression"
+            f"a compression encodes real floating numbers, but got {dtype}: exclude tensors of this type (ignore=), "
+            "or use no compression"
         )
     return torch.float64 if dtype is torch.float64 else torch.float32
 
@@ -175,7 +175,7 @@ class Compression(ABC):
         return bool(getattr(self, "error_feedback", False))
 
     def __str__(self) -> str:
-        """Return the type with its first argument, and with the other arguments that differ from their defaults."""
+        """Return the class name with the first argument, and with other arguments that differ from their defaults."""
         first, *others = fields(self)  # type: ignore[arg-type]
         shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
         values = [(f.name, getattr(self, f.name)) for f in shown]

@@ -36,7 +36,7 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
-            raise error(f"expected dtype to be torch.bfloat16 or torch.float16, got {self.dtype!r}")
+            raise error(f"Cast: expected dtype to be torch.bfloat16 or torch.float16, got {self.dtype!r}")
 
     def encoder(self, layout: Layout) -> Encoder:
         return _CastEncoder(self, layout)

@@ -99,7 +99,7 @@ class Chain(Composed):
 
 
 def _check_order(stage: Compression, after: Compression) -> None:
-    """Raise if the compression `after` cannot encode the output of `stage`."""
+    """Raise ValueError if the compression `after` cannot encode the output of `stage`."""
     if stage.gives == "codes":
         why, remedy = _GIVES["codes"], f"{type(stage).__name__} comes last"
     elif after.is_order_dependent:
@@ -113,7 +113,7 @@ def _check_order(stage: Compression, after: Compression) -> None:
 
 
 class _ChainEncoder(Encoder):
-    """Runs the generator of the first stage, and answers its requests by the encoders of the later stages."""
+    """An encoder that runs the generator of the first stage, and answers its requests by the later stages."""
 
     def __init__(self, stages: tuple[Compression, ...], layout: Layout) -> None:
         super().__init__(layout)
@@ -184,7 +184,7 @@ class After(Composed):
         for name, stage in (("then", self.then), ("before", self.before)):
             is_missing = stage is None and name == "before"
             if not is_missing and (not isinstance(stage, Compression) or isinstance(stage, After)):
-                raise TypeError(f"expected {name} to be a compression other than After, got {stage!r}")
+                raise TypeError(f"After: expected {name} to be a compression other than After, got {stage!r}")
 
     @property
     def stages(self) -> tuple[Compression, ...]:
@@ -199,7 +199,7 @@ class After(Composed):
 
 
 class _AfterEncoder(Encoder):
-    """Encodes the first averages by `before`, and later ones by `then`."""
+    """An encoder that uses one compression for the first averagings, and another one later."""
 
     def __init__(self, after: After, layout: Layout) -> None:
         super().__init__(layout)

@@ -79,7 +79,7 @@ class HookState:
     ) -> None:
         if not isinstance(compression, Compression):
             raise TypeError(
-                f"expected compression to be one of sl.compression, for example Cast(), got {compression!r}"
+                f"HookState: expected compression to be one of sl.compression, for example Cast(), got {compression!r}"
             )
         if module is not None:
             checked_kind("module", module, nn.Module, "a torch.nn.Module")
@@ -98,7 +98,12 @@ class HookState:
         """Each parameter, by id, with its state from a former bucket. The reference keeps the id from being reused."""
 
     def use(self, transport: Transport, module: nn.Module | None) -> None:
-        """Average over these ranks from now on, for this module. The compression's state is kept."""
+        """Average over the ranks of this transport from now on. The compression's state is kept.
+
+        Args:
+            transport: connects the ranks.
+            module: the module whose parameter names are used from now on; None to keep the names.
+        """
         if module is not None:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         if transport is not self._transport:
@@ -109,7 +114,7 @@ class HookState:
 
     @torch.no_grad()
     def average(self, bucket: AnyGradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket; see `hook`."""
+        """Average a bucket of gradients, as `hook` describes."""
         for earlier, *_ in self._under_way:
             earlier.advance()
         buffer = bucket.buffer()
@@ -139,8 +144,8 @@ class HookState:
         index = bucket.index()
         if bucket.buffer().is_sparse:
             raise ValueError(
-                f"bucket {index} has a sparse gradient, which {self.compression} cannot encode: make it dense "
-                "(sparse=False), or use no compression"
+                f"bucket {index} has a sparse gradient, which {self.compression} cannot encode: make the gradient "
+                "dense (sparse=False), or use no compression"
             )
         known = self._buckets.get(index)
         if known is not None:
@@ -191,8 +196,8 @@ class HookState:
         unknown = sorted(set(given).difference(names.values()))
         if unknown:
             raise ValueError(
-                f"expected the compression state of parameters of this module, got a state of {', '.join(unknown)}, "
-                "which it does not have"
+                "HookState: expected the compression state of parameters of this module, got a state of "
+                f"{', '.join(unknown)}, which it does not have"
             )
         # The former state is dropped. Buckets take their part of the new state when they are created.
         self._drop_buckets()
@@ -228,7 +233,7 @@ class HookState:
 
 
 class _Bucket:
-    """One bucket, with the parameters that it had when it was created."""
+    """A bucket of gradients, with its parameters and the exchange that averages it."""
 
     def __init__(self, compression: Compression, bucket: AnyGradBucket, transport: Transport) -> None:
         buffer = bucket.buffer()
@@ -254,12 +259,12 @@ class _Future(torch.futures.Future[Tensor]):
 
 
 def _layout_of(bucket: AnyGradBucket) -> tuple[object, ...]:
-    """Return what an exchange depends on: the parameters, by id, and the size, type and device of the buffer."""
+    """Return the ids of a bucket's parameters, and the size, type and device of its buffer."""
     buffer = bucket.buffer()
     return tuple(map(id, bucket.parameters())), buffer.numel(), buffer.dtype, buffer.device
 
 
 def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """Return the sizes in memory order of the dimensions. Channels come last for channels_last weights."""
+    """Return the sizes of a tensor's dimensions in memory order: channels come last for channels_last weights."""
     strides = tensor.stride()
     return tuple(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))

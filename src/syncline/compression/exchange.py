@@ -31,7 +31,7 @@ from syncline.transport.work import Work
 
 
 class MeanExchange:
-    """Averages one flat tensor over all ranks repeatedly.
+    """The repeated averaging of one flat tensor over all ranks.
 
     One averaging is a call of `start`, any number of calls of `advance` (between other work), and a call of `wait`.
     `start` and `advance` start the collectives of at most one phase, and `wait` those of all remaining phases. So ranks
@@ -77,7 +77,9 @@ class MeanExchange:
             checked_kind("compression", compression, Compression, "one of sl.compression, or None")
         checked_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         if compression is None and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"expected dtype to be a floating-point or complex type, got {dtype}")
+            raise ValueError(
+                f"MeanExchange: expected dtype to be a floating-point or complex type, got {dtype}"
+            )
         self.dtype = dtype
         self.layout = Layout(
             shapes=_checked_shapes(shapes),
@@ -124,8 +126,8 @@ class MeanExchange:
         is_there = flat.device.type == device.type and device.index in (None, flat.device.index)
         if flat.numel() != numel or flat.dtype is not self.dtype or not is_there:
             raise ValueError(
-                f"expected flat to have {numel} elements, {self.dtype} on {device}, got {flat.numel()}, {flat.dtype} "
-                f"on {flat.device}"
+                f"MeanExchange.start: expected flat to have {numel} elements, {self.dtype} on {device}, got "
+                f"{flat.numel()}, {flat.dtype} on {flat.device}"
             )
         flat = flat.detach().view(-1)
         if self._transport.size == 1 or not flat.numel():
@@ -135,7 +137,7 @@ class MeanExchange:
         self.advance()
 
     def advance(self) -> None:
-        """Wait for the current phase, and start the next phase if there is one."""
+        """Wait for the current phase of the averaging, and start the next phase if there is one."""
         if self._phases is None:
             return
         for work in self._works:
@@ -148,7 +150,7 @@ class MeanExchange:
             self._phases, self._works, self._result = None, [], ended.value
 
     def wait(self) -> Tensor:
-        """Wait for the mean.
+        """Wait until the averaging is complete, and return the mean.
 
         Returns:
             The mean over all ranks, of shape (numel,) and in the flat tensor's type, the same bits on every rank.
@@ -169,7 +171,7 @@ class MeanExchange:
     # ------------------------------------------------------------------ state
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor, by name. Do not write to it."""
+        """Return the state of each tensor, by name. Do not modify it."""
         return self._averager_at_rest().memory()
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
@@ -283,7 +285,7 @@ def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
     try:
         found = tuple(tuple(int(operator.index(size)) for size in shape) for shape in shapes)
     except TypeError:
-        raise TypeError(f"expected shapes to be a list of shapes, got {shapes!r}") from None
+        raise TypeError(f"MeanExchange: expected shapes to be a list of shapes, got {shapes!r}") from None
     if any(size < 0 for shape in found for size in shape):
-        raise ValueError(f"expected shapes to have no negative sizes, got {shapes!r}")
+        raise ValueError(f"MeanExchange: expected shapes to have no negative sizes, got {shapes!r}")
     return found

@@ -69,13 +69,13 @@ class Quantize(Codec):
     def __post_init__(self) -> None:
         bits = checked_count("bits", self.bits, at_least=2, at_most=8)
         if bits not in (2, 4, 8):
-            raise ValueError(f"expected bits to be 8, 4 or 2, got {self.bits!r}")
+            raise ValueError(f"Quantize: expected bits to be 8, 4 or 2, got {self.bits!r}")
         store(self, bits=bits, block_numel=checked_count("block_numel", self.block_numel, at_least=2))
         checked_flag("error_feedback", self.error_feedback)
         if self.block_numel % self._multiple:
             raise ValueError(
-                f"expected block_numel to be a multiple of {self._multiple}, because codes of {self.bits} bits are "
-                f"packed into bytes; got {self.block_numel}"
+                f"Quantize: expected block_numel to be a multiple of {self._multiple}, because codes of {self.bits} "
+                f"bits are packed into bytes; got {self.block_numel}"
             )
 
     def encoder(self, layout: Layout) -> Encoder:
@@ -83,7 +83,7 @@ class Quantize(Codec):
 
     @property
     def _largest(self) -> int:
-        """The largest integer code. The smallest code is its negative."""
+        """The largest integer code for 8 or 4 bits. The smallest code is its negative."""
         return 127 if self.bits == 8 else 7
 
     @property
@@ -116,7 +116,7 @@ class Quantize(Codec):
         return values.view(num_rows, -1)[:, :numel]
 
     def encode_rows(self, values: Tensor, lost: Tensor | None) -> Tensor:
-        """Encode each row separately. The result has the scales of a row first, and then the codes.
+        """Encode each row of values separately. The result has the scales of a row first, and then its codes.
 
         Args:
             values: of shape (num_rows, numel).
@@ -147,7 +147,7 @@ class Quantize(Codec):
         return encoded
 
     def _scales(self, blocks: Tensor) -> Tensor:
-        """Return the scale of each block of (..., block_numel) values."""
+        """Return the scale of each block; blocks have the shape (..., block_numel)."""
         if self.bits == 2:
             return blocks.square().mean(2).sqrt_()
         return blocks.abs().amax(2).div_(self._largest)

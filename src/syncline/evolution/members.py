@@ -122,7 +122,7 @@ def centered_ranks(losses: Sequence[float]) -> list[float]:
 
 
 def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
-    """Return the weight of each pair's noise in the estimated gradient, which is the sum of weight * noise over pairs.
+    """Return each pair's weight in the estimated gradient, which is the sum of weight * noise over all pairs.
 
     Args:
         losses: losses of all members, pair by pair: first at parameters + sigma * noise, then at the mirrored point.
@@ -200,7 +200,7 @@ def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class Members:
-    """Evaluates members of a population, and estimates the gradient from their losses.
+    """The members of a population for one module: their evaluation, and the gradient estimated from their losses.
 
     Besides the parameters, `evaluate` needs memory for a copy of the parameters and buffers, and for one float32 vector
     as long as all parameters. `gradients` needs two such vectors.
@@ -248,7 +248,7 @@ class Members:
         return losses
 
     def gradients(self, weights: Sequence[float], settings: Settings, *, step: int) -> Iterator[Tensor]:
-        """Yield the sum of weight * noise over all pairs, in each parameter's shape: float32, on the CPU."""
+        """Return the estimated gradient of each parameter: the sum of weight * noise over pairs, float32 on the CPU."""
         flat, total = self._vector(), self._vector().zero_()
         for pair, weight in enumerate(weights):
             if weight:
@@ -282,7 +282,9 @@ class _Buffers:
 
 def _as_number(loss: float | Tensor) -> float:
     if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise TypeError(f"expected loss_fn(module) to return one number, got a tensor {tuple(loss.shape)}")
+        raise TypeError(
+            f"expected loss_fn(module) to return one number, got a tensor of shape {tuple(loss.shape)}"
+        )
     try:
         return float(loss)
     except (TypeError, ValueError):

@@ -232,7 +232,7 @@ class EvolutionStrategy:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. With `module.state_dict()` it resumes the run bit for bit, on any number of ranks."""
+        """Return the state. A run resumes from it and `module.state_dict()` bit for bit, on any number of ranks."""
         return {
             "num_steps": self.num_steps,
             **asdict(self._settings),
@@ -314,7 +314,7 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ agreement between ranks
 
     def _description(self) -> list[str]:
-        """Return lines that must be equal on all ranks at construction."""
+        """Return the module and the settings in words, which must be equal on all ranks at construction."""
         probe = torch.empty(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
         noise_(probe, seed=self._settings.seed, step=0, pair=0)
         named = named_tensors(self.module)
@@ -327,7 +327,7 @@ class EvolutionStrategy:
         ]
 
     def _state_lines(self) -> list[str]:
-        """Return lines that must be equal on all ranks before a step, so that all ranks take the same step."""
+        """Return the settings and the digests of parameters, which must be equal on all ranks before a step."""
         digests = fingerprints([p.detach() for _, p in self._trained])
         return [
             f"step  {self.num_steps + 1}",

@@ -30,21 +30,21 @@ class Message(NamedTuple):
 
 
 class Action:
-    """One operation that a strategy requests. Users cannot add subclasses, because the executor must know each."""
+    """An operation that a strategy requests. Users cannot add actions, because the executor must know each one."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(Action):
-    """Average gradients in this backward, over all ranks or over this rank's worker (its group of ranks)."""
+    """An action that averages gradients in a backward, over all ranks or over this rank's worker (a group of ranks)."""
 
     among: Literal["all", "worker"] = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Average(Action):
-    """Replace parameters and buffers by their mean over all ranks, now."""
+    """An action that replaces parameters and buffers by their mean over all ranks."""
 
     optimizer_state: bool = False
     """Whether to also average the floating-point state of the attached optimizers (momenta)."""
@@ -54,31 +54,31 @@ class Average(Action):
 
 @dataclass(frozen=True, slots=True)
 class AverageBuffers(Action):
-    """Make the buffers equal on all ranks, now."""
+    """An action that makes the buffers equal on all ranks, by the policy that the user chose for buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartOuter(Action):
-    """Copy the current parameters, which are equal on all ranks, as the new start of the outer optimizer."""
+    """An action that copies the parameters, which are equal on all ranks, as the outer optimizer's new start."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendOuter(Action):
-    """Start to average the outer gradient of a fragment: how far its parameters moved since the last outer step."""
+    """An action that starts to average a fragment's outer gradient: the distance moved since its last outer step."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdvanceOuter(Action):
-    """Start the next phase of a fragment's average, if its encoding has several phases."""
+    """An action that starts the next phase of a fragment's average, if the encoding has several phases."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOuter(Action):
-    """Wait for the average of a fragment, take its outer step, and write the result into the parameters."""
+    """An action that waits for a fragment's average, takes the outer step, and writes it into the parameters."""
 
     fragment: int
     mixing: float | None
@@ -87,7 +87,7 @@ class ReceiveOuter(Action):
 
 @dataclass(frozen=True, slots=True)
 class Push(Action):
-    """Split the values into equal parts. Keep one, send one to each rank of `to`, and add the parts from `sources`."""
+    """An action that splits values into equal parts, sends one to each rank of `to`, and adds those of `sources`."""
 
     to: tuple[int, ...]
     sources: tuple[int, ...]
@@ -95,21 +95,21 @@ class Push(Action):
 
 @dataclass(frozen=True, slots=True)
 class Update(Action):
-    """Send the server of each shard how this rank's parameters changed in step `clock`."""
+    """An action that sends the server of each shard how this rank's parameters changed in step `clock`."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close(Action):
-    """Add the mean of all updates of step `clock` to the shard of this rank, and send its values to all ranks."""
+    """An action that adds the mean of all updates of step `clock` to this rank's shard, and sends it to all ranks."""
 
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt(Action):
-    """Replace the values of a shard by those received, which contain all updates up to step `clock`."""
+    """An action that adopts the received values of a shard, which contain all updates up to step `clock`."""
 
     shard: int
     clock: int
@@ -117,7 +117,7 @@ class Adopt(Action):
 
 @dataclass(frozen=True, slots=True)
 class Await(Action):
-    """Wait until a message has arrived, then call `at_step` again."""
+    """An action that waits until a message has arrived, and then calls the strategy's `at_step` again."""
 
 
 class Mechanism:
@@ -128,7 +128,7 @@ class Mechanism:
 
 @dataclass(frozen=True, slots=True)
 class NothingKept(Mechanism):
-    """No data: parameters sync as they are."""
+    """The mechanism of strategies that need no data beside the module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class PushSumWeight(Mechanism):
 
 @dataclass(frozen=True, slots=True)
 class ServerShard(Mechanism):
-    """A shard of the parameters that this rank serves, and a view of all other shards."""
+    """A shard of the parameters that this rank serves, and the values of all other shards."""
 
 
 def in_words(description: object) -> str:
@@ -188,7 +188,7 @@ def value_in_words(value: object) -> str:
 
 
 def every_words(steps: int) -> str:
-    """Return "every 8 steps", or "every step"."""
+    """Return a number of steps in words, such as "every 8 steps" or "every step"."""
     return f"every {steps} steps" if steps > 1 else "every step"
 
 
@@ -206,7 +206,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The progress of this rank."""
+    """The progress of the training on this rank."""
 
     step: int
     """The number of completed optimizer steps."""
@@ -220,11 +220,11 @@ Decision = tuple[State, tuple[Action, ...]]
 
 
 class NoState(NamedTuple):
-    """The empty state of a strategy that has nothing to remember."""
+    """The empty state of a strategy that keeps no state between steps."""
 
 
 class Strategy(ABC, Generic[State]):
-    """A decision when and how parameters sync.
+    """The interface of strategies, which decide when and how parameters sync.
 
     Subclasses are frozen dataclasses. Their states are named tuples of integers and of tuples of integers. `init`,
     `at_backward`, `at_step` and `at_sync` are pure functions.
@@ -239,14 +239,14 @@ class Strategy(ABC, Generic[State]):
 
     @abstractmethod
     def init(self, spec: Spec) -> State:
-        """Return the state before the first step.
+        """Return the state of the strategy before the first step.
 
         Raises:
-            ValueError: the strategy does not fit the situation.
+            ValueError: the strategy does not fit the number of ranks, their hosts, or the parameters.
         """
 
     def at_backward(self, state: State, progress: Progress) -> tuple[Action, ...]:
-        """Return the actions for a backward that begins now. Gradients stay local if there are none, as by default."""
+        """Return the actions for a backward that begins now. Without an action, as by default, gradients stay local."""
         return ()
 
     def at_step(self, state: State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[State]:
@@ -271,7 +271,7 @@ class Strategy(ABC, Generic[State]):
         """Return the guarantees of the strategy in words, for the contract."""
 
     def mechanism(self, spec: Spec) -> Mechanism:
-        """Return which data the strategy's actions need beside the module; by default none."""
+        """Return which data the strategy's actions need beside the module. By default they need no data."""
         return NothingKept()
 
     def workers(self, spec: Spec) -> tuple[int, ...] | None:

@@ -55,8 +55,8 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
     """
     if not 1 <= num_fragments <= len(sizes_numel):
         raise ValueError(
-            f"expected between 1 and {len(sizes_numel)} fragments, because there are {len(sizes_numel)} parameters; "
-            f"got {num_fragments}"
+            f"DiLoCo: expected between 1 and {len(sizes_numel)} fragments, because the module has "
+            f"{len(sizes_numel)} trained parameters; got {num_fragments}"
         )
     low, high = max(sizes_numel), sum(sizes_numel)
     while low < high:  # find the smallest cap that needs at most `num_fragments` fragments
@@ -79,7 +79,7 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
 
 
 def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
-    """Return fragments of neighbours. Each is as large as the cap allows."""
+    """Divide parameters into fragments of neighbours, each as large as the cap on its number of elements allows."""
     fragments: list[list[int]] = []
     filled = cap_numel + 1
     for index, size in enumerate(sizes_numel):
@@ -176,22 +176,23 @@ class DiLoCo(LocalSteps[_State]):
             isinstance(self.compression, type) or not hasattr(self.compression, "encoder")
         ):
             raise TypeError(
-                f"expected compression to be one of sl.compression, for example Quantize(4), or None, got "
+                f"DiLoCo: expected compression to be one of sl.compression, for example Quantize(4), or None, got "
                 f"{self.compression!r}"
             )
         if self.fragments > self.every:
             raise ValueError(
-                f"expected at most one fragment per step: every={self.every}, got fragments={self.fragments}"
+                f"DiLoCo: expected fragments to be at most every, so that at most one fragment syncs per step: "
+                f"every={self.every}, got fragments={self.fragments}"
             )
         if self.delay >= self.every:
             raise ValueError(
-                f"expected a delay below every={self.every}, so that a fragment arrives before it is sent again; "
-                f"got delay={self.delay}"
+                f"DiLoCo: expected a delay below every={self.every}, so that a fragment arrives before it is sent "
+                f"again; got delay={self.delay}"
             )
 
     @property
     def _mixing(self) -> float | None:
-        """The weight of this rank's own values, which is 0 by default if there is no delay."""
+        """The weight of this rank's own values in a fragment's result. It is 0 by default if there is no delay."""
         return 0.0 if self.mixing is None and not self.delay else self.mixing
 
     def init(self, spec: Spec) -> _State:

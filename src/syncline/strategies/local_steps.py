@@ -38,7 +38,8 @@ def workers_of(within: EverythingWithin, spec: Spec) -> tuple[int, ...] | None:
         return spec.hosts
     if spec.num_ranks % within:
         raise ValueError(
-            f"expected every_step_within to divide the number of ranks, which is {spec.num_ranks}; got {within}"
+            f"expected every_step_within to be a number that divides the {spec.num_ranks} ranks into equal groups, got "
+            f"{within}"
         )
     return tuple(rank // within for rank in range(spec.num_ranks))
 
@@ -70,12 +71,12 @@ class LocalSteps(Strategy[State]):
 
     @property
     def _after_warmup(self) -> str:
-        """The end of a sentence about parameters, which do not sync before the end of the warm-up."""
+        """The end of the contract's sentences about parameters, which do not sync before the end of the warm-up."""
         return f", after {format_count(self.warmup, 'synchronous step')}" if self.warmup else ""
 
     @property
     def _during_warmup(self) -> str:
-        """The beginning of a sentence about buffers, which sync in every step of the warm-up."""
+        """The beginning of the contract's sentence about buffers, which sync in every step of the warm-up."""
         return "every step of the warm-up, then " if self.warmup else ""
 
     @property

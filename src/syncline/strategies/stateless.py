@@ -20,7 +20,7 @@ from syncline.strategies.base import (
 
 @dataclass(frozen=True)
 class EveryStep(Strategy[NoState]):
-    """Synchronous training: gradients are averaged in each backward outside of `no_sync`, so replicas are always equal.
+    """Synchronous training: gradients are averaged in each backward outside of `no_sync`. Replicas are always equal.
 
     This is the default (`strategy=None`), and the behavior of torch's DistributedDataParallel.
 

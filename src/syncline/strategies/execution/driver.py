@@ -34,7 +34,7 @@ _REMEDY = "Use the same settings on all ranks, and step the optimizers equally o
 
 
 class Rounds:
-    """The runs of one module's strategy on one rank. The constructor is a collective call.
+    """The execution of one module's strategy on one rank. The constructor is a collective call.
 
     Args:
         strategy: the strategy to run.
@@ -115,7 +115,7 @@ class Rounds:
 
     @property
     def lanes(self) -> list[Transport]:
-        """The lanes to close once this object is no longer needed."""
+        """The lanes that the strategy's data travels on, to be closed with the wrapper."""
         return self._executor.lanes
 
     @property
@@ -140,7 +140,10 @@ class Rounds:
         return bool(self.optimizers.attached)
 
     def step_begins(self) -> None:
-        """Prepare for an optimizer step. The first call is collective if the strategy keeps copies of parameters."""
+        """Check before the first optimizer step that parameters are equal, if the strategy keeps copies of them.
+
+        The first call is a collective call then. Later calls do nothing.
+        """
         if self._settled_at is not None:
             return
         self._settled_at = (
@@ -149,7 +152,7 @@ class Rounds:
         if not self._executor.kept.has_copies:
             return
         digest = digest_of(fingerprints([parameter.detach() for parameter in self._executor.parameters]))
-        title = f"the first step of {self._title}"
+        title = f"before the first step of {self._title}"
         if len(set(exchange(self.transport, title, [], payload=digest))) > 1:
             raise ReplicaDivergence(
                 f"{title}: expected equal parameters on all ranks, because {self.strategy} starts from them, but "
@@ -163,7 +166,7 @@ class Rounds:
         self._executor.kept.start()
 
     def restart(self) -> None:
-        """Take the current parameters, to which a verb has written equal values, as the new start."""
+        """Record that a verb has written equal values into all parameters, from which the strategy continues."""
         self.are_equal = True
         self._executor.kept.restart()
 
@@ -197,7 +200,7 @@ class Rounds:
         self._settled_at = self.step
 
     def check_may_wait(self, what: str) -> None:
-        """Raise if a wait for the other ranks could deadlock now, with a parameter server. All ranks raise alike.
+        """Raise on all ranks if a wait for the other ranks could deadlock now, because each rank serves parameters.
 
         Args:
             what: the call that would wait.
@@ -223,7 +226,7 @@ class Rounds:
     # ------------------------------------------------------------------ a round
 
     def _carry_out(self, plan: Any, actions: Sequence[Action]) -> None:
-        """Carry out the actions, record them, and continue with the strategy's new state `plan`."""
+        """Carry out a strategy's actions, record them, and continue with its new state `plan`."""
         if not actions:
             self._plan = plan
             return
@@ -287,7 +290,7 @@ class Rounds:
         """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: the state was saved under another strategy or for another module.
+            ValueError: the state was saved under another strategy, or for another module.
         """
         if saved["strategy"] != str(self.strategy):
             raise ValueError(
@@ -309,6 +312,6 @@ class Rounds:
     def _check_settled(self) -> None:
         if not self._executor.kept.is_settled:
             raise SynclineError(
-                "updates of a ParameterServer are in flight, so its state cannot be saved or loaded now: call "
-                "ddp.sync_parameters_() on all ranks first"
+                f"step {self.step}: the state of {self.strategy} cannot be saved or loaded now, because updates are in "
+                "flight: call ddp.sync_parameters_() on all ranks first"
             )

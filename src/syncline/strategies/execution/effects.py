@@ -61,7 +61,7 @@ def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
 
 
 def are_blocking(actions: Sequence[Action]) -> bool:
-    """Return whether all ranks wait for each other while they carry out these actions.
+    """Return whether all ranks wait for each other while they carry out the actions.
 
     They do not wait if data is received in a later step than it is sent, or only between the ranks of a pair.
     """

@@ -36,7 +36,7 @@ class Optimizers:
 
     @property
     def attached(self) -> list[AttachedOptimizer]:
-        """The optimizers, in the order in which they were attached."""
+        """The attached optimizers, in the order in which they were attached."""
         return list(self._taken)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer]) -> None:
@@ -53,7 +53,7 @@ class Optimizers:
         return True
 
     def continue_at(self, step: int) -> None:
-        """Continue the count after `step` complete steps, all of which each optimizer has taken."""
+        """Set the number of complete steps, all of which each optimizer has taken."""
         self.num_steps = step
         self._taken = dict.fromkeys(self._taken, step)
 
@@ -107,7 +107,7 @@ class Executor:
         return self._mechanism.weight if isinstance(self._mechanism, PushSumWeight) else 1.0
 
     def connect(self, weights: Sequence[float]) -> None:
-        """Create the data that needs the other ranks. `weights` are the weights of all ranks, in rank order."""
+        """Create the data of gossip or of a parameter server. `weights` are the push-sum weights in rank order."""
         if isinstance(self._mechanism, PushSumWeight):
             self.kept = PushSum(weights, self._lane, self._mixed_tensors)
         elif isinstance(self._mechanism, ServerShard) and self._lane.size > 1:
@@ -115,7 +115,7 @@ class Executor:
 
     @property
     def lanes(self) -> list[Transport]:
-        """The lanes to close once this object is no longer needed."""
+        """The lanes that the strategy's data travels on."""
         return [self._lane, *self.kept.lanes]
 
     @property

@@ -41,7 +41,7 @@ class FlatGroup:
         """The type of the tensors themselves."""
 
     def read(self) -> Tensor:
-        """Return the values as a new flat tensor of shape (numel,)."""
+        """Return the values of all tensors as a new flat tensor of shape (numel,)."""
         return torch.cat([as_real(tensor).reshape(-1).to(self.dtype) for tensor in self._tensors])
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -56,7 +56,7 @@ class FlatGroup:
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """Return one group per dtype and device, in the order in which each pair first occurs."""
+    """Divide tensors into one group per dtype and device, in the order in which each pair first occurs."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)

@@ -36,31 +36,31 @@ class Kept:
         return True
 
     def start(self) -> None:
-        """Take the current parameters, which are equal on all ranks, as the start."""
+        """Copy the current parameters, which are equal on all ranks, as the values that the next step starts from."""
 
     def restart(self) -> None:
-        """Take the current parameters, to which a verb has written equal values, as the new start."""
+        """Take over the current parameters, into which a verb has written equal values on all ranks."""
 
     def run(self, action: Action) -> None:
-        """Carry out one action."""
-        raise AssertionError(f"the mechanism of the strategy does not support {action}")
+        """Carry out one action of the strategy on the kept data."""
+        raise AssertionError(f"the strategy's mechanism() does not provide the data for its action {action}")
 
     def poll(self) -> Sequence[Message]:
-        """Return the messages that have arrived since the last call."""
+        """Return the messages from other ranks that have arrived since the last call."""
         return ()
 
     def wait(self) -> Sequence[Message]:
-        """Wait until a message has arrived, and return the messages as `poll` does."""
-        raise AssertionError("the mechanism of the strategy receives no messages")
+        """Wait until a message from another rank has arrived. Return all messages that have arrived."""
+        raise AssertionError("Await() needs a strategy whose mechanism() returns ServerShard()")
 
     def write(self) -> None:
-        """Write what was received into the parameters, at the end of a round."""
+        """Write the values received in this round into the parameters."""
 
     def finish(self) -> None:
-        """Wait until everything that this rank sent has arrived."""
+        """Wait until all messages that this rank sent have arrived."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state of the kept data."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

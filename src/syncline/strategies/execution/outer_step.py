@@ -88,7 +88,7 @@ class OuterLoop(Kept):
     # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. A collective call if an average is in flight.
+        """Return the copies and the state of their optimizer. A collective call if an average is in flight.
 
         The residuals (in `"fragments"`) differ between ranks.
         """
@@ -124,7 +124,7 @@ class OuterLoop(Kept):
 
 
 class _Fragment:
-    """Parameters that sync together.
+    """A fragment: parameters that sync together.
 
     Args:
         local: the module's parameters.
@@ -152,7 +152,7 @@ class _Fragment:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the fragment was sent, and its outer step was not taken yet."""
+        """Whether the fragment was sent, and its outer step has not been taken yet."""
         return self._arrived is not None or any(exchange.is_under_way for exchange in self._exchanges)
 
     def send(self) -> None:
@@ -180,9 +180,11 @@ class _Fragment:
                 common.grad = torch.view_as_complex(part) if common.is_complex() else part
 
     def write(self, mixing: float | None) -> None:
-        """Write the copies into the parameters. `mixing` is the weight that the parameters' own values keep.
+        """Write the copies into the parameters.
 
-        None: add the distance that the parameters have moved since the send.
+        Args:
+            mixing: the weight that the parameters' own values keep. None: add to the copies the distance that the
+                parameters have moved since the send.
         """
         for position, (local, common) in enumerate(zip(self._local, self._common, strict=True)):
             if mixing is None:
@@ -216,7 +218,7 @@ class _Fragment:
 
 
 def _copy_of(parameter: Tensor) -> Tensor:
-    """Return an independent copy with at least 32 bits, because 16 bits would lose many small steps."""
+    """Return a copy of a parameter with at least 32 bits, because 16 bits would lose many small steps."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     copy = parameter.detach().to(dtype, copy=True, memory_format=torch.preserve_format)
     return nn.Parameter(copy)

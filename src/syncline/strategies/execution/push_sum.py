@@ -55,7 +55,7 @@ class PushSum(Kept):
             self._written = [group.read() for group in groups]  # includes the rounding of the write
 
     def _pushed(self, values: list[Tensor], wire_dtypes: Sequence[torch.dtype], push: Push) -> list[Tensor]:
-        """Keep one of 1 + len(to) equal parts, send one to each rank of `to`, and add the parts from `sources`."""
+        """Return this rank's values after it has sent parts of them to other ranks, and added the parts of others."""
         transport, to, sources = self._transport, push.to, push.sources
         total = self.weight / (1 + len(to))
         wires = [torch.tensor([total], dtype=torch.float64, device=transport.control_device)]
@@ -101,7 +101,7 @@ class PushSum(Kept):
         return means
 
     def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        """Return the current values. Changes since the last write count with this rank's own weight."""
+        """Return the tensors' values, in which changes since the last write count with this rank's own weight."""
         values = [group.read() for group in groups]
         if self._has_equal or len(self._written) != len(values):
             return values
@@ -111,7 +111,7 @@ class PushSum(Kept):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank, which differs between ranks."""
+        """Return the weight and the written values of this rank, which differ between ranks."""
         return {"weight": self.weight, "written": [written.clone() for written in self._written]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

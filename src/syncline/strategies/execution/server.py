@@ -133,7 +133,7 @@ class ShardedServer(Kept):
         return found + self._values.poll()
 
     def wait(self) -> list[Message]:
-        """Wait until a message has arrived, and return the messages as `poll` does.
+        """Wait until a message from another rank has arrived. Return all messages that have arrived.
 
         Raises:
             CollectiveTimeout, PeerLost, ...: no message arrived in time, or no message can arrive any more.
@@ -155,7 +155,7 @@ class ShardedServer(Kept):
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank, which differs between ranks. No update may be in flight."""
+        """Return the values of all shards as this rank knows them. No update may be in flight."""
         return {
             "served": self._served.clone(),
             "written": self._written.clone(),
@@ -218,7 +218,7 @@ class _Mail:
         return self._arrived.pop((rank, clock))
 
     def oldest(self) -> Work | None:
-        """Return the pending receive with the lowest clock, or None."""
+        """Return the pending receive of the message with the lowest clock, or None."""
         heads = [queue[0] for _, queue in sorted(self._expected.items()) if queue]
         return min(heads, key=lambda head: head[0])[2] if heads else None
 
