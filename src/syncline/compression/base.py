@@ -155,8 +155,6 @@ def encoder_of(compression: Compression | None, layout: Layout) -> Encoder:
 class Compression(ABC):
     """An encoding of flat tensors that are averaged over ranks. Subclasses are frozen dataclasses."""
 
-    is_lossy: ClassVar[bool] = True
-    """Whether the result may differ from the exact mean by more than rounding."""
     is_linear: ClassVar[bool]
     """Whether encoded forms can be added up. An all_reduce can then send them, so bytes do not grow with the ranks."""
     is_order_dependent: ClassVar[bool] = False
@@ -200,10 +198,6 @@ class Composed(Compression):
     @abstractmethod
     def stages(self) -> tuple[Compression, ...]:
         """The compressions that this compression is made of."""
-
-    @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return any(stage.is_lossy for stage in self.stages)
 
     @property
     def is_linear(self) -> bool:  # type: ignore[override]

@@ -3,7 +3,7 @@
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.
 
-base.py              Strategy: an immutable description with pure methods; its messages and actions
+base.py              Strategy: an immutable description with pure methods; messages, actions and their effects
 diloco.py            DiLoCo, and how parameters are divided into fragments
 gossip.py            Gossip, and which rank sends to which
 local_sgd.py         LocalSGD

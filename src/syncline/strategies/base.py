@@ -12,11 +12,13 @@ text forms of their strategies (`in_words`) to check that all ranks were given t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from syncline.contract import Rules
+
+# ---------------------------------------------------------------------- actions
 
 
 class Message(NamedTuple):
@@ -120,6 +122,96 @@ class Await(Action):
     """An action that waits until a message has arrived, and then calls the strategy's `at_step` again."""
 
 
+# ---------------------------------------------------------------------- effects of actions
+
+
+def sends(action: Action, *, has_buffers: bool) -> bool:
+    """Return whether an action sends or receives data, for a module with or without buffers to synchronize."""
+    return has_buffers if isinstance(action, AverageBuffers) else not isinstance(action, RestartOuter)
+
+
+def synchronized_by(actions: Sequence[Action], *, has_buffers: bool) -> set[str]:
+    """Return which of "parameters", "buffers" and "optimizer" the actions synchronize.
+
+    Example:
+        >>> sorted(synchronized_by([Average(optimizer_state=True)], has_buffers=False))
+        ['optimizer', 'parameters']
+    """
+    found = set()
+    for action in actions:
+        if isinstance(action, Average | ReceiveOuter | Push | Close | Adopt):
+            found.add("parameters")
+        if isinstance(action, Average | AverageBuffers | Push) and has_buffers:
+            found.add("buffers")
+        if isinstance(action, Average) and action.optimizer_state:
+            found.add("optimizer")
+    return found
+
+
+def make_equal(actions: Sequence[Action], *, num_fragments: int) -> bool:
+    """Return whether the actions make all parameters equal on all ranks.
+
+    Args:
+        actions: the actions of one round.
+        num_fragments: the number of fragments into which an outer optimizer divides the parameters; 0 without one.
+
+    Example:
+        >>> make_equal([ReceiveOuter(0, mixing=0)], num_fragments=2)
+        False
+    """
+    if any(isinstance(action, Average) for action in actions):
+        return True
+    replaced = {
+        action.fragment for action in actions if isinstance(action, ReceiveOuter) and action.mixing == 0
+    }
+    return 0 < num_fragments == len(replaced)
+
+
+def are_blocking(actions: Sequence[Action]) -> bool:
+    """Return whether all ranks wait for each other while they carry out the actions.
+
+    They do not wait if data is received in a later step than it is sent, or only between the ranks of a pair.
+    """
+    sent = {action.fragment for action in actions if isinstance(action, SendOuter)}
+    received = {action.fragment for action in actions if isinstance(action, ReceiveOuter)}
+    return bool(sent & received) or any(isinstance(action, Average) for action in actions)
+
+
+def descriptions(actions: Sequence[Action], *, has_buffers: bool) -> Iterator[str]:
+    """Yield a description of each action that sends or receives data, for `RoundRecord.what`.
+
+    Example:
+        >>> list(descriptions([Push(to=(1,), sources=(2, 3))], has_buffers=False))
+        ['sent to rank 1, received from ranks 2, 3']
+    """
+    for action in actions:
+        match action:
+            case Average(optimizer_state=with_state):
+                what = ["parameters", *["buffers"] * has_buffers, *["optimizer state"] * with_state]
+                yield f"averaged {', '.join(what)}"
+            case AverageBuffers() if has_buffers:
+                yield "made buffers equal"
+            case SendOuter(fragment):
+                yield f"sent the outer gradient of fragment {fragment}"
+            case ReceiveOuter(fragment):
+                yield f"took the outer step of fragment {fragment}"
+            case Push(to, sources):
+                yield f"sent to {_ranks(to)}, received from {_ranks(sources)}"
+            case Update():
+                yield "sent the updates to all servers"
+            case Close(clock):
+                yield f"completed step {clock} of this rank's shard"
+            case Adopt(shard, clock):
+                yield f"adopted shard {shard} of step {clock}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks)) or 'none'}"
+
+
+# ---------------------------------------------------------------------- data beside the module
+
+
 class Mechanism:
     """The data that a strategy's actions need beside the module. Users cannot add subclasses."""
 
@@ -157,6 +249,9 @@ class ServerShard(Mechanism):
     """A shard of the parameters that this rank serves, and the values of all other shards."""
 
 
+# ---------------------------------------------------------------------- strategies in words
+
+
 def in_words(description: object) -> str:
     """Return the text of a frozen dataclass as a user would write it.
 
@@ -190,6 +285,9 @@ def value_in_words(value: object) -> str:
 def every_words(steps: int) -> str:
     """Return a number of steps in words, such as "every 8 steps" or "every step"."""
     return f"every {steps} steps" if steps > 1 else "every step"
+
+
+# ---------------------------------------------------------------------- strategies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

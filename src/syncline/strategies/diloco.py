@@ -268,7 +268,7 @@ class DiLoCo(LocalSteps[_State]):
         how = f"mean of outer gradients{encoded}, then {value_in_words(self.outer)}"
         if self.delay:
             kept = (
-                "added to what was learnt meanwhile"
+                "added to the changes made in between"
                 if self.mixing is None
                 else f"{1 - self.mixing:g} of it mixed in"
             )

@@ -149,8 +149,8 @@ class Gossip(Strategy[_State]):
         num_sent = max(len(to) for to in neighbours(self.topology, spec.num_ranks, 0, self.seed))
         whom = {
             "ring": "both neighbours on a ring" if num_sent > 1 else "the other rank",
-            "exponential": "the rank 1, 2, 4, ... places on",
-            "pairs": f"a partner by lot (seed {self.seed})",
+            "exponential": "the rank 1, 2, 4, ... places further",
+            "pairs": f"a random partner (seed {self.seed})",
         }[self.topology]
         return Rules(
             strategy=str(replace(self, weight=1.0)),

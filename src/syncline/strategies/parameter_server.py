@@ -133,9 +133,9 @@ class ParameterServer(Strategy[_State]):
         late = (
             "none after a step"
             if not self.staleness
-            else f"{format_count(self.staleness, 'step')} and what is under way"
+            else f"{format_count(self.staleness, 'step')} and updates in flight"
         )
-        how = f"updates to {spec.num_ranks} servers, a shard each; their mean back"
+        how = f"updates to {spec.num_ranks} servers, one per shard, which return their mean"
         return Rules(
             strategy=str(self),
             gradients=LOCAL_GRADIENTS,
@@ -144,7 +144,7 @@ class ParameterServer(Strategy[_State]):
             buffers_drift="unbounded",
             optimizer=OWN_OPTIMIZER,
             at_step=(
-                f"each rank sends how its parameters moved to {spec.num_ranks} servers, a shard each, and takes over "
-                f"what they have; it waits where that is more than {format_count(self.staleness, 'step')} old"
+                f"each rank sends the changes of its parameters to {spec.num_ranks} servers, one per shard, and adopts "
+                f"the values that they send; it waits if these are more than {format_count(self.staleness, 'step')} old"
             ),
         )

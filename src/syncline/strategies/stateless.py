@@ -91,5 +91,5 @@ class Manual(Strategy[NoState]):
             optimizer=Rule(
                 f"{when}sl.average_(optimizer), ...", "each rank applies its own update", "unbounded"
             ),
-            at_step="nothing sent: Manual() leaves it to you (ddp.sync_parameters_(), sl.average_, sl.keep_best_, ...)",
+            at_step="nothing sent: you request each sync (ddp.sync_parameters_(), sl.average_, sl.keep_best_, ...)",
         )

@@ -1,7 +1,6 @@
 """Execution of strategies: count steps, ask the strategy for its actions, and move the tensors.
 
 driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
-effects.py     the effects of actions, as facts and in words: pure
 executor.py    carries out actions on the tensors and optimizers of one rank
 flat.py        tensors joined to flat ones
 kept.py        the interface of the data that actions need beside the module

@@ -15,8 +15,14 @@ from syncline.equality.fingerprint import digest_of, fingerprints
 from syncline.errors import ReplicaDivergence, SynclineError
 from syncline.optimizers.attached import AttachedOptimizer
 from syncline.records import RoundRecord
-from syncline.strategies.base import Action, Average, Await, Progress, ReduceGradients, Spec, Strategy
-from syncline.strategies.execution.effects import (
+from syncline.strategies.base import (
+    Action,
+    Average,
+    Await,
+    Progress,
+    ReduceGradients,
+    Spec,
+    Strategy,
     are_blocking,
     descriptions,
     make_equal,
