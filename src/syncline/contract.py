@@ -56,7 +56,7 @@ class Rules:
     """Whether any backward averages gradients. This has no effect if `gradients` says that nothing is sent."""
     acts_alone: bool = False
     """Whether the strategy does anything in a world of one rank."""
-    meets_equal: bool = False
+    equal_after_sync: bool = False
     """Whether parameters are equal on all ranks after each parameter sync."""
 
 

@@ -132,7 +132,10 @@ def test_several_are_under_way_at_once_and_go_on_step_by_step() -> None:
             exchange.start(values_of(transport.rank, step))
             for earlier in exchanges[:step]:
                 earlier.advance()
-        with pytest.raises(SynclineError, match="an averaging is under way: wait for it before the next"):
+        with pytest.raises(
+            SynclineError,
+            match=r"previous averaging is still in progress\. Call wait\(\) before",
+        ):
             exchanges[0].start(values_of(0))
         return [exchange.wait() for exchange in reversed(exchanges)]
 
@@ -143,10 +146,10 @@ def test_several_are_under_way_at_once_and_go_on_step_by_step() -> None:
 def test_what_is_under_way_cannot_be_saved_and_nothing_cannot_be_waited_for() -> None:
     def program(transport: Transport) -> None:
         exchange = exchange_over(transport, Quantize(8))
-        with pytest.raises(SynclineError, match="nothing is under way: call start first"):
+        with pytest.raises(SynclineError, match=r"no averaging is in progress\. Call start\(\) first"):
             exchange.wait()
         exchange.start(values_of(transport.rank))
-        with pytest.raises(SynclineError, match="what is kept is in it: wait for it first"):
+        with pytest.raises(SynclineError, match=r"while an averaging is in progress\. Call wait\(\) first"):
             exchange.state_dict()
         exchange.wait()
         assert sorted(exchange.state_dict()) == ["0.residual", "1.residual", "2.residual"]
@@ -180,10 +183,12 @@ def test_wrong_values_are_refused() -> None:
         ):
             exchange.start(torch.zeros(666))
         for dtype in (torch.int64, torch.complex64):
-            with pytest.raises(ValueError, match=rf"real floating numbers to compress, got {dtype}"):
+            with pytest.raises(
+                ValueError, match=rf"a compression encodes real floating numbers, but got {dtype}"
+            ):
                 exchange_over(transport, Cast(), dtype=dtype)
         with pytest.raises(
-            ValueError, match=r"expected no state, because nothing is compressed; got a.residual"
+            ValueError, match=r"expected the compression state of tensors 0 to 2, got a state of tensor a"
         ):
             exchange_over(transport, None).load_state_dict({"a.residual": torch.zeros(1)})
 
@@ -323,10 +328,10 @@ def test_a_future_that_is_waited_for_before_the_last_bucket_completes_what_is_un
 
 def test_saved_without_names_is_an_error_and_so_are_unknown_names() -> None:
     def program(transport: Transport) -> None:
-        with pytest.raises(ValueError, match="give the module, HookState"):
+        with pytest.raises(ValueError, match="no module was given to it: write HookState"):
             HookState(Cast(), transport).state_dict()
         named = HookState(TopK(), transport, module=nn.Linear(2, 2))
-        with pytest.raises(ValueError, match=r"parameters of this module, got one of head.weight"):
+        with pytest.raises(ValueError, match=r"parameters of this module, got a state of head.weight"):
             named.load_state_dict({"head.weight.residual": torch.zeros(4)})
         with pytest.raises(TypeError, match="expected compression to be one of"):
             HookState("fp16", transport)  # type: ignore[arg-type]

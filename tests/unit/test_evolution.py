@@ -333,7 +333,7 @@ def test_an_exception_in_loss_fn_is_raised_where_it_was_also_when_the_ranks_do_n
 
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [(None, "got None"), (torch.zeros(2), r"got a tensor \(2,\)"), ("much", "got 'much'")],
+    [(None, "got None"), (torch.zeros(2), r"got a tensor of shape \(2,\)"), ("much", "got 'much'")],
 )
 def test_a_loss_that_is_no_number_is_refused(loss: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
@@ -470,12 +470,16 @@ class Foreign(torch.optim.SGD):
         (
             {"module": nn.Linear(1, 1, dtype=torch.complex64)},
             ValueError,
-            "expected real parameters, got weight",
+            "expected real floating-point parameters, but weight",
         ),
         ({"module": [nn.Linear(1, 1)]}, TypeError, "expected module to be a torch.nn.Module, got a list"),
         ({"module": nn.LazyLinear(1)}, ValueError, "run one forward"),
-        ({"optimizer": Foreign}, ValueError, "expected an optimizer of the parameters it was given"),
-        ({"optimizer": lambda parameters, lr: lr}, TypeError, "to return a torch.optim.Optimizer, got float"),
+        ({"optimizer": Foreign}, ValueError, "to return an optimizer of exactly the"),
+        (
+            {"optimizer": lambda parameters, lr: lr},
+            TypeError,
+            "to return a torch.optim.Optimizer of these parameters, got a float",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

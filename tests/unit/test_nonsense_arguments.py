@@ -368,7 +368,7 @@ NOT_FOR_USERS: dict[str, set[str]] = {
         "init",
         "at_backward",
         "at_step",
-        "at_meeting",
+        "at_sync",
         "rules",
         "mechanism",
         "workers",

@@ -37,7 +37,7 @@ from syncline.strategies.base import (
 )
 from syncline.strategies.diloco import plan_fragments
 from syncline.strategies.gossip import neighbours
-from syncline.strategies.workers import workers_of
+from syncline.strategies.local_steps import workers_of
 
 SPEC = Spec(rank=0, num_ranks=4, hosts=(0, 0, 1, 1), sizes_numel=(10, 20, 30, 40))
 
@@ -137,9 +137,9 @@ def test_a_meeting_out_of_turn_receives_what_is_under_way_and_leaves_nothing(
     before = [fragment for fragment, _ in state.under_way]
     if state.equal_at == num_steps:  # all have met at this step already
         assert not before
-        assert strategy.at_meeting(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
+        assert strategy.at_sync(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
         return
-    state, actions = strategy.at_meeting(state, Progress(step=num_steps))
+    state, actions = strategy.at_sync(state, Progress(step=num_steps))
     received = [action for action in actions if isinstance(action, ReceiveOuter)]
     assert [action.fragment for action in received] == before + list(range(strategy.fragments))
     assert all(action.mixing == 0 for action in received[len(before) :]), "all ranks end equal"
@@ -151,8 +151,8 @@ def test_a_second_meeting_takes_no_outer_step(strategy: sl.DiLoCo, num_steps: in
     state = strategy.init(SPEC)
     for step in range(1, num_steps + 1):
         state, _ = strategy.at_step(state, Progress(step=step))
-    state, _ = strategy.at_meeting(state, Progress(step=num_steps))
-    assert strategy.at_meeting(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
+    state, _ = strategy.at_sync(state, Progress(step=num_steps))
+    assert strategy.at_sync(state, Progress(step=num_steps)) == (state, (Average(), RestartOuter()))
 
 
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=20), data=st.data())
@@ -275,7 +275,7 @@ def test_the_server_is_never_staler_than_it_says_and_never_stuck(
                 inbox.append(mail[rank][key].pop(0))
         if what == "meet":
             is_meeting[rank] = True
-            states[rank], actions = strategy.at_meeting(states[rank], Progress(step=steps[rank]))
+            states[rank], actions = strategy.at_sync(states[rank], Progress(step=steps[rank]))
             carry_out(rank, actions)
             if inbox:
                 states[rank], actions = strategy.at_step(states[rank], Progress(step=steps[rank]), inbox)
@@ -349,7 +349,7 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         (lambda: sl.LocalSGD(2.0), "expected every to be an integer of at least 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: sl.LocalSGD(2, warmup=-1), "expected warmup to be an integer of at least 0"),
         (lambda: sl.LocalSGD(2, every_step_within="node"), "a number of ranks, or None, got 'node'"),  # type: ignore[arg-type]
-        (lambda: sl.DiLoCo(4, fragments=5), "at most one fragment per step: every=4, got fragments=5"),
+        (lambda: sl.DiLoCo(4, fragments=5), "at most one fragment syncs per step: every=4, got fragments=5"),
         (lambda: sl.DiLoCo(4, delay=4), "expected a delay below every=4"),
         (
             lambda: sl.DiLoCo(4, mixing=1.0),
@@ -369,7 +369,10 @@ def test_ranks_compare_strategies_as_they_are_written() -> None:
         ),
         (lambda: sl.ParameterServer(-1), "expected staleness to be an integer of at least 0"),
         (lambda: sl.DiLoCo(9, fragments=5).init(SPEC), "expected between 1 and 4 fragments"),
-        (lambda: workers_of(3, SPEC), "every_step_within=3 ranks, but there are 4"),
+        (
+            lambda: workers_of(3, SPEC),
+            "a number that divides the 4 ranks into equal groups, got 3",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, expected: str) -> None:

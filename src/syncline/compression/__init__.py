@@ -1,13 +1,13 @@
-"""Compression of values that are averaged over ranks, so that fewer bytes travel (docs/compression.md).
+"""Compression of values that are averaged over ranks, so that fewer bytes are sent (docs/compression.md).
 
-Imports: errors, checks, _torch, transport, session.
+Imports: errors, checks, trees, _torch, transport, session, tensors.
 
-averager.py   a compression applied to one flat tensor, with error feedback
+averager.py   averaging of one flat tensor by a compression, with error feedback
 base.py       the interface: a description, an encoder, requests
 cast.py       Cast: a narrower floating-point type
 chain.py      Chain: one encoding after another; After: an encoding that starts after some steps
 comm_hook.py  a compression as a communication hook
-exchange.py   answers an encoder's requests over a transport
+exchange.py   averaging over a transport, which answers an encoder's requests
 power_sgd.py  PowerSGD: low-rank approximation
 quantize.py   Quantize: 8, 4 or 2 bits per value
 topk.py       TopK: only the largest values

@@ -1,4 +1,4 @@
-"""A compression applied to one flat tensor with error feedback, and its state."""
+"""Averaging of one flat tensor by a compression with error feedback, and the state that is kept in between."""
 
 from __future__ import annotations
 
@@ -9,45 +9,41 @@ import torch
 from torch import Tensor
 
 from syncline.checks import checked_state
-from syncline.compression.base import Averaged, Averaging, Compression, Layout
+from syncline.compression.base import Averaged, Averaging, Compression, Layout, encoder_of
+from syncline.trees import leaves, map_leaves
 
 
 class Averager:
-    """Averages one flat tensor repeatedly. With error feedback, the loss of one averaging is added to the next.
+    """The repeated averaging of one flat tensor by a compression, with error feedback if the compression uses it.
 
-    With error feedback nothing is lost for good: the means that came out, plus the mean over ranks of the residuals,
-    equal the means of the values that went in. Residuals that are not finite are dropped.
+    Error feedback adds the residual, which is what one averaging loses, to the values of the next averaging. Then
+    nothing is lost for good: the sum of all results, plus the mean over ranks of the residuals, equals the sum of the
+    exact means. Residuals that are not finite are dropped.
 
     Args:
-        compression: how values are encoded.
+        compression: the encoding of the values; None to send them unencoded.
         layout: the layout of the flat tensor.
     """
 
-    def __init__(self, compression: Compression, layout: Layout) -> None:
+    def __init__(self, compression: Compression | None, layout: Layout) -> None:
         self.layout = layout
-        self._encoder = compression.encoder(layout)
+        self._encoder = encoder_of(compression, layout)
         self._residual: Tensor | None = None
-        if compression.feeds_back:
+        if compression is not None and compression.feeds_back:
             self._residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
 
     def mean(self, values: Tensor) -> Averaging:
-        """Average `values`, of shape (numel,) in the layout's type, which are consumed."""
-        residual = self._residual
-        if residual is None:
-            return self._encoder.mean(values, wants_lost=False)
-        return self._fed_back(values, residual)
-
-    def _fed_back(self, values: Tensor, residual: Tensor) -> Averaging:
-        averaged = yield from self._encoder.mean(residual.add_(values), wants_lost=True)
-        lost = averaged.lost
-        if lost is None:
-            lost = torch.zeros_like(averaged.mean)
+        """Average `values`, of shape (numel,) in the layout's type, which are overwritten."""
+        if self._residual is None:
+            return (yield from self._encoder.mean(values, wants_lost=False))
+        averaged = yield from self._encoder.mean(self._residual.add_(values), wants_lost=True)
+        lost = torch.zeros_like(averaged.mean) if averaged.lost is None else averaged.lost
         # Otherwise one gradient that overflowed would be added to all later ones.
         self._residual = lost.nan_to_num_(0.0, 0.0, 0.0)
         return Averaged(averaged.mean)
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor of the layout, by name; read-only. The dicts are empty if there is none."""
+        """Return the state of each tensor of the layout, by name; empty dicts without a state. Do not modify it."""
         kept = [dict(tensors) for tensors in self._encoder.memory()]
         if self._residual is not None:
             for tensors, piece in zip(kept, self._residual.split(self.layout.numels), strict=True):
@@ -55,17 +51,17 @@ class Averager:
         return kept
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of one tensor, as returned by `memory`.
+        """Restore the state of one tensor, as `memory` returned it.
 
         Raises:
             ValueError: the state is of another compression, or of a tensor of another shape.
         """
-        own = self._checked(index, tensors)
-        for name, tensor in own.items():
+        self._check(index, tensors)
+        for name, tensor in self.memory()[index].items():
             tensor.copy_(tensors[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the state, with keys `<index of the tensor>.<name>`."""
+        """Return a copy of the state of all tensors, with keys `<index of the tensor>.<name>`."""
         return joined_state({str(index): tensors for index, tensors in enumerate(self.memory())})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -79,28 +75,30 @@ class Averager:
         unknown = sorted(set(given).difference(map(str, range(num_tensors))))
         if unknown:
             raise ValueError(
-                f"expected the state of tensors 0 to {num_tensors - 1}, got one of {', '.join(unknown)}"
+                f"expected the compression state of tensors 0 to {num_tensors - 1}, got a state of tensor "
+                f"{', '.join(unknown)}: load a state of the same tensors"
             )
         kept = [given.get(str(index), {}) for index in range(num_tensors)]
         for index, tensors in enumerate(kept):
-            self._checked(index, tensors)
+            self._check(index, tensors)
         for index, tensors in enumerate(kept):
             self.remember(index, tensors)
 
-    def _checked(self, index: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = self.memory()[index]
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != given:
+    def _check(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Raise if the names or shapes of a saved state do not fit the tensor of this index."""
+        own, given = (
+            {name: tuple(tensor.shape) for name, tensor in state.items()}
+            for state in (self.memory()[index], tensors)
+        )
+        if own != given:
             raise ValueError(
-                f"what a compression keeps of a tensor of shape {self.layout.shapes[index]}: expected {shapes}, got "
-                f"{given}, saved with another compression or of another tensor"
+                f"expected the compression state of tensor {index}, whose shape is {self.layout.shapes[index]}, to "
+                f"have the shapes {own}, got {given}: the state was saved with another compression or of another tensor"
             )
-        return own
 
 
 def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return copies of the tensors, with keys `<name of the tensor>.<name of the state>`.
+    """Return copies of the state of several tensors, with keys `<name of the tensor>.<name of the state>`.
 
     Example:
         >>> joined_state({"fc.weight": {"residual": torch.zeros(1)}})
@@ -112,7 +110,7 @@ def joined_state(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the nested dicts from which `joined_state` made `state`.
+    """Divide the keys that `joined_state` made, and return the state of each tensor by the name of the tensor.
 
     Example:
         >>> parted_state({"fc.weight.residual": torch.zeros(1)})
@@ -126,14 +124,14 @@ def parted_state(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
-    """Return one rank's state for another number of ranks, with each residual replaced by the mean over all ranks.
+    """Return a rank's state, with each residual replaced by its mean over all ranks.
 
-    The values that are still to be fed back are the mean of the residuals over ranks. If each rank has that mean, it
-    stays the same for any number of ranks.
+    A run with another number of ranks can load the result. The loss that is still to be fed back is the mean of the
+    residuals over ranks. If each rank has that mean, the loss stays the same for any number of ranks.
 
     Args:
-        own: a rank's state: nested dicts, lists and tuples, in which residuals have names as from `joined_state`; not
-            changed.
+        own: the state of a rank, which is not changed: nested dicts, lists and tuples, in which the names of residuals
+            are as `joined_state` makes them.
         of_all: the state of each rank, in rank order.
 
     Example:
@@ -141,29 +139,19 @@ def with_mean_residuals(own: Any, of_all: Sequence[Any]) -> Any:
         >>> with_mean_residuals({"step": 3, "of": [states[1]]}, [{"step": 3, "of": [state]} for state in states])
         {'step': 3, 'of': [{'0.residual': tensor([3.])}]}
     """
-    return _with_means(own, of_all, len(of_all))
+    residuals: dict[str, list[Tensor]] = {}
+    for state in of_all:
+        for path, leaf in leaves(state):
+            if isinstance(leaf, Tensor) and path.rpartition(".")[2] == "residual":
+                residuals.setdefault(path, []).append(leaf)
 
+    def replaced(path: str, leaf: Any) -> Any:
+        found = residuals.get(path)
+        if found is None:
+            return leaf
+        total = found[0].clone()
+        for tensor in found[1:]:  # in rank order, so that all ranks get the same bits
+            total += tensor
+        return total.div_(len(of_all))  # a residual that a rank lacks counts as zero
 
-def _with_means(own: Any, of_others: Sequence[Any], num_ranks: int) -> Any:
-    """Replace residuals by means. `of_others` has the ranks with this entry; a missing residual counts as zero."""
-    if isinstance(own, dict):
-        joined = {}
-        for key, one in own.items():
-            theirs = [state[key] for state in of_others if key in state]
-            is_residual = isinstance(one, Tensor) and str(key).rpartition(".")[2] == "residual"
-            joined[key] = _mean(theirs, num_ranks) if is_residual else _with_means(one, theirs, num_ranks)
-        return joined
-    if type(own) in (list, tuple):
-        return type(own)(
-            _with_means(one, [state[index] for state in of_others if index < len(state)], num_ranks)
-            for index, one in enumerate(own)
-        )
-    return own
-
-
-def _mean(tensors: Sequence[Tensor], num_ranks: int) -> Tensor:
-    """Return the sum of the tensors over `num_ranks`, added in rank order so that all ranks get the same bits."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total.div_(num_ranks)
+    return map_leaves(own, replaced)

@@ -1,7 +1,8 @@
 """The interface of compressions: a description, the encoder that it makes, and the encoder's requests to its peers.
 
-Averaging one flat tensor is a generator: it yields requests and receives replies. Therefore encodings need neither a
-transport nor processes, and can be tested by plain calls. In a chain, later stages answer the requests of earlier ones.
+An encoder averages one flat tensor by a generator, which yields requests to the other ranks and receives their replies.
+Therefore encodings need neither a transport nor processes, and can be tested by plain calls. In a chain of encodings,
+later stages answer the requests of earlier stages.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """A request for the mean of `values` over all ranks. The reply is an `Averaged`. A later stage may encode it."""
+    """A request for the mean of `values` over all ranks, which a later stage may encode. The reply is an `Averaged`."""
 
     values: Tensor
 
@@ -34,7 +35,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """A request for every rank's `values`, which a later stage may encode, and `beside`. The reply is a `Gathered`."""
+    """A request for the two tensors of every rank. A later stage may encode `values`. The reply is a `Gathered`."""
 
     values: Tensor
     beside: Tensor | None = None
@@ -42,7 +43,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllToAll:
-    """A request to send row r of `rows` to rank r. Row s of the reply is from rank s. The own row is not sent."""
+    """A request to send row r of `rows` to each other rank r. Row s of the reply is the row received from rank s."""
 
     rows: Tensor
 
@@ -51,12 +52,12 @@ Request = Mean | Sum | Gather | AllToAll
 
 
 class Averaged(NamedTuple):
-    """An approximate mean over all ranks."""
+    """The result of an averaging: an approximate mean over all ranks."""
 
     mean: Tensor
     """The mean, the same bits on all ranks."""
     lost: Tensor | None = None
-    """This rank's part of the error: the mean over ranks of (values - lost) is `mean`. None: no error."""
+    """This rank's part of the error: the mean over ranks of (values - lost) is `mean`. None stands for no error."""
 
 
 class Gathered(NamedTuple):
@@ -65,17 +66,11 @@ class Gathered(NamedTuple):
     values: Tensor
     """The values, of shape (num_ranks, numel)."""
     beside: Tensor | None
-    """The tensors that travelled beside the values, of shape (num_ranks, numel of `beside`)."""
+    """The other tensor of each request, of shape (num_ranks, numel of `beside`), or None."""
 
 
 Averaging = Generator[Request, Any, Averaged]
-"""One averaging in progress: it yields requests and receives replies. Yielded tensors must not be used again."""
-
-
-def plain_mean(values: Tensor) -> Averaging:
-    """Average values without encoding."""
-    averaged: Averaged = yield Mean(values)
-    return averaged
+"""One averaging in progress: it yields requests and receives replies. A yielded tensor must not be used again."""
 
 
 # ---------------------------------------------------------------------- the layout of an encoder
@@ -83,27 +78,27 @@ def plain_mean(values: Tensor) -> Averaging:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of one flat tensor that is averaged repeatedly: tensors of some shapes, one after the other."""
+    """The layout of a flat tensor that is averaged repeatedly: tensors of these shapes, one after the other."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    """The type for computation: float32 or float64."""
+    """The type of the flat tensor during the computation: float32 or wider."""
     device: torch.device
     rank: int
     num_ranks: int
 
     @property
     def numels(self) -> list[int]:
-        """Number of elements of each tensor."""
+        """The number of elements of each tensor."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def numel(self) -> int:
-        """Number of elements of the flat tensor."""
+        """The number of elements of the flat tensor."""
         return sum(self.numels)
 
     def flat(self, numel: int) -> Layout:
-        """Return this layout with one vector of `numel` elements in place of the tensors."""
+        """Return a layout of one vector of `numel` elements, otherwise equal to this layout."""
         return replace(self, shapes=((numel,),))
 
 
@@ -115,8 +110,8 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     if not dtype.is_floating_point:
         raise ValueError(
-            f"expected tensors of real floating numbers to compress, got {dtype}: leave them out (ignore=), or use no "
-            "compression"
+            f"a compression encodes real floating numbers, but got {dtype}: exclude tensors of this type (ignore=), "
+            "or use no compression"
         )
     return torch.float64 if dtype is torch.float64 else torch.float32
 
@@ -125,21 +120,18 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Encoder(ABC):
-    """The encoder of one compression for one flat tensor on one rank, with its state between averagings.
-
-    Args:
-        layout: the layout of the flat tensor.
-    """
+    """The encoder of one compression for one flat tensor on one rank, with its state between averagings."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        """The layout of the flat tensor."""
 
     @abstractmethod
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
-        """Average `values`, of shape (numel,), which are consumed; with `wants_lost` also return what was lost."""
+        """Average `values`, of shape (numel,), which are overwritten. With `wants_lost`, also return what was lost."""
 
     def means(self) -> tuple[Layout, ...]:
-        """Return the layouts of the `Mean` requests of one averaging, in order; a later stage encodes these."""
+        """Return the layouts of the `Mean` requests of one averaging, in order. A later stage encodes these."""
         return ()
 
     def memory(self) -> list[dict[str, Tensor]]:
@@ -147,18 +139,29 @@ class Encoder(ABC):
         return [{} for _ in self.layout.shapes]
 
 
-class Compression(ABC):
-    """An encoding of flat tensors that are averaged over ranks: a frozen dataclass that compares by its values."""
+class PlainEncoder(Encoder):
+    """An encoder that sends values unencoded."""
 
-    is_lossy: ClassVar[bool] = True
-    """Whether the mean may differ from that of the values by more than rounding."""
+    def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
+        averaged: Averaged = yield Mean(values)
+        return averaged
+
+
+def encoder_of(compression: Compression | None, layout: Layout) -> Encoder:
+    """Return a new encoder of a compression; None stands for values that are sent unencoded."""
+    return PlainEncoder(layout) if compression is None else compression.encoder(layout)
+
+
+class Compression(ABC):
+    """An encoding of flat tensors that are averaged over ranks. Subclasses are frozen dataclasses."""
+
     is_linear: ClassVar[bool]
-    """Whether encoded forms can be added up, so that an all_reduce can carry them and bytes do not grow with ranks."""
+    """Whether encoded forms can be added up. An all_reduce can then send them, so bytes do not grow with the ranks."""
     is_order_dependent: ClassVar[bool] = False
-    """Whether the position of a value matters. Such a compression needs whole weight matrices, so it comes first."""
+    """Whether the position of a value matters. Such a compression needs whole matrices: it comes first in a chain."""
     gives: ClassVar[str]
-    """The form of its output: "means" (fewer values, whose mean it needs), "rows" (fewer values, which it needs from
-    every rank) or "codes" (not values, so that no other compression can follow)."""
+    """The form of the encoded output: "means" (fewer values, of which the compression needs the mean), "rows" (fewer
+    values, which the compression needs from every rank) or "codes" (no values, so no other compression can follow)."""
 
     @abstractmethod
     def encoder(self, layout: Layout) -> Encoder:
@@ -166,11 +169,11 @@ class Compression(ABC):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether losses are added to the next values (error feedback)."""
+        """Whether what one averaging loses is added to the values of the next averaging (error feedback)."""
         return bool(getattr(self, "error_feedback", False))
 
     def __str__(self) -> str:
-        """Return the type with its first value, and with the others that differ from their default."""
+        """Return the class name with the first argument, and with other arguments that differ from their defaults."""
         first, *others = fields(self)  # type: ignore[arg-type]
         shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
         values = [(f.name, getattr(self, f.name)) for f in shown]
@@ -178,7 +181,7 @@ class Compression(ABC):
         return f"{type(self).__name__}({inside})"
 
     def in_words(self) -> str:
-        """Return the text form, by which ranks compare their compressions.
+        """Return the text by which ranks compare their compressions.
 
         Example:
             >>> from syncline.compression import PowerSGD
@@ -189,16 +192,12 @@ class Compression(ABC):
 
 
 class Composed(Compression):
-    """A compression made of others, with the properties that follow from theirs."""
+    """A compression made of other compressions, whose properties follow from theirs."""
 
     @property
     @abstractmethod
     def stages(self) -> tuple[Compression, ...]:
-        """The compressions that it is made of."""
-
-    @property
-    def is_lossy(self) -> bool:  # type: ignore[override]
-        return any(stage.is_lossy for stage in self.stages)
+        """The compressions that this compression is made of."""
 
     @property
     def is_linear(self) -> bool:  # type: ignore[override]
@@ -210,14 +209,14 @@ class Composed(Compression):
 
 
 class Codec(Compression):
-    """A compression that can also encode values without averaging them, so that it can follow one with "rows"."""
+    """A compression that can also encode values without averaging them, so that it can follow one that gives "rows"."""
 
     gives = "codes"
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
-        """Return values of shape (numel,) as a flat tensor of codes, whose length depends on numel only."""
+        """Encode values of shape (numel,) as a flat tensor of codes, whose length depends on numel only."""
 
     @abstractmethod
     def decode(self, codes: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return codes of shape (rows, n) as values of shape (rows, numel)."""
+        """Decode codes of shape (num_rows, n) to values of shape (num_rows, numel)."""

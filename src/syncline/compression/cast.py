@@ -1,4 +1,4 @@
-"""Cast: values travel in a narrower floating-point type."""
+"""Cast: values are sent in a narrower floating-point type."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from syncline.compression.base import Averaged, Averaging, Codec, Encoder, Layou
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """A narrower type: values are divided by the number of ranks, rounded to `dtype`, and added up in that type.
+    """A cast to a narrower type: values are divided by the number of ranks, rounded, and added up in that type.
 
-    It halves the bytes of float32.
+    Cast sends half as many bytes as float32.
 
     Args:
         dtype: torch.bfloat16 (the range of float32, 8 bits of precision) or torch.float16 (11 bits, up to 65,504 and
             down to 6e-8, for gradients that a scaler keeps in range).
 
     Raises:
-        TypeError, ValueError: another type.
+        TypeError: `dtype` is not a torch.dtype.
+        ValueError: `dtype` is neither torch.bfloat16 nor torch.float16.
 
     Example:
         >>> print(Cast(), Cast(torch.float16))
@@ -35,7 +36,7 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             error = ValueError if isinstance(self.dtype, torch.dtype) else TypeError
-            raise error(f"expected dtype to be torch.bfloat16 or torch.float16, got {self.dtype!r}")
+            raise error(f"Cast: expected dtype to be torch.bfloat16 or torch.float16, got {self.dtype!r}")
 
     def encoder(self, layout: Layout) -> Encoder:
         return _CastEncoder(self, layout)
@@ -56,7 +57,7 @@ class _CastEncoder(Encoder):
         num_ranks = self.layout.num_ranks
         # Divide before rounding, because the sum may exceed the range of the narrow type.
         narrow = (values / num_ranks).to(self._dtype)
-        # Only this rank's own rounding is known. The rounding of the sum is not known to any rank.
+        # This rank knows only its own rounding. No rank knows the rounding of the sum.
         lost = values.sub_(narrow.to(values.dtype), alpha=num_ranks) if wants_lost else None
         total = yield Sum(narrow)
         return Averaged(total.to(values.dtype), lost)

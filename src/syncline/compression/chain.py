@@ -1,12 +1,13 @@
-"""Compressions made of others.
+"""Compressions made of other compressions.
 
-`Chain` encodes the output of one compression by the next. `After` uses one compression at first and another for the
+`Chain` encodes the output of one compression by the next. `After` uses one compression at first, and another for the
 rest of the training.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from syncline.compression.base import (
     Gathered,
     Layout,
     Mean,
-    plain_mean,
+    encoder_of,
 )
 
 _GIVES = {
@@ -34,15 +35,16 @@ _GIVES = {
 }
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class Chain(Composed):
     """A sequence of compressions: `Chain(PowerSGD(2), Cast())`, `Chain(TopK(0.01), Quantize(8))`.
 
-    If any stage uses error feedback, the loss of all stages together is fed back before the first. This takes one copy
-    of the values, however many stages there are.
+    If any stage uses error feedback, the loss of all stages together is added to the values before the first stage.
+    This takes one copy of the values, however many stages there are.
 
     Args:
-        stages: two or more compressions. PowerSGD may be followed by any other. TopK may be followed by one that
-            encodes values without averaging them (Cast, Quantize). These may not be followed by any.
+        stages: two or more compressions. Any other compression may follow PowerSGD. Only compressions that encode
+            values without averaging them (Cast, Quantize) may follow TopK. No compression may follow Cast or Quantize.
 
     Raises:
         TypeError: a stage is not a compression.
@@ -57,21 +59,25 @@ class Chain(Composed):
         ValueError: Cast(dtype=bfloat16) cannot follow Quantize(bits=8), which gives codes, which are not values: ...
     """
 
+    _stages: tuple[Compression, ...]
+
     def __init__(self, *stages: Compression) -> None:
         flat: list[Compression] = []
         for stage in stages:
             if not isinstance(stage, Compression):
-                raise TypeError(f"expected stages to be compressions, got {stage!r}")
+                raise TypeError(f"Chain: expected stages to be compressions, got {stage!r}")
             flat += stage.stages if isinstance(stage, Chain) else [stage]
         if len(flat) < 2:
-            raise ValueError(f"expected stages to be two or more compressions, got {len(flat)}: use it alone")
-        for position in range(1, len(flat)):
-            _check_that_it_follows(flat[position], flat[position - 1])
-        self._stages = tuple(flat)
+            raise ValueError(
+                f"Chain: expected two or more compressions, got {len(flat)}. A single compression needs no Chain"
+            )
+        for before, after in pairwise(flat):
+            _check_order(before, after)
+        store(self, _stages=tuple(flat))
 
     @property
     def stages(self) -> tuple[Compression, ...]:
-        """The stages, at least two, none of them a chain."""
+        """The stages: at least two, and none of them is a chain."""
         return self._stages
 
     @property
@@ -85,12 +91,6 @@ class Chain(Composed):
     def encoder(self, layout: Layout) -> Encoder:
         return _ChainEncoder(self.stages, layout)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chain) and self.stages == other.stages
-
-    def __hash__(self) -> int:
-        return hash((Chain, self.stages))
-
     def __repr__(self) -> str:
         return f"Chain({', '.join(map(repr, self.stages))})"
 
@@ -98,21 +98,22 @@ class Chain(Composed):
         return f"Chain({', '.join(map(str, self.stages))})"
 
 
-def _check_that_it_follows(stage: Compression, before: Compression) -> None:
-    if before.gives == "codes":
-        why, remedy = _GIVES["codes"], f"{type(before).__name__} comes last"
-    elif stage.is_order_dependent:
-        why = f"{_GIVES[before.gives]} that no longer stand in whole matrices"
-        remedy = f"{type(stage).__name__} comes first"
-    elif before.gives == "rows" and not isinstance(stage, Codec):
-        why, remedy = _GIVES["rows"], f"after {type(before).__name__} only Cast or Quantize can come"
+def _check_order(stage: Compression, after: Compression) -> None:
+    """Raise ValueError if the compression `after` cannot encode the output of `stage`."""
+    if stage.gives == "codes":
+        why, remedy = _GIVES["codes"], f"{type(stage).__name__} comes last"
+    elif after.is_order_dependent:
+        why = f"{_GIVES[stage.gives]} that no longer stand in whole matrices"
+        remedy = f"{type(after).__name__} comes first"
+    elif stage.gives == "rows" and not isinstance(after, Codec):
+        why, remedy = _GIVES["rows"], f"after {type(stage).__name__} only Cast or Quantize can come"
     else:
         return
-    raise ValueError(f"{stage} cannot follow {before}, which gives {why}: {remedy}")
+    raise ValueError(f"{after} cannot follow {stage}, which gives {why}: {remedy}")
 
 
 class _ChainEncoder(Encoder):
-    """Runs the first stage's generator, and answers its requests for means or values with the rest of the chain."""
+    """An encoder that runs the generator of the first stage, and answers its requests by the later stages."""
 
     def __init__(self, stages: tuple[Compression, ...], layout: Layout) -> None:
         super().__init__(layout)
@@ -149,19 +150,19 @@ class After(Composed):
     """A compression that starts after some averagings: `After(400, PowerSGD(4), before=Quantize(4))`.
 
     Early gradients are large, change fast, and matter more than later ones, so a coarse approximation of them costs
-    more than it saves. Therefore `PowerSGD` is usually switched on late ("deferring"; torch's `start_powerSGD_iter`
-    does this by keeping the first steps exact). With error feedback, what was lost before the switch is fed back after
-    it.
+    more than it saves. Therefore training with `PowerSGD` usually starts with exact averages ("deferring"; torch's hook
+    has `start_powerSGD_iter` for the same purpose). With error feedback, what was lost before the change of the
+    compression is added to the values after the change.
 
     Args:
-        num_averagings: number of averagings by `before`. This is a number of optimizer steps if gradients are averaged
-            once per step.
-        then: the compression after that.
-        before: the compression up to there; None for no compression.
+        num_averagings: number of averagings by `before`. This is the number of optimizer steps if gradients are
+            averaged once per step.
+        then: the compression of all later averagings.
+        before: the compression of the first averagings; None for no compression.
 
     Raises:
         ValueError: `num_averagings` is below 1.
-        TypeError: `num_averagings` is not an integer; or `then` or `before` is not a compression, or is an `After`.
+        TypeError: `num_averagings` is not an integer, or `then` or `before` is not a compression other than `After`.
 
     Example:
         >>> from syncline.compression import PowerSGD, Quantize
@@ -173,18 +174,17 @@ class After(Composed):
     then: Compression
     before: Compression | None = field(default=None, kw_only=True)
 
-    # In a chain the form of its output would change during training, and one of the two may need whole matrices.
-    # These settings keep it out of chains.
+    # An After cannot be in a chain: the form of its output would change during training, and one of its two
+    # compressions may need whole matrices. These two values make Chain refuse it.
     is_order_dependent = True
     gives = "codes"
 
     def __post_init__(self) -> None:
         store(self, num_averagings=checked_count("num_averagings", self.num_averagings, at_least=1))
         for name, stage in (("then", self.then), ("before", self.before)):
-            if stage is None and name == "before":
-                continue
-            if not isinstance(stage, Compression) or isinstance(stage, After):
-                raise TypeError(f"expected {name} to be a compression other than After, got {stage!r}")
+            is_missing = stage is None and name == "before"
+            if not is_missing and (not isinstance(stage, Compression) or isinstance(stage, After)):
+                raise TypeError(f"After: expected {name} to be a compression other than After, got {stage!r}")
 
     @property
     def stages(self) -> tuple[Compression, ...]:
@@ -199,30 +199,25 @@ class After(Composed):
 
 
 class _AfterEncoder(Encoder):
-    """Sends the first averages through `before`, or unencoded without it, and later ones through `then`."""
+    """An encoder that uses one compression for the first averagings, and another one later."""
 
     def __init__(self, after: After, layout: Layout) -> None:
         super().__init__(layout)
         self._num_averagings = after.num_averagings
-        self._then = after.then.encoder(layout)
-        self._before = None if after.before is None else after.before.encoder(layout)
+        self._then = encoder_of(after.then, layout)
+        self._before = encoder_of(after.before, layout)
         # A tensor, so that it is saved and loaded with the others. On the CPU, because it is read in each averaging.
         self._count = torch.zeros((), dtype=torch.int64)
 
     def memory(self) -> list[dict[str, Tensor]]:
-        kept = [dict(tensors) for tensors in self._then.memory()]
-        for tensors in kept:
-            tensors["num_averagings"] = self._count
-        if self._before is not None:
-            for tensors, before in zip(kept, self._before.memory(), strict=True):
-                tensors.update((f"before_{name}", tensor) for name, tensor in before.items())
-        return kept
+        return [
+            then
+            | {"num_averagings": self._count}
+            | {f"before_{name}": tensor for name, tensor in before.items()}
+            for then, before in zip(self._then.memory(), self._before.memory(), strict=True)
+        ]
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
-        is_before = self._count.item() < self._num_averagings
+        encoder = self._before if self._count.item() < self._num_averagings else self._then
         self._count += 1
-        if not is_before:
-            return self._then.mean(values, wants_lost=wants_lost)
-        if self._before is not None:
-            return self._before.mean(values, wants_lost=wants_lost)
-        return plain_mean(values)
+        return encoder.mean(values, wants_lost=wants_lost)

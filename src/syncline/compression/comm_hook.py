@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from syncline.transport.base import Transport
 
 
 class AnyGradBucket(Protocol):
-    """The argument of a communication hook: torch's `dist.GradBucket`, or ours."""
+    """The argument of a communication hook: torch's `GradBucket`, or Syncline's."""
 
     def index(self) -> int: ...
     def buffer(self) -> Tensor: ...
@@ -30,18 +31,18 @@ class AnyGradBucket(Protocol):
 def hook(state: HookState, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients with compression.
 
-    The first phase of a bucket starts here. Later phases start when later buckets arrive, always in the order of the
-    calls. The last bucket waits for all of them.
+    This call starts the first phase of the bucket. Later phases start in the calls for later buckets, in the order of
+    the calls. The call for the last bucket waits for all phases of all buckets.
 
     Args:
         state: contains the compression and its state.
-        bucket: a `dist.GradBucket`, or one of ours.
+        bucket: a `dist.GradBucket` of torch, or of Syncline.
 
     Returns:
         A future of the bucket's buffer, which then holds the mean over all ranks.
 
     Raises:
-        ValueError: gradients are sparse, or not real floating-point numbers.
+        ValueError: the gradients are sparse, or not real floating-point numbers.
     """
     return state.average(bucket)
 
@@ -51,16 +52,15 @@ hook.__annotations__.clear()
 
 
 class HookState:
-    """The state of `hook`: a compression, the ranks to average over, and what the compression keeps per parameter.
+    """The state of `hook`: a compression, the ranks to average over, and the compression's state of each parameter.
 
-    When buckets are laid out again (torch and Syncline do this after the first backward), that state stays with its
-    parameters.
+    After the first backward, torch and Syncline lay out their buckets again. The state then stays with its parameters.
 
     Args:
-        compression: how gradients are encoded.
+        compression: the encoding of the gradients.
         group: the ranks whose gradients are averaged: a `torch.distributed` process group, a Syncline transport, or
             None for the default group. The constructor is a collective call if the group has not been used yet.
-        module: gives the parameter names for `state_dict`.
+        module: the module whose parameter names `state_dict` uses.
 
     Example:
         >>> import torch, syncline as sl
@@ -79,26 +79,31 @@ class HookState:
     ) -> None:
         if not isinstance(compression, Compression):
             raise TypeError(
-                f"expected compression to be one of sl.compression, say Cast(), got {compression!r}"
+                f"HookState: expected compression to be one of sl.compression, for example Cast(), got {compression!r}"
             )
         if module is not None:
             checked_kind("module", module, nn.Module, "a torch.nn.Module")
         self.compression = compression
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         """Loaded state that is not in use yet, by parameter name."""
-        self._forget_buckets()
+        self._drop_buckets()
         self._names: dict[int, str] | None = None
         self._transport: Transport | None = None
         self.use(transport_of(group), module)
 
-    def _forget_buckets(self) -> None:
+    def _drop_buckets(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
-        self._under_way: list[tuple[_Bucket, Tensor, _Future]] = []
-        self._carried: dict[int, _Carried] = {}
-        """The state from a parameter's former bucket, by the parameter's id."""
+        self._under_way: list[tuple[MeanExchange, Tensor, _Future]] = []
+        self._carried: dict[int, tuple[Tensor, Mapping[str, Tensor]]] = {}
+        """Each parameter, by id, with its state from a former bucket. The reference keeps the id from being reused."""
 
     def use(self, transport: Transport, module: nn.Module | None) -> None:
-        """Average over these ranks from now on, for this module; the compression's state is kept."""
+        """Average over the ranks of this transport from now on. The compression's state is kept.
+
+        Args:
+            transport: connects the ranks.
+            module: the module whose parameter names are used from now on; None to keep the names.
+        """
         if module is not None:
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         if transport is not self._transport:
@@ -109,14 +114,14 @@ class HookState:
 
     @torch.no_grad()
     def average(self, bucket: AnyGradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket; see `hook`."""
+        """Average a bucket of gradients, as `hook` describes."""
         for earlier, *_ in self._under_way:
-            earlier.exchange.advance()
+            earlier.advance()
         buffer = bucket.buffer()
-        known = self._bucket(bucket, buffer)
-        known.exchange.start(buffer)
+        exchange = self._exchange_of(bucket)
+        exchange.start(buffer)
         future = _Future(self, buffer.device)
-        self._under_way.append((known, buffer, future))
+        self._under_way.append((exchange, buffer, future))
         if bucket.is_last():
             self.finish()
         return future
@@ -124,50 +129,47 @@ class HookState:
     @torch.no_grad()
     def finish(self) -> None:
         """Complete all averages in flight: one phase per bucket in turn, in the order in which they were started."""
-        waiting = [known.exchange for known, *_ in self._under_way]
+        waiting = [exchange for exchange, *_ in self._under_way]
         while waiting:
             for exchange in waiting:
                 exchange.advance()
             waiting = [exchange for exchange in waiting if not exchange.has_arrived]
         arrived, self._under_way = self._under_way, []
-        for known, buffer, future in arrived:
-            buffer.copy_(known.exchange.wait())
+        for exchange, buffer, future in arrived:
+            buffer.copy_(exchange.wait())
             future.set_result(buffer)
 
-    def _bucket(self, bucket: AnyGradBucket, buffer: Tensor) -> _Bucket:
-        """Return the bucket's averager; make a new one if the bucket's parameters have changed."""
+    def _exchange_of(self, bucket: AnyGradBucket) -> MeanExchange:
+        """Return the exchange of a bucket. Make a new one if the bucket's parameters have changed."""
         index = bucket.index()
-        if buffer.is_sparse:
+        if bucket.buffer().is_sparse:
             raise ValueError(
-                f"bucket {index} has a sparse gradient, which {self.compression} cannot encode: make it dense "
-                "(sparse=False), or use no compression"
+                f"bucket {index} has a sparse gradient, which {self.compression} cannot encode: make the gradient "
+                "dense (sparse=False), or use no compression"
             )
-        parameters = bucket.parameters()
-        members = tuple(map(id, parameters))  # == of tensors would compare elements
         known = self._buckets.get(index)
-        if known is not None and known.fits(members, buffer):
-            return known
         if known is not None:
+            if known.layout == _layout_of(bucket):
+                return known.exchange
             self._carry()
         if self._transport is None:  # unpickled
             self._transport = transport_of(None)
-        shapes = [_shape_in_memory(gradient) for gradient in bucket.gradients() or parameters]
-        known = _Bucket(self.compression, parameters, shapes, buffer, self._transport)
-        for position, member in enumerate(members):
-            carried = self._carried.pop(member, None)
-            if carried is not None and known.accepts(position, carried.tensors):
-                known.exchange.remember(position, carried.tensors)
-            elif self._names is not None and (loaded := self._kept.pop(self._names.get(member, ""), None)):
+        known = self._buckets[index] = _Bucket(self.compression, bucket, self._transport)
+        for position, parameter in enumerate(known.parameters):
+            _, carried = self._carried.pop(id(parameter), (None, None))
+            if carried is not None:
+                with suppress(ValueError):  # the state of a tensor whose shape has changed is dropped
+                    known.exchange.remember(position, carried)
+            elif self._names and (loaded := self._kept.pop(self._names.get(id(parameter), ""), None)):
                 known.exchange.remember(position, loaded)
-        self._buckets[index] = known
-        return known
+        return known.exchange
 
     def _carry(self) -> None:
-        """Save the buckets' state by parameter, because buckets change. Buckets in flight are already the new ones."""
+        """Keep the buckets' state by parameter, because buckets change. Buckets in flight are already the new ones."""
         for index, known in list(self._buckets.items()):
             if not known.exchange.is_under_way:
                 kept = zip(known.parameters, known.exchange.memory(), strict=False)
-                self._carried.update((id(p), _Carried(p, tensors)) for p, tensors in kept)
+                self._carried.update((id(parameter), (parameter, tensors)) for parameter, tensors in kept)
                 del self._buckets[index]
 
     # ------------------------------------------------------------------ saving and loading
@@ -178,7 +180,7 @@ class HookState:
         Residuals differ between ranks, so every rank has to save its own state.
 
         Raises:
-            ValueError: the module is not known, so parameters have no names.
+            ValueError: no module was given, so parameters have no names.
             SynclineError: a backward is in progress.
         """
         return joined_state(self._by_name())
@@ -187,92 +189,64 @@ class HookState:
         """Load a state that `state_dict` returned on the same rank, with the same number of ranks.
 
         Raises:
-            ValueError: the module is not known, or it does not have these parameters.
+            ValueError: no module was given, or the module does not have these parameters.
         """
         names = self._checked_names()
         given = parted_state(state)
         unknown = sorted(set(given).difference(names.values()))
         if unknown:
             raise ValueError(
-                f"expected the state of parameters of this module, got one of {', '.join(unknown)}"
+                "HookState: expected the compression state of parameters of this module, got a state of "
+                f"{', '.join(unknown)}, which it does not have"
             )
         # The former state is dropped. Buckets take their part of the new state when they are created.
-        self._forget_buckets()
+        self._drop_buckets()
         self._kept = {
             name: {kind: t.clone() for kind, t in tensors.items()} for name, tensors in given.items()
         }
 
     def _by_name(self) -> dict[str, Mapping[str, Tensor]]:
         names = self._checked_names()
-        kept = dict(self._kept)
-        kept.update((names[m], carried.tensors) for m, carried in self._carried.items() if m in names)
+        states = {member: tensors for member, (_, tensors) in self._carried.items()}
         for known in self._buckets.values():
-            members = zip(known.members, known.exchange.memory(), strict=False)
-            kept.update((names[member], tensors) for member, tensors in members if member in names)
-        return kept
+            states.update(zip(map(id, known.parameters), known.exchange.memory(), strict=False))
+        return self._kept | {names[member]: state for member, state in states.items() if member in names}
 
     def _checked_names(self) -> dict[int, str]:
         if self._names is None:
             raise ValueError(
-                "what is kept is saved by parameter names: give the module, HookState(compression, module=model)"
+                "the state of a HookState is saved and loaded by parameter names, but no module was given to it: write "
+                "HookState(compression, module=model)"
             )
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without connections, and per-parameter state only if parameters have names."""
+        """Return the state without connections. The state of parameters is included only if they have names."""
         kept = {} if self._names is None else parted_state(self.state_dict())
         return {"compression": self.compression, "_kept": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; the default group is used."""
-        self._forget_buckets()
+        """Restore the state, to average over the default group."""
+        self._drop_buckets()
         self._names = self._transport = None
         vars(self).update(state)
 
 
-class _Carried(NamedTuple):
-    """State that was kept of a parameter."""
-
-    parameter: Tensor
-    """A reference to the parameter, so that no other object gets its id."""
-    tensors: Mapping[str, Tensor]
-
-
 class _Bucket:
-    """One bucket, with the parameters that it had when it was created."""
+    """A bucket of gradients, with its parameters and the exchange that averages it."""
 
-    def __init__(
-        self,
-        compression: Compression,
-        parameters: Sequence[Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        buffer: Tensor,
-        transport: Transport,
-    ) -> None:
-        self.parameters = parameters
-        self.members = tuple(map(id, parameters))
-        self._kind = (buffer.numel(), buffer.dtype, buffer.device)
+    def __init__(self, compression: Compression, bucket: AnyGradBucket, transport: Transport) -> None:
+        buffer = bucket.buffer()
+        self.parameters = bucket.parameters()
+        self.layout = _layout_of(bucket)
+        shapes = [_shape_in_memory(tensor) for tensor in bucket.gradients() or self.parameters]
         self.exchange = MeanExchange(
             compression, shapes, dtype=buffer.dtype, device=buffer.device, transport=transport
         )
 
-    def fits(self, members: tuple[int, ...], buffer: Tensor) -> bool:
-        """Return whether the bucket is unchanged."""
-        return self.members == members and self._kind == (buffer.numel(), buffer.dtype, buffer.device)
-
-    def accepts(self, position: int, kept: Mapping[str, Tensor]) -> bool:
-        """Return whether the saved state of a parameter has the shapes needed here."""
-        own = self.exchange.memory()[position]
-        return {name: tensor.shape for name, tensor in own.items()} == {
-            name: tensor.shape for name, tensor in kept.items()
-        }
-
 
 class _Future(torch.futures.Future[Tensor]):
-    """A future that completes the averages in flight if it is waited for before the last bucket has arrived.
-
-    There may be no last bucket.
-    """
+    """A future whose `wait` completes the averages in flight, because there may be no last bucket to complete them."""
 
     def __init__(self, state: HookState, device: torch.device) -> None:
         super().__init__(devices=None if device.type == "cpu" else [device])
@@ -284,8 +258,13 @@ class _Future(torch.futures.Future[Tensor]):
         return super().wait()
 
 
-def _shape_in_memory(gradient: Tensor) -> tuple[int, ...]:
-    """Return the sizes in memory order of the dimensions; channels come last for channels_last weights."""
-    strides: tuple[int, ...] = gradient.stride()
-    order = sorted(range(gradient.dim()), key=lambda dim: -strides[dim])
-    return tuple(gradient.shape[dim] for dim in order)
+def _layout_of(bucket: AnyGradBucket) -> tuple[object, ...]:
+    """Return the ids of a bucket's parameters, and the size, type and device of its buffer."""
+    buffer = bucket.buffer()
+    return tuple(map(id, bucket.parameters())), buffer.numel(), buffer.dtype, buffer.device
+
+
+def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """Return the sizes of a tensor's dimensions in memory order: channels come last for channels_last weights."""
+    strides = tensor.stride()
+    return tuple(tensor.shape[dim] for dim in sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))

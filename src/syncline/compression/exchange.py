@@ -1,9 +1,9 @@
-"""Averaging of a flat tensor over a transport: answers an encoder's requests, one phase after the other."""
+"""Averaging of a flat tensor over a transport, which answers an encoder's requests, one phase after the other."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,30 +23,31 @@ from syncline.compression.base import (
     Request,
     Sum,
     computing_dtype,
-    plain_mean,
 )
 from syncline.errors import SynclineError
-from syncline.transport.base import ReduceOp, Transport
+from syncline.tensors.targets import as_bytes
+from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
 
 class MeanExchange:
-    """Averages one flat tensor over all ranks repeatedly.
+    """The repeated averaging of one flat tensor over all ranks.
 
     One averaging is a call of `start`, any number of calls of `advance` (between other work), and a call of `wait`.
     `start` and `advance` start the collectives of at most one phase, and `wait` those of all remaining phases. So ranks
-    that call them in the same order start the same collectives in the same order. The constructor is not a collective
-    call. A group of one rank sends nothing and returns the values unchanged.
+    that call these methods in the same order start the same collectives in the same order. The constructor is not a
+    collective call. A group of one rank sends nothing and returns the values unchanged.
 
     Args:
-        compression: how the values are encoded; None for one plain all_reduce.
+        compression: the encoding of the values; None for one plain all_reduce.
         shapes: shapes of the tensors that make up the flat tensor, in order; the same on all ranks.
         dtype: type of the flat tensor. fp16 and bf16 are encoded from float32.
         device: device of the flat tensor.
         transport: connects the ranks.
 
     Raises:
-        ValueError: there is a compression, and the type is not real and floating.
+        TypeError: an argument has the wrong type.
+        ValueError: there is a compression, and `dtype` is not a real floating-point type.
 
     Example:
         >>> from syncline.compression import Quantize
@@ -76,7 +77,9 @@ class MeanExchange:
             checked_kind("compression", compression, Compression, "one of sl.compression, or None")
         checked_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         if compression is None and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"expected dtype to be a floating or complex type, got {dtype}")
+            raise ValueError(
+                f"MeanExchange: expected dtype to be a floating-point or complex type, got {dtype}"
+            )
         self.dtype = dtype
         self.layout = Layout(
             shapes=_checked_shapes(shapes),
@@ -86,15 +89,17 @@ class MeanExchange:
             num_ranks=transport.size,
         )
         self._transport = transport
-        self._averager = None if compression is None else Averager(compression, self.layout)
-        self._averaging: Averaging | None = None
-        self._reply: Callable[[], Any] | None = None
+        self._averager = Averager(compression, self.layout)
+        self._phases: Generator[list[Work], None, Tensor] | None = None
+        """The averaging in progress. It yields the collectives of each phase."""
+        self._works: list[Work] = []
+        """The collectives of the current phase."""
         self._result: Tensor | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an averaging was started and not waited for."""
-        return self._averaging is not None or self._result is not None
+        """Whether an averaging was started, and not waited for."""
+        return self._phases is not None or self._result is not None
 
     @property
     def has_arrived(self) -> bool:
@@ -102,55 +107,62 @@ class MeanExchange:
         return self._result is not None
 
     def start(self, flat: Tensor) -> None:
-        """Start an averaging. Its first messages are in flight when this returns.
+        """Start an averaging. When this returns, the messages of the first phase are in flight.
 
         Args:
-            flat: of shape (numel,). It is consumed: its values are undefined afterwards, and it may be the result.
+            flat: of shape (numel,). Its values are undefined afterwards, because its memory is reused.
 
         Raises:
             SynclineError: the previous averaging was not waited for.
-            ValueError: another number of elements, another type, or another device.
+            ValueError: `flat` has another number of elements, another type, or another device.
         """
         if self.is_under_way:
             raise SynclineError(
-                f"rank {self._transport.rank}: an averaging is under way: wait for it before the next is started"
+                f"MeanExchange.start on rank {self._transport.rank}: the previous averaging is still in progress. Call "
+                "wait() before the next start()"
             )
         checked_kind("flat", flat, Tensor, "a tensor")
         numel, device = self.layout.numel, self.layout.device
         is_there = flat.device.type == device.type and device.index in (None, flat.device.index)
         if flat.numel() != numel or flat.dtype is not self.dtype or not is_there:
             raise ValueError(
-                f"expected flat to have {numel} elements, {self.dtype} on {device}, got {flat.numel()}, {flat.dtype} "
-                f"on {flat.device}"
+                f"MeanExchange.start: expected flat to have {numel} elements, {self.dtype} on {device}, got "
+                f"{flat.numel()}, {flat.dtype} on {flat.device}"
             )
         flat = flat.detach().view(-1)
         if self._transport.size == 1 or not flat.numel():
             self._result = flat
             return
-        if self._averager is None:
-            self._averaging = plain_mean(flat)
-        else:
-            self._averaging = self._averager.mean(flat.to(self.layout.dtype))
-        self._step(None)
+        self._phases = self._averaged(self._averager.mean(flat.to(self.layout.dtype)))
+        self.advance()
 
     def advance(self) -> None:
-        """Wait for the current phase, and start the next one if there is one."""
-        if self._averaging is not None:
-            assert self._reply is not None
-            self._step(self._reply())  # if this raises, the next wait raises again
+        """Wait for the current phase of the averaging, and start the next phase if there is one."""
+        if self._phases is None:
+            return
+        for work in self._works:
+            work.wait()  # if this raises, the next call raises again
+        try:
+            # Independent of the caller's context, because autocast would multiply in half precision.
+            with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
+                self._works = next(self._phases)
+        except StopIteration as ended:
+            self._phases, self._works, self._result = None, [], ended.value
 
     def wait(self) -> Tensor:
-        """Wait for the mean.
+        """Wait until the averaging is complete, and return the mean.
 
         Returns:
             The mean over all ranks, of shape (numel,) and in the flat tensor's type, the same bits on every rank.
 
         Raises:
-            SynclineError: nothing was started, or a rank is gone (as in `Work.wait`).
+            SynclineError: no averaging was started, or a rank has failed (as in `Work.wait`).
         """
         if not self.is_under_way:
-            raise SynclineError(f"rank {self._transport.rank}: nothing is under way: call start first")
-        while self._averaging is not None:
+            raise SynclineError(
+                f"MeanExchange.wait on rank {self._transport.rank}: no averaging is in progress. Call start() first"
+            )
+        while self._phases is not None:
             self.advance()
         result, self._result = self._result, None
         assert result is not None
@@ -159,23 +171,19 @@ class MeanExchange:
     # ------------------------------------------------------------------ state
 
     def memory(self) -> list[dict[str, Tensor]]:
-        """Return the state of each tensor, by name; read-only."""
-        self._check_at_rest()
-        return [{} for _ in self.layout.shapes] if self._averager is None else self._averager.memory()
+        """Return the state of each tensor, by name. Do not modify it."""
+        return self._averager_at_rest().memory()
 
     def remember(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of one tensor; a ValueError if it does not fit."""
-        self._check_at_rest()
-        if self._averager is not None:
-            self._averager.remember(index, tensors)
+        """Restore the state of one tensor. A state that does not fit raises ValueError."""
+        self._averager_at_rest().remember(index, tensors)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of this rank's state between averagings, with keys `<index of the tensor>.<name>`.
 
         Residuals differ between ranks, so every rank has to save its own state.
         """
-        self._check_at_rest()
-        return {} if self._averager is None else self._averager.state_dict()
+        return self._averager_at_rest().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state that `state_dict` returned.
@@ -183,108 +191,93 @@ class MeanExchange:
         Raises:
             ValueError: the state is of another compression, or of other tensors. Nothing has changed then.
         """
-        self._check_at_rest()
-        if self._averager is not None:
-            self._averager.load_state_dict(state)
-        elif state:
-            raise ValueError(f"expected no state, because nothing is compressed; got {', '.join(state)}")
+        self._averager_at_rest().load_state_dict(state)
 
-    def _check_at_rest(self) -> None:
-        if self._averaging is not None:
+    def _averager_at_rest(self) -> Averager:
+        """Return the averager, whose state is complete only between averagings."""
+        if self._phases is not None:
             raise SynclineError(
-                f"rank {self._transport.rank}: an averaging is under way, and what is kept is in it: wait for it first"
+                f"MeanExchange on rank {self._transport.rank}: the state cannot be read or loaded while an averaging "
+                "is in progress. Call wait() first"
             )
+        return self._averager
 
     # ------------------------------------------------------------------ phases
 
-    def _step(self, reply: Any) -> None:
-        """Pass a reply to the generator, and start what it requests next."""
-        assert self._averaging is not None
-        try:
-            # Independent of the caller's context, because autocast would multiply in half precision.
-            with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
-                request = self._averaging.send(reply)
-        except StopIteration as ended:
-            averaged: Averaged = ended.value
-            self._averaging = self._reply = None
-            self._result = averaged.mean.to(self.dtype)
-            return
-        self._reply = self._started(request)
+    def _averaged(self, averaging: Averaging) -> Generator[list[Work], None, Tensor]:
+        """Answer the requests of an averaging, and return the mean. Yield the collectives of each phase."""
+        reply: Any = None
+        while True:
+            try:
+                request = averaging.send(reply)
+            except StopIteration as ended:
+                averaged: Averaged = ended.value
+                return averaged.mean.to(self.dtype)
+            reply = yield from self._reply_to(request)
 
-    def _started(self, request: Request) -> Callable[[], Any]:
-        """Start what a request needs; return a function that waits for it and returns the reply."""
-        if isinstance(request, Mean):
-            return _then(Averaged, self._reduced(request.values, "mean"))
-        if isinstance(request, Sum):
-            return self._reduced(request.codes, "sum")
-        if isinstance(request, Gather):
-            return self._gathered(request)
-        return self._exchanged(request)
+    def _reply_to(self, request: Request) -> Generator[list[Work], None, Any]:
+        """Start the collectives of a request and yield them. Return the reply after the caller has waited for them."""
+        match request:
+            case Mean(values):
+                wire = self._sendable(values)
+                yield [self._transport.all_reduce(wire, "mean")]
+                return Averaged(self._on_device(wire))
+            case Sum(codes):
+                wire = self._sendable(codes)
+                yield [self._transport.all_reduce(wire, "sum")]
+                return self._on_device(wire)
+            case Gather():
+                return (yield from self._gathered(request))
+            case AllToAll(rows):
+                return (yield from self._exchanged(rows))
 
-    def _reduced(self, tensor: Tensor, op: ReduceOp) -> Callable[[], Tensor]:
-        wire = self._sendable(tensor)
-        work = self._transport.all_reduce(wire, op)
-        return lambda: self._arrived(wire, [work])
-
-    def _gathered(self, request: Gather) -> Callable[[], Gathered]:
+    def _gathered(self, request: Gather) -> Generator[list[Work], None, Gathered]:
         """Gather both tensors of a request in one message per rank."""
         values, beside = request.values, request.beside
-        message = _as_bytes(values)
+        message = as_bytes(values.contiguous())
         if beside is not None:
-            message = torch.cat([_as_bytes(beside), message])
+            message = torch.cat([as_bytes(beside.contiguous()), message])
         wire = self._sendable(message)
         everyone = torch.empty(self._transport.size * wire.numel(), dtype=torch.uint8, device=wire.device)
-        work = self._transport.all_gather(everyone, wire)
-        num_beside_bytes = message.numel() - values.numel() * values.element_size()
+        yield [self._transport.all_gather(everyone, wire)]
+        rows = self._on_device(everyone).view(self._transport.size, -1)
+        if beside is None:
+            return Gathered(rows.view(values.dtype), None)
+        # Copies, because a view in another type needs aligned memory.
+        first, second = (
+            part.clone(memory_format=torch.contiguous_format)
+            for part in rows.split([beside.nbytes, values.nbytes], dim=1)
+        )
+        return Gathered(second.view(values.dtype), first.view(beside.dtype))
 
-        def reply() -> Gathered:
-            rows = self._arrived(everyone, [work], sent=wire).view(self._transport.size, -1)
-            if beside is None:
-                return Gathered(rows.view(values.dtype), None)
-            # Copies, because a view in another type needs aligned memory.
-            return Gathered(
-                rows[:, num_beside_bytes:].clone(memory_format=torch.contiguous_format).view(values.dtype),
-                rows[:, :num_beside_bytes].clone(memory_format=torch.contiguous_format).view(beside.dtype),
-            )
-
-        return reply
-
-    def _exchanged(self, request: AllToAll) -> Callable[[], Tensor]:
-        rank = self._transport.rank
-        wire = self._sendable(request.rows)
+    def _exchanged(self, rows: Tensor) -> Generator[list[Work], None, Tensor]:
+        """Send each other rank its row, and return the rows that were received."""
+        transport, rank = self._transport, self._transport.rank
+        wire = self._sendable(rows)
         received = torch.empty_like(wire)
         received[rank] = wire[rank]
         works: list[Work] = []
-        for step in range(1, self._transport.size):
+        for step in range(1, transport.size):
             # Of two ranks the lower one sends first. Transports that run the messages of a pair in order need both
             # ranks to start with the same message.
-            peer = (rank + step) % self._transport.size
-            directions = [(self._transport.send, wire), (self._transport.recv, received)]
-            for move, rows in directions if rank < peer else reversed(directions):
-                works.append(move(rows[peer], peer))
-        return lambda: self._arrived(received, works, sent=wire)
+            peer = (rank + step) % transport.size
+            directions = [(transport.send, wire), (transport.recv, received)]
+            for move, tensor in directions if rank < peer else reversed(directions):
+                works.append(move(tensor[peer], peer))
+        yield works
+        return self._on_device(received)
 
     def _sendable(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy on a device from which the transport can send."""
+        """Return the tensor, contiguous and on a device from which the transport can send."""
         return tensor.to(self._transport.sending_device(tensor.device)).contiguous()
 
-    def _arrived(self, wire: Tensor, works: Sequence[Work], *, sent: Tensor | None = None) -> Tensor:
-        """Return what was received, on the layout's device. `sent` is an argument so that it lives until then."""
-        for work in works:
-            work.wait()
+    def _on_device(self, wire: Tensor) -> Tensor:
+        """Return a received tensor on the layout's device."""
         return wire.to(self.layout.device)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _then(make: Callable[[Tensor], Any], reply: Callable[[], Tensor]) -> Callable[[], Any]:
-    return lambda: make(reply())
-
-
 def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes as tuples of integers.
+    """Return the argument `shapes` as tuples of integers.
 
     Raises:
         TypeError, ValueError: a shape is invalid.
@@ -292,7 +285,7 @@ def _checked_shapes(shapes: Any) -> tuple[tuple[int, ...], ...]:
     try:
         found = tuple(tuple(int(operator.index(size)) for size in shape) for shape in shapes)
     except TypeError:
-        raise TypeError(f"expected shapes to be a list of shapes, got {shapes!r}") from None
+        raise TypeError(f"MeanExchange: expected shapes to be a list of shapes, got {shapes!r}") from None
     if any(size < 0 for shape in found for size in shape):
-        raise ValueError(f"expected shapes to have sizes of at least 0, got {shapes!r}")
+        raise ValueError(f"MeanExchange: expected shapes to have no negative sizes, got {shapes!r}")
     return found

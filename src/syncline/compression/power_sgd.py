@@ -1,4 +1,4 @@
-"""PowerSGD: the gradient of a weight matrix travels as two thin factors.
+"""PowerSGD: the gradient of a weight matrix is sent as two thin factors.
 
 All ranks must compute the same bits from the same factors. Matrix products may differ in the last bits between
 processors or numbers of threads. Therefore `orthonormal_rows` and `sum_of_outer_products` compute element by element,
@@ -23,10 +23,10 @@ _ZERO = 1e-24
 
 
 def orthonormal_rows(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return orthonormal rows that span what the given rows span.
+    """Return orthonormal rows that span the same space as the given rows.
 
     The method is Gram-Schmidt, applied twice, in float64. A row of zeros, or one that depends on earlier rows, becomes
-    zeros. Values that are not finite stay so. Matrices of similar width are computed together.
+    zeros. Values that are not finite stay not finite. Matrices of similar width are computed together.
 
     Args:
         matrices: matrices of shape (few, many).
@@ -68,7 +68,7 @@ def sum_of_outer_products(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _orthonormalize(batch: Tensor) -> None:
-    """Orthonormalize the rows in place; the shape is (num_matrices, num_rows, a power of two)."""
+    """Orthonormalize the rows of a batch in place. Its shape is (num_matrices, num_rows, a power of two)."""
     largest = batch.abs().amax(2, keepdim=True)
     batch /= torch.where(largest == 0, 1, largest)  # so that squares neither overflow nor underflow
     for _ in range(2):
@@ -82,7 +82,7 @@ def _orthonormalize(batch: Tensor) -> None:
 
 
 def _sums(terms: Tensor) -> Tensor:
-    """Add up the last dimension, whose size is a power of two; it is kept with size 1."""
+    """Add up the last dimension, whose size is a power of two. The result keeps the dimension with size 1."""
     while terms.shape[-1] > 1:
         half = terms.shape[-1] // 2
         terms = terms[..., :half] + terms[..., half:]
@@ -91,21 +91,22 @@ def _sums(terms: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """A rank-r approximation by one power iteration per step, which starts from the result of the last one.
+    """A low-rank approximation by one power iteration per step, which starts from the result of the previous step.
 
-    A tensor of shape (n, ...) counts as a matrix (n, m). It is compressed if (n + m) * rank is less than n * m.
-    Everything else (vectors, small matrices) travels uncompressed, in one message with the first factors.
+    A tensor of shape (n, ...) counts as a matrix (n, m). It is compressed if (n + m) * rank is less than n * m. Other
+    tensors (vectors, small matrices) are sent uncompressed, in one message with the first factors.
     Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
     2019, arXiv 1905.13727, algorithms 1 and 2.
 
     Args:
-        rank: rank of the approximation; bytes grow with it.
-        error_feedback: keep the error of the approximation, and add it to the next values. Without it most of a
-            gradient is lost for good.
+        rank: rank of the approximation. The number of bytes grows with the rank.
+        error_feedback: keep the error of the approximation, and add it to the next values. Without error feedback most
+            of a gradient is lost for good.
         seed: seed of the matrices from which the first iteration starts.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, for example a rank below 1.
+        TypeError: an argument has the wrong type.
+        ValueError: `rank` is below 1.
 
     Example:
         >>> print(PowerSGD())
@@ -121,22 +122,20 @@ class PowerSGD(Compression):
     gives = "means"
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            rank=checked_count("rank", self.rank, at_least=1),
-            error_feedback=checked_flag("error_feedback", self.error_feedback),
-            seed=checked_count("seed", self.seed),
-        )
+        rank, seed = checked_count("rank", self.rank, at_least=1), checked_count("seed", self.seed)
+        store(self, rank=rank, seed=seed)
+        checked_flag("error_feedback", self.error_feedback)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _PowerSGDEncoder(self, layout)
 
 
 class _PowerSGDEncoder(Encoder):
-    """Encodes with two factors per matrix, whose long side is along the rows: left (rank, n), right (rank, m)."""
+    """Encodes each matrix (n, m) by two factors with long rows: left (rank, n) and right (rank, m)."""
 
     def __init__(self, power_sgd: PowerSGD, layout: Layout) -> None:
         super().__init__(layout)
+        self._rank = power_sgd.rank
         self._shapes: dict[int, tuple[int, int]] = {}
         """The shapes (n, m) of the compressed tensors, by index."""
         self._starts: dict[int, Tensor] = {}
@@ -145,14 +144,12 @@ class _PowerSGDEncoder(Encoder):
             if len(shape) < 2 or 0 in shape:
                 continue
             n, m = shape[0], math.prod(shape[1:])
-            rank = power_sgd.rank
-            if (n + m) * rank < n * m:
+            if (n + m) * self._rank < n * m:
                 self._shapes[index] = (n, m)
                 # The same for all tensors of one width, so that the result does not depend on the bucket layout.
-                chance = torch.Generator().manual_seed(power_sgd.seed)
-                start = torch.randn(rank, m, generator=chance, dtype=torch.float32)
+                generator = torch.Generator().manual_seed(power_sgd.seed)
+                start = torch.randn(self._rank, m, generator=generator, dtype=torch.float32)
                 self._starts[index] = start.to(layout.device, layout.dtype)
-        self._rank = power_sgd.rank
         self._rest = [index for index in range(len(layout.shapes)) if index not in self._shapes]
 
     def means(self) -> tuple[Layout, ...]:
@@ -183,16 +180,11 @@ class _PowerSGDEncoder(Encoder):
         second = yield Mean(flat.clone() if wants_lost else flat)
         widths = [self._rank * m for _, m in self._shapes.values()]
         right_means = [right.view(self._rank, -1) for right in second.mean.split(widths)]
-        lost = None
         if wants_lost:
-            came_through = flat if second.lost is None else flat.sub_(second.lost)
-            rest_lost = None if first.lost is None else first.lost[sum(sizes) :]
-            for matrix, left, right in zip(
-                matrices.values(), factors, came_through.split(widths), strict=True
-            ):
+            received = flat if second.lost is None else flat.sub_(second.lost)
+            for matrix, left, right in zip(matrices.values(), factors, received.split(widths), strict=True):
                 matrix.addmm_(left.t(), right.view(self._rank, -1), alpha=-1)
-            self._write_rest(pieces, rest_lost)
-            lost = values
+            self._write_rest(pieces, None if first.lost is None else first.lost[sum(sizes) :])
         # The memory of `values` can be reused for the result, unless it holds what was lost.
         mean = torch.empty_like(values) if wants_lost else values
         places = mean.split(self.layout.numels)
@@ -200,10 +192,10 @@ class _PowerSGDEncoder(Encoder):
         for index, left, right in zip(matrices, factors, right_means, strict=True):
             sum_of_outer_products(left, right, out=places[index].view(self._shapes[index]))
             self._start_next_from(index, right)
-        return Averaged(mean, lost)
+        return Averaged(mean, values if wants_lost else None)
 
     def _write_rest(self, places: Sequence[Tensor], flat: Tensor | None) -> None:
-        """Write the uncompressed tensors to their places; None writes zeros."""
+        """Write the uncompressed tensors to their places. None stands for zeros."""
         targets = [places[index] for index in self._rest]
         if not targets:
             return
@@ -213,11 +205,11 @@ class _PowerSGDEncoder(Encoder):
             foreach_copy_(targets, list(flat.split([target.numel() for target in targets])))
 
     def _start_next_from(self, index: int, right: Tensor) -> None:
-        """Keep a scaled copy of the right factor; rows of zeros, or of values that are not finite, keep the old start.
+        """Start the next iteration of a tensor from a scaled copy of the right factor.
 
-        Only directions matter, so lengths are kept near 1.
+        Only directions matter, so lengths are kept near 1. Rows that are zero or not finite keep the old start.
         """
         largest = right.abs().amax(1, keepdim=True)
-        says_something = (largest > 0) & (largest < float("inf"))
+        is_usable = (largest > 0) & (largest < float("inf"))
         start = self._starts[index]
-        start.copy_(torch.where(says_something, right / largest, start))
+        start.copy_(torch.where(is_usable, right / largest, start))

@@ -1,4 +1,4 @@
-"""Quantize: values travel as codes of 8, 4 or 2 bits, with one scale for each block of values."""
+"""Quantize: values are sent as codes of 8, 4 or 2 bits, with one scale for each block of values."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ from syncline.checks import checked_count, checked_flag, store
 from syncline.compression.base import AllToAll, Averaged, Averaging, Codec, Encoder, Gather, Layout
 
 _SCALE = torch.bfloat16
-"""The scales' type; it has the range of float32. Values are divided by the scale after it was rounded, so the rounding
-of a scale adds no error to a value, unless the value is among the largest of its block."""
+"""The type of the scales, which has the range of float32. Values are divided by the rounded scale, so the rounding of a
+scale adds no error to a value, unless the value is among the largest of its block."""
 
 _SMALLEST_SCALE = 2.0**-126
 """Scales below this count as zero, because their reciprocal is not a float32."""
 
 _INNER, _BORDER, _OUTER = 0.4528, 0.9816, 1.5104
-"""The levels of a Gaussian of variance 1 are -1.51, -0.45, 0.45 and 1.51; 0.98 is the border between two of them."""
+"""The best four levels for a Gaussian of variance 1 are -1.51, -0.45, 0.45 and 1.51. 0.98 is midway between two."""
 
 _SLAB_NUMEL = 1 << 17
-"""Number of values that a CPU encodes at a time, so that temporary values stay in its cache."""
+"""The number of values that a CPU encodes at a time, so that temporary values stay in its cache."""
 
 
 @dataclass(frozen=True)
 class Quantize(Codec):
     """Codes of 8, 4 or 2 bits with one bfloat16 scale per block.
 
-    They take a quarter, an eighth or a sixteenth of float32's bytes.
+    Codes take a quarter, an eighth or a sixteenth of the bytes of float32.
 
     Codes of 8 and 4 bits are integers around zero, scaled by the largest value of the block. Codes of 2 bits stand for
     four levels, scaled by the block's root mean square. These levels minimize the error for values with a Gaussian
-    distribution (Lloyd 1982, Max 1960). Two bits are meant for repeated sums with error feedback.
+    distribution (Lloyd 1982, Max 1960). Two bits are meant for repeated averages with error feedback.
 
-    Two ranks gather each other's codes. More ranks use two phases, so that bytes do not grow with the number of ranks:
-    rank r receives chunk r from all ranks, adds these up in rank order, and encodes their mean, which all ranks gather.
-    If a block contains a value that is not finite, its result is not finite, so that a gradient scaler detects it.
+    Two ranks gather each other's codes. More ranks use two phases, so that bytes do not grow with the number of ranks.
+    In the first phase, rank r receives chunk r from all ranks, and adds the chunks up in rank order. In the second
+    phase, rank r encodes the mean of its chunk, and all ranks gather these means. If a block contains a value that is
+    not finite, the result of the block is not finite, so that a gradient scaler detects it.
 
     Args:
         bits: bits per code; two codes of 4 bits, or four of 2, are packed into a byte.
-        block_numel: number of values with a common scale; they must fill whole bytes. Smaller blocks are more precise
-            and cost 16 bits each.
-        error_feedback: keep the rounding errors, and add them to the next values; takes one more copy in memory.
+        block_numel: number of values with a common scale. They must fill whole bytes. Smaller blocks are more precise,
+            and each block costs 16 bits.
+        error_feedback: keep the rounding errors, and add them to the next values. This takes one more copy in memory.
 
     Raises:
-        ValueError: other bits, or blocks that do not fill whole bytes.
+        TypeError: an argument has the wrong type.
+        ValueError: `bits` is not 8, 4 or 2, or a block does not fill whole bytes.
 
     Example:
         >>> codes = Quantize(bits=4, block_numel=4).encode(torch.tensor([7.0, -3.0, 0.4, 1.0]))
@@ -65,18 +67,15 @@ class Quantize(Codec):
     is_linear = False
 
     def __post_init__(self) -> None:
-        if checked_count("bits", self.bits, at_least=2, at_most=8) not in (2, 4, 8):
-            raise ValueError(f"expected bits to be 8, 4 or 2, got {self.bits!r}")
-        store(
-            self,
-            bits=int(self.bits),
-            block_numel=checked_count("block_numel", self.block_numel, at_least=2),
-            error_feedback=checked_flag("error_feedback", self.error_feedback),
-        )
+        bits = checked_count("bits", self.bits, at_least=2, at_most=8)
+        if bits not in (2, 4, 8):
+            raise ValueError(f"Quantize: expected bits to be 8, 4 or 2, got {self.bits!r}")
+        store(self, bits=bits, block_numel=checked_count("block_numel", self.block_numel, at_least=2))
+        checked_flag("error_feedback", self.error_feedback)
         if self.block_numel % self._multiple:
             raise ValueError(
-                f"expected block_numel to be a multiple of {self._multiple} ({8 // self.bits} codes of {self.bits} "
-                f"bits share a byte), got {self.block_numel}"
+                f"Quantize: expected block_numel to be a multiple of {self._multiple}, because codes of {self.bits} "
+                f"bits are packed into bytes; got {self.block_numel}"
             )
 
     def encoder(self, layout: Layout) -> Encoder:
@@ -84,16 +83,16 @@ class Quantize(Codec):
 
     @property
     def _largest(self) -> int:
-        """The largest integer code; the smallest is its negative."""
+        """The largest integer code for 8 or 4 bits. The smallest code is its negative."""
         return 127 if self.bits == 8 else 7
 
     @property
     def _multiple(self) -> int:
-        """The number of values that block_numel has to be a multiple of."""
+        """The number of which `block_numel` has to be a multiple."""
         return 4 if self.bits == 2 else 2
 
     def num_bytes(self, numel: int) -> int:
-        """Return the number of bytes that encode `numel` values; the last block is padded."""
+        """Return the number of bytes that encode `numel` values. The last block is padded."""
         num_blocks = -(-numel // self.block_numel)
         return num_blocks * (_SCALE.itemsize + self.block_numel * self.bits // 8)
 
@@ -117,11 +116,11 @@ class Quantize(Codec):
         return values.view(num_rows, -1)[:, :numel]
 
     def encode_rows(self, values: Tensor, lost: Tensor | None) -> Tensor:
-        """Encode each row separately: first the scales, then the codes.
+        """Encode each row of values separately. The result has the scales of a row first, and then its codes.
 
         Args:
             values: of shape (num_rows, numel).
-            lost: where to write the error of each value, of the same shape, or None. It may be `values`.
+            lost: a tensor of the same shape for the error of each value, or None. It may be `values`.
 
         Returns:
             Bytes, of shape (num_rows, num_bytes).
@@ -142,26 +141,26 @@ class Quantize(Codec):
             self._pack(levels, packed[:, slab])
             if lost is not None:
                 start, stop = slab.start * size, min(slab.stop * size, numel)
-                came_through = levels.mul_(wide).view(num_rows, -1)[:, : stop - start]
-                torch.sub(values[:, start:stop], came_through, out=lost[:, start:stop])
+                received = levels.mul_(wide).view(num_rows, -1)[:, : stop - start]
+                torch.sub(values[:, start:stop], received, out=lost[:, start:stop])
         encoded[:, :num_scale_bytes] = scales.view(torch.uint8)
         return encoded
 
     def _scales(self, blocks: Tensor) -> Tensor:
-        """Return the scale of each block of (..., block_numel) values."""
+        """Return the scale of each block; blocks have the shape (..., block_numel)."""
         if self.bits == 2:
             return blocks.square().mean(2).sqrt_()
         return blocks.abs().amax(2).div_(self._largest)
 
     def _nearest(self, scaled: Tensor) -> Tensor:
-        """Return the level nearest to each scaled value; may work in place."""
+        """Return the level nearest to each scaled value. `scaled` may be overwritten."""
         if self.bits == 2:
             return torch.where(scaled.abs() > _BORDER, _OUTER, _INNER).copysign_(scaled).to(scaled.dtype)
         # No level is too large: a scale is rounded down by 2**-8 at most, and 127 * (1 + 2**-8) is below 127.5.
         return scaled.round_()
 
     def _pack(self, levels: Tensor, packed: Tensor) -> None:
-        """Write levels, (..., block_numel), as bytes. The values in a byte are half or a quarter of a block apart."""
+        """Write levels (..., block_numel) as bytes. Values in one byte are half or a quarter of a block apart."""
         if self.bits == 8:
             packed.copy_(levels.to(torch.int8).view(torch.uint8))
         elif self.bits == 4:
@@ -175,7 +174,7 @@ class Quantize(Codec):
                 packed.add_(code, alpha=4**place)
 
     def _unpack(self, packed: Tensor, levels: Tensor) -> None:
-        """Write the levels that `_pack` packed."""
+        """Write the levels from the bytes that `_pack` wrote."""
         if self.bits == 8:
             levels.copy_(packed.view(torch.int8))
         elif self.bits == 4:
@@ -189,9 +188,9 @@ class Quantize(Codec):
                 part.copy_(table[((packed >> (2 * place)) & 3).int()])
 
     def _slabs(self, blocks: Tensor) -> Iterator[slice]:
-        """Yield the parts of the blocks, (num_rows, num_blocks, block_numel), that are processed at a time.
+        """Yield slices of the blocks (num_rows, num_blocks, block_numel) that are processed at a time.
 
-        On a CPU a part fits into the cache; elsewhere there is one part.
+        On a CPU a slice fits into the cache. On other devices there is one slice.
         """
         num_rows, num_blocks, _ = blocks.shape
         step = max(1, _SLAB_NUMEL // (num_rows * self.block_numel)) if blocks.is_cpu else num_blocks
@@ -205,7 +204,7 @@ class _QuantizeEncoder(Encoder):
         self._quantize = quantize
         chunk = -(-layout.numel // layout.num_ranks)
         self._chunk_numel = -(-chunk // quantize.block_numel) * quantize.block_numel
-        """Number of values in each rank's chunk: whole blocks; the last chunks are padded."""
+        """The number of values in each rank's chunk: whole blocks. The last chunks are padded."""
 
     def mean(self, values: Tensor, *, wants_lost: bool) -> Averaging:
         if not values.numel():
@@ -247,13 +246,13 @@ class _QuantizeEncoder(Encoder):
 
 
 def _padded(values: Tensor, multiple_of: int) -> Tensor:
-    """Pad the last dimension with zeros; return the same tensor if there is nothing to pad."""
+    """Pad the last dimension with zeros to a multiple. Return the same tensor if no padding is needed."""
     missing = -values.shape[-1] % multiple_of
     return F.pad(values, (0, missing)) if missing else values
 
 
 def _mean_of_rows(rows: Tensor) -> Tensor:
-    """Return the mean of rows, (num_ranks, numel), added in rank order."""
+    """Return the mean of rows (num_ranks, numel), added in rank order."""
     total = rows[0]
     for row in rows[1:]:
         total = total.add_(row)

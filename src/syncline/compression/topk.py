@@ -1,4 +1,4 @@
-"""TopK: only the values of largest magnitude travel, with their indices."""
+"""TopK: only the values of largest magnitude are sent, with their indices."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from syncline.checks import checked_flag, checked_number, store
 from syncline.compression.base import Averaged, Averaging, Compression, Encoder, Gather, Layout
 
 _MANY = 1 << 16
-"""From this number of values on, a CPU finds the largest faster among candidates."""
+"""From this number of values on, a CPU finds the largest values faster if it first selects candidates."""
 
 _NUM_SAMPLES = 1 << 14
 
 _MARGIN = 1.25
-"""Factor by which the number of candidates should exceed the number of values needed."""
+"""The factor by which the number of candidates should exceed the number of values needed."""
 
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The `ratio` largest values of each rank, with an int32 index each; all other values count as zero.
+    """A selection of the largest values of each rank, with an int32 index each. All other values count as zero.
 
-    Values of one index are added up in rank order and divided by the number of ranks. Bytes received grow with the
-    number of ranks. Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017, arXiv 1704.05021;
-    Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
+    Values of one index are added up in rank order and divided by the number of ranks. The number of bytes that a rank
+    receives grows with the number of ranks. Aji and Heafield, "Sparse Communication for Distributed Gradient Descent",
+    2017, arXiv 1704.05021; Stich et al., "Sparsified SGD with Memory", 2018, arXiv 1809.07599.
 
     Args:
-        ratio: the fraction of the values that travels, above 0 and up to 1; at least one value travels.
-        error_feedback: keep the values that did not travel, and add them to the next ones. Without it small values
-            never travel.
+        ratio: the fraction of the values that is sent, above 0 and up to 1. At least one value is sent.
+        error_feedback: keep the values that were not sent, and add them to the next values. Without error feedback
+            small values are never sent.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, for example the ratio.
+        TypeError: an argument has the wrong type.
+        ValueError: `ratio` is out of bounds.
 
     Example:
         >>> print(TopK(ratio=0.05))
@@ -48,11 +49,8 @@ class TopK(Compression):
     gives = "rows"
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            ratio=checked_number("ratio", self.ratio, above=0, at_most=1),
-            error_feedback=checked_flag("error_feedback", self.error_feedback),
-        )
+        store(self, ratio=checked_number("ratio", self.ratio, above=0, at_most=1))
+        checked_flag("error_feedback", self.error_feedback)
 
     def encoder(self, layout: Layout) -> Encoder:
         return _TopKEncoder(self, layout)
@@ -63,8 +61,8 @@ class _TopKEncoder(Encoder):
         super().__init__(layout)
         if layout.numel >= 2**31:
             raise ValueError(
-                f"TopK sends positions as int32: expected fewer than 2**31 values at once, got {layout.numel}; use "
-                "smaller buckets"
+                f"TopK: expected fewer than 2**31 values in one tensor or bucket, because indices are sent as int32; "
+                f"got {layout.numel}. Use smaller buckets (bucket_cap_mb=)"
             )
         self._num_sent = math.ceil(topk.ratio * layout.numel)
 
@@ -83,7 +81,7 @@ class _TopKEncoder(Encoder):
 
 
 def largest_places(values: Tensor, number: int) -> Tensor:
-    """Return the indices of the `number` values of largest magnitude, in any order; NaN counts as the largest.
+    """Return the indices of the `number` values of largest magnitude, in any order. NaN counts as the largest.
 
     Example:
         >>> sorted(largest_places(torch.tensor([1.0, -5.0, 0.0, 3.0]), 2).tolist())

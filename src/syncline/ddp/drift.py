@@ -216,7 +216,7 @@ class Drift:
         """Return whether a backward that begins now, outside of `no_sync`, reduces its gradients."""
         if self.divergence.is_open:
             return False
-        return self.rounds is None or self.rounds.reduces() is not None
+        return self.rounds is None or self.rounds.reduces()
 
     # ------------------------------------------------------------------ may replicas differ?
 

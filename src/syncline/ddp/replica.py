@@ -155,7 +155,7 @@ class Replica:
             )
         self._watch_gradients()
         rules = self._first_plan.rules
-        if rules is not None and rules.meets_equal:
+        if rules is not None and rules.equal_after_sync:
             self.checks.after_syncs = self._watch(self.transport, range(self.transport.size))
         self.registered.use(self.gradients, self.transport, self.sharding)
         self.drift.use(self.gradients, self.buffers, self.registered, rules)

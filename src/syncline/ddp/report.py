@@ -157,7 +157,7 @@ def _replica_row(plan: Plan, check: ReplicaCheck) -> Row:
         which = "synchronized backwards" if plan.rules is None else "backwards that average gradients"
         among = "" if plan.workers is None else f" among the {len(plan.reducing_ranks)} ranks of a worker"
         when.append(f"in {which}{among}, slice by slice, {within}")
-    if parts and plan.rules is not None and plan.rules.meets_equal:
+    if parts and plan.rules is not None and plan.rules.equal_after_sync:
         when.append(f"after each parameter sync, {within} and one parameter sync")
     if not when:
         why = "replicas are not equal between or after parameter syncs"

@@ -1,6 +1,6 @@
-"""Training without a backward pass: losses travel, and noise is regenerated from seeds.
+"""Training without a backward pass: losses are sent, and noise is regenerated from seeds.
 
-Imports: errors, words, checks, records, contract, user_code, transport, session, optimizers, tensors, sharded.
+Imports: errors, words, checks, records, contract, transport, session, optimizers, tensors, equality, sharded.
 
 members.py   members of a population, their noise, and the gradient estimated from their losses
 strategy.py  EvolutionStrategy

@@ -1,8 +1,8 @@
-"""Members of a population: which rank evaluates which, their noise, and the gradient estimated from their losses.
+"""Members of a population: their assignment to ranks, their noise, and the gradient estimated from their losses.
 
-A population consists of mirrored pairs: pair p is evaluated at parameters + sigma * noise(p) and at parameters - sigma
-* noise(p). The noise depends on seed, step and pair only, not on ranks, so any rank can regenerate that of any pair.
-`Members` does this for one module on one rank; everything before it is plain arithmetic.
+A population consists of mirrored pairs. Pair p is evaluated at parameters + sigma * noise(p), and at parameters - sigma
+* noise(p). The noise depends only on seed, step and pair, so each rank can generate the noise of any pair. `Members`
+does this for one module on one rank. The functions before it are plain arithmetic.
 
 Method: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
 https://arxiv.org/abs/1703.03864: mirrored sampling, centered ranks, known random seeds (algorithm 2).
@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from syncline.checks import checked_count, checked_kind, checked_number
+from syncline.checks import checked_count, checked_kind, checked_number, store
 from syncline.sharded.sharing import one_copy_of
 from syncline.tensors.targets import named_tensors
 
@@ -32,7 +32,7 @@ _STRIDE = 0x9E3779B1  # odd, so that multiplying by it is one-to-one; 2**32 / go
 
 
 def pairs_of(rank: int, num_ranks: int, num_pairs: int) -> range:
-    """Return the pairs that a rank evaluates. They are dealt out in turn, so ranks differ by one pair at most.
+    """Return the pairs that a rank evaluates. Pairs are assigned in turn, so ranks differ by one pair at most.
 
     Example:
         >>> [list(pairs_of(rank, 3, num_pairs=4)) for rank in range(3)]
@@ -63,9 +63,10 @@ def in_order(rows: Sequence[Sequence[float]], num_pairs: int) -> list[float]:
 
 
 def noise_seed(seed: int, step: int, pair: int) -> int:
-    """Return the seed of one pair's noise. It has 32 bits, because torch's CPU generator uses no more.
+    """Return the seed of one pair's noise, which has 32 bits, because torch's CPU generator uses no more.
 
-    Pairs of one step never have equal seeds. Pairs of different steps may, once in billions, which does no harm.
+    Pairs of one step never have equal seeds. Pairs of different steps have equal seeds once in billions of pairs, which
+    does no harm.
 
     Example:
         >>> noise_seed(0, 1, 0), noise_seed(0, 1, 1)
@@ -81,7 +82,7 @@ def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
     The result depends neither on torch's global generator nor on the number of threads.
 
     Args:
-        out: flat, float32, on the CPU (every machine has one; generators of other devices give other numbers).
+        out: flat, float32, on the CPU, because generators of other devices give other numbers.
         seed: seed of the run.
         step: number of the step.
         pair: index of the pair.
@@ -97,10 +98,10 @@ def noise_(out: Tensor, *, seed: int, step: int, pair: int) -> Tensor:
 
 
 def centered_ranks(losses: Sequence[float]) -> list[float]:
-    """Return losses as evenly spaced numbers from -0.5 (the best) to 0.5 (the worst); only their order counts.
+    """Replace losses by evenly spaced numbers from -0.5 (the best) to 0.5 (the worst). Only the order of losses counts.
 
-    Equal losses get the mean of their places, so that they do not move the parameters. Losses that are not finite
-    (including minus infinity) are equally the worst.
+    Equal losses get the mean of their numbers, so that they do not move the parameters. Losses that are not finite
+    (including minus infinity) all count as the worst.
 
     Example:
         >>> centered_ranks([0.3, 1e9, float("nan"), 0.1, 0.3])
@@ -121,14 +122,14 @@ def centered_ranks(losses: Sequence[float]) -> list[float]:
 
 
 def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
-    """Return the weight of each pair's noise in the estimated gradient, which is the sum of weight * noise over pairs.
+    """Return each pair's weight in the estimated gradient, which is the sum of weight * noise over all pairs.
 
     Args:
-        losses: losses of all members, pair by pair, plus before minus: two per pair.
-        sigma: distance of the members from the parameters, in standard deviations of the noise.
+        losses: losses of all members, pair by pair: first at parameters + sigma * noise, then at the mirrored point.
+        sigma: factor of the noise.
 
     Example:
-        >>> pair_weights([1.0, 4.0, 3.0, 3.0], sigma=0.5)  # pair 0 is better plus than minus; pair 1 says nothing
+        >>> pair_weights([1.0, 4.0, 3.0, 3.0], sigma=0.5)  # the losses of pair 1 are equal, so its weight is 0
         [-0.5, 0.0]
     """
     ranks = centered_ranks(losses)
@@ -138,25 +139,25 @@ def pair_weights(losses: Sequence[float], sigma: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The settings that a step depends on, besides parameters, losses and optimizer."""
+    """The settings on which a step depends, besides parameters, losses and optimizer.
+
+    Raises:
+        TypeError, ValueError: a setting is invalid.
+    """
 
     sigma: float
     population: int
     seed: int
 
-    @staticmethod
-    def checked(sigma: float, population: int, seed: int) -> Settings:
-        checked_count("population", population, at_least=2)
+    def __post_init__(self) -> None:
+        population = checked_count("population", self.population, at_least=2)
         if population % 2:
             raise ValueError(
-                f"expected population to be even, got {population}: it counts the evaluations of a step over all "
-                "ranks, two for each mirrored pair"
+                f"expected population to be even, got {population}: it is the number of evaluations of a step over all "
+                "ranks, and members are evaluated in mirrored pairs"
             )
-        return Settings(
-            sigma=checked_number("sigma", sigma, above=0),
-            population=int(population),
-            seed=checked_count("seed", seed),
-        )
+        sigma, seed = checked_number("sigma", self.sigma, above=0), checked_count("seed", self.seed)
+        store(self, sigma=sigma, population=population, seed=seed)
 
     @property
     def num_pairs(self) -> int:
@@ -164,37 +165,45 @@ class Settings:
 
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that a strategy trains, tied ones once; raise if the module is not suitable."""
+    """Return the parameters to train, with their names; tied parameters once.
+
+    Raises:
+        TypeError, ValueError: the module is not suitable.
+    """
     checked_kind("module", module, nn.Module, "a torch.nn.Module")
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
         raise ValueError(
-            "expected module to be a bare one, got DistributedDataParallel, whose forward makes collective calls, "
-            "while ranks evaluate different numbers of members: pass ddp.module"
+            "EvolutionStrategy: expected a module that is not wrapped, got DistributedDataParallel. Its forward makes "
+            "collective calls, but ranks evaluate different numbers of members: pass ddp.module"
         )
-    copies = [copy for part in module.modules() if (copy := one_copy_of(part)) is not None]
-    if any(copy.is_common for copy in copies):
+    copies = [one_copy_of(part) for part in module.modules()]
+    if any(copy is not None and copy.is_common for copy in copies):
         raise ValueError(
-            "the parameters of this module are one copy for all ranks (sl.share_): no rank could try a change of them "
-            "alone. Give every rank its own parameters"
+            "EvolutionStrategy: the parameters of this module are one copy for all ranks (sl.share_), so no rank could "
+            "change them alone to evaluate a member. Use a module of which every rank has its own parameters"
         )
     trained = [
         (name, t) for name, t in named_tensors(module) if isinstance(t, nn.Parameter) and t.requires_grad
     ]
     if not sum(p.numel() for _, p in trained):
         raise ValueError(
-            f"{type(module).__name__} has no parameter to train: expected some with requires_grad=True"
+            f"EvolutionStrategy: {type(module).__name__} has no parameter to train. Expected at least one parameter "
+            "with requires_grad=True"
         )
     for name, p in trained:
         if not p.is_floating_point():
-            raise ValueError(f"expected real parameters, got {name} of {p.dtype}: freeze it, or make it real")
+            raise ValueError(
+                f"EvolutionStrategy: expected real floating-point parameters, but {name} is {p.dtype}. Freeze it "
+                "(requires_grad=False), or convert it"
+            )
     return trained
 
 
 class Members:
-    """Evaluates members of a population, and estimates the gradient from their losses.
+    """The members of a population for one module: their evaluation, and the gradient estimated from their losses.
 
-    Besides the parameters, `evaluate` needs memory for a copy of them and of the buffers and for one float32 vector as
-    long as all parameters. `gradients` needs two such vectors.
+    Besides the parameters, `evaluate` needs memory for a copy of the parameters and buffers, and for one float32 vector
+    as long as all parameters. `gradients` needs two such vectors.
 
     Args:
         module: the module to evaluate.
@@ -216,7 +225,7 @@ class Members:
         *,
         step: int,
     ) -> list[float]:
-        """Return the losses of pairs, plus before minus. Parameters and buffers are restored bit for bit."""
+        """Return the two losses of each pair, in order. Parameters and buffers are restored bit for bit."""
         before = [p.detach().clone() for p in self._parameters]
         buffers = _Buffers(self._module)
         flat = self._vector()
@@ -231,15 +240,15 @@ class Members:
                     for p, kept, part in zip(self._parameters, before, noise, strict=True):
                         p.copy_(kept).add_(part, alpha=sign * settings.sigma)
                     losses.append(_as_number(loss_fn(self._module)))
-                    buffers.put_back()
+                    buffers.restore()
         finally:  # so that an interrupt does not leave a member's parameters in the module
             for p, kept in zip(self._parameters, before, strict=True):
                 p.copy_(kept)
-            buffers.put_back()
+            buffers.restore()
         return losses
 
     def gradients(self, weights: Sequence[float], settings: Settings, *, step: int) -> Iterator[Tensor]:
-        """Yield the sum of weight * noise over all pairs, in each parameter's shape: float32, on the CPU."""
+        """Return the estimated gradient of each parameter: the sum of weight * noise over pairs, float32 on the CPU."""
         flat, total = self._vector(), self._vector().zero_()
         for pair, weight in enumerate(weights):
             if weight:
@@ -257,14 +266,14 @@ class Members:
 
 
 class _Buffers:
-    """A copy of a module's buffers, both the objects and their values, to restore."""
+    """A copy of a module's buffers, of both the objects and their values, to restore them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
         objects = [buffer for _, buffers in self._kept for buffer in buffers.values()]
         self._values = [(buffer, buffer.clone()) for buffer in objects if buffer is not None]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for owner, buffers in self._kept:
             owner._buffers.update(buffers)
         for buffer, values in self._values:
@@ -273,7 +282,9 @@ class _Buffers:
 
 def _as_number(loss: float | Tensor) -> float:
     if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise TypeError(f"expected loss_fn(module) to return one number, got a tensor {tuple(loss.shape)}")
+        raise TypeError(
+            f"expected loss_fn(module) to return one number, got a tensor of shape {tuple(loss.shape)}"
+        )
     try:
         return float(loss)
     except (TypeError, ValueError):

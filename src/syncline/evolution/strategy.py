@@ -1,22 +1,20 @@
-"""Training without a backward pass: `EvolutionStrategy`. Only losses travel; every rank computes the same update.
+"""Training without a backward pass: `EvolutionStrategy`. Only losses are sent, and every rank computes the same update.
 
-[Note: same update] No parameter is sent after construction. All ranks know all losses and regenerate all noise from
-its seeds, so all take the same step, by the same operations on the same numbers in the same order. The assumptions are
-checked. At construction ranks compare the numbers that they make from a seed, because another CPU type or another
-version of torch may make others. In each step ranks compare, together with the losses, digests of the parameters and
-the optimizer's settings.
+No parameter is sent after construction. All ranks receive all losses and regenerate all noise from its seeds. So all
+ranks take the same step, by the same operations on the same numbers in the same order. Syncline checks that this holds.
+At construction, ranks compare the numbers that they generate from a seed, because another type of CPU or another
+version of torch may generate other numbers. In each step, ranks compare digests of the parameters and the optimizer's
+settings, together with the losses.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import math
 import struct
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from torch.optim import Optimizer
 
 from syncline.checks import checked_count, checked_function, checked_number, checked_state
 from syncline.contract import Contract, Row
+from syncline.equality.fingerprint import fingerprints
 from syncline.errors import PeerFailed, SynclineError
 from syncline.evolution.members import (
     Members,
@@ -36,7 +35,7 @@ from syncline.evolution.members import (
     trained_parameters,
 )
 from syncline.optimizers.attached import settings_of
-from syncline.optimizers.contents import parameters_of
+from syncline.optimizers.contents import made_optimizer
 from syncline.records import EvolutionRecord
 from syncline.session.world import transport_of
 from syncline.tensors.broadcasting import TensorBroadcaster
@@ -44,50 +43,52 @@ from syncline.tensors.targets import named_tensors
 from syncline.transport.agreement import PAYLOAD_BYTES, describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.transport.statistics import Statistics
-from syncline.user_code import calling
 from syncline.words import describe_ranks, format_bytes, format_count
 
 _TITLE = "sl.EvolutionStrategy"
 
 _REMEDY = (
-    "Build the same module with the same arguments on every rank. (Where only the noise differs, the machines do: use "
-    "the same version of torch and the same type of CPU, or ATEN_CPU_CAPABILITY=default, on every rank.)"
+    "Build the same module with the same arguments on every rank. If only the noise differs, the machines differ: use "
+    "the same version of torch and the same type of CPU on every rank, or set ATEN_CPU_CAPABILITY=default."
 )
 
 _REMEDY_STEP = (
-    "Between steps, change parameters, learning rate or state on all ranks in the same way, or make them equal again: "
-    "sl.broadcast_(module), sl.broadcast_(strategy.optimizer)."
+    "Between steps, change parameters, learning rate or state in the same way on all ranks. To make the ranks equal "
+    "again, call sl.broadcast_(module) and sl.broadcast_(strategy.optimizer)."
 )
 
 _OPENING_BYTES = 105
 """Bytes that a rank sends to agree on a step; see `syncline.transport.agreement.agree`."""
 
-_HEAD = struct.Struct(f"<{PAYLOAD_BYTES // 8}d")  # whether loss_fn failed, then the first losses
-
 _NUM_INLINE = PAYLOAD_BYTES // 8 - 1
+"""The number of losses that fit into the record by which ranks agree on a step."""
+
+_HEAD = struct.Struct(f"<{1 + _NUM_INLINE}d")  # 1.0 if loss_fn failed, then the first losses
 
 _PROBE_NUMEL = 4096
+"""The number of random numbers that ranks compare at construction."""
 
 
 class EvolutionStrategy:
-    """An optimization of a module by small random changes of its parameters, without backward, for any loss.
+    """An optimization of a module by small random changes of its parameters, without a backward, for any loss.
 
     In each step `population` members are evaluated, distributed over the ranks. A pair of members is the parameters
-    plus and minus sigma times the same noise. Only the losses travel, 8 bytes per member. Every rank regenerates the
+    plus and minus sigma times the same noise. Only the losses are sent, 8 bytes per member. Every rank regenerates the
     noise of all members from (seed, step, pair), estimates the same gradient of the expected loss, and takes the same
-    step. The bytes do not depend on the size of the module. Evaluations are divided among ranks, but each rank makes
-    all the noise for the update. So more ranks help as long as a rank's evaluations take longer than drawing
-    `population / 2` random numbers per parameter.
+    step. The number of bytes does not depend on the size of the module. Evaluations are divided among the ranks, but
+    each rank generates all the noise for the update. So more ranks help as long as a rank's evaluations take longer
+    than drawing `population / 2` random numbers per parameter.
 
-    Parameters with `requires_grad` are trained, tied ones as one; noise is float32. Buffers are restored after each
-    evaluation, so running statistics of a BatchNorm do not change. Construction is a collective call; after it every
-    rank has rank 0's parameters and buffers.
+    Parameters with `requires_grad` are trained, tied parameters as one. Noise is float32. Buffers are restored after
+    each evaluation, so running statistics of a BatchNorm do not change. The constructor is a collective call, and
+    copies rank 0's parameters and buffers to all ranks.
 
     Args:
-        module: the same on all ranks, on any devices.
+        module: the module to train; the same on all ranks, on any devices.
         sigma: standard deviation of the noise, in units of the parameters.
         lr: learning rate of the optimizer.
-        population: evaluations per step over all ranks; an even number. Ranks beyond half of it evaluate nothing.
+        population: number of evaluations per step over all ranks; an even number. Ranks beyond half of this number
+            evaluate no member.
         seed: seed of all noise; the same on all ranks.
         optimizer: called as `optimizer(parameters, lr=lr)`, for example torch.optim.Adam or a `functools.partial`. The
             optimizer finds the estimated gradient in `.grad`.
@@ -95,9 +96,9 @@ class EvolutionStrategy:
             None for the default group (or a world of one, if torch.distributed is not initialized).
 
     Raises:
-        ContractMismatch: the ranks' modules or arguments differ, or their machines make different noise from the same
-            seed; the same text on every rank.
-        TypeError, ValueError: an argument is invalid on any rank. All ranks raise it.
+        ContractMismatch: the ranks' modules or arguments differ, or their machines generate different noise from the
+            same seed. Every rank raises the same text.
+        TypeError, ValueError: an argument is invalid on any rank. All ranks raise the error.
 
     Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning", 2017,
     https://arxiv.org/abs/1703.03864.
@@ -128,14 +129,21 @@ class EvolutionStrategy:
         self._transport = transport_of(group)
         self.module = module
         self.num_steps = 0
-        """Number of steps taken."""
+        """The number of steps taken."""
         lines: list[str] = []
         fault = None
         try:
-            self._settings = Settings.checked(sigma, population, seed)
+            self._settings = Settings(sigma=sigma, population=population, seed=seed)
             self._trained = trained_parameters(module)
             self._members = Members(module, [p for _, p in self._trained])
-            self.optimizer = _made_optimizer(optimizer, [p for _, p in self._trained], lr)
+            parameters = [p for _, p in self._trained]
+            lr = checked_number("lr", lr, at_least=0)
+            checked_function(
+                "optimizer", optimizer, "a function that makes one, for example torch.optim.Adam"
+            )
+            self.optimizer = made_optimizer(
+                "optimizer(parameters, lr=lr)", lambda: optimizer(parameters, lr=lr), parameters
+            )
             """The optimizer that the argument `optimizer` made, for example to schedule its learning rate."""
             lines = self._description()
         except Exception as error:
@@ -150,18 +158,18 @@ class EvolutionStrategy:
         Args:
             loss_fn: `loss_fn(module)` returns a number or a tensor of one element; lower is better. It is called
                 without gradients, on each rank for that rank's members. Use the same data for all members, because
-                their losses are compared. It must not make collective calls, because ranks may have different numbers
-                of members. A loss that is not finite counts as the worst.
+                their losses are compared. `loss_fn` must not make collective calls, because ranks may have different
+                numbers of members. A loss that is not finite counts as the worst.
 
         Returns:
-            The losses of all members; the same on every rank.
+            A record with the losses of all members; the same on every rank.
 
         Raises:
-            ValueError: no loss is finite; on every rank.
-            PeerFailed: `loss_fn` raised on another rank. A rank on which it raised raises its exception.
+            ValueError: no loss is finite. Every rank raises this error.
+            PeerFailed: `loss_fn` raised an exception on another rank. The rank on which it raised raises its exception.
             ContractMismatch: parameters or optimizer settings are no longer the same on all ranks.
 
-            After each of these errors, parameters and buffers are what they were before the step.
+            After each of these errors, parameters and buffers have the values from before the step.
         """
         board = self._transport.board
         board.step, board.phase = self.num_steps + 1, "EvolutionStrategy.step, evaluating members"
@@ -186,46 +194,45 @@ class EvolutionStrategy:
 
     @property
     def contract(self) -> Contract:
-        """Which tensors are synchronized, when and how."""
+        """A table of what is synchronized, when and how."""
         settings, transport = self._settings, self._transport
         named = named_tensors(self.module)
         num_buffers = sum(not isinstance(t, nn.Parameter) for _, t in named)
         num_bytes = sum(t.numel() * t.element_size() for _, t in self._trained)
-        alone = transport.size == 1
+        floats = f"{settings.population} floats, {format_bytes(self._num_bytes_a_step())} a step"
+        tensors = f"{format_count(len(self._trained), 'tensor')}, {format_bytes(num_bytes)}"
+        pairs = format_count(settings.num_pairs, "pair")
+        buffers = format_count(num_buffers, "tensor") if num_buffers else "none"
+        once = "once, at construction"
+        again = "made again from seed, step, pair"
+        same = "rank 0's; then the same update everywhere"
+        kept = ("put back after each evaluation", "none") if num_buffers else ("-", "-")
+        if transport.size == 1:
+            rows = [
+                ("losses", floats, "never: alone", "-", "none"),
+                ("noise", pairs, "never", again, "none"),
+                ("parameters", tensors, "never: alone", "-", "none"),
+                ("buffers", buffers, "never", *kept),
+            ]
+        else:
+            rows = [
+                ("losses", floats, "in step, when all are evaluated", "all_gather", "none"),
+                ("noise", pairs, "never", again, "none"),
+                ("parameters", tensors, once, same, "none: compared in each step"),
+                ("buffers", buffers, once if num_buffers else "never", *kept),
+            ]
         ranks = format_count(transport.size, "rank")
-        scores = Row(
-            what="losses",
-            size=f"{settings.population} floats, {format_bytes(self._num_bytes_a_step())} a step",
-            when="never: alone" if alone else "in step, when all are evaluated",
-            how="-" if alone else "all_gather",
-            drift_allowed="none",
-        )
-        parameters = Row(
-            what="parameters",
-            size=f"{format_count(len(self._trained), 'tensor')}, {format_bytes(num_bytes)}",
-            when="never: alone" if alone else "once, at construction",
-            how="-" if alone else "rank 0's; then the same update everywhere",
-            drift_allowed="none" if alone else "none: compared in each step",
-        )
-        noise = Row(
-            what="noise",
-            size=f"{format_count(settings.num_pairs, 'pair')}",
-            when="never",
-            how="made again from seed, step, pair",
-            drift_allowed="none",
-        )
-        buffers = Row(
-            what="buffers",
-            size=format_count(num_buffers, "tensor") if num_buffers else "none",
-            when="never" if alone or not num_buffers else "once, at construction",
-            how="put back after each evaluation" if num_buffers else "-",
-            drift_allowed="none" if num_buffers else "-",
-        )
         title = f"EvolutionStrategy({type(self.module).__name__}), {ranks}, transport: {transport.name}"
-        return Contract(title=title, rows=(scores, noise, parameters, buffers))
+        return Contract(
+            title=title,
+            rows=tuple(
+                Row(what=what, size=size, when=when, how=how, drift_allowed=drift)
+                for what, size, when, how, drift in rows
+            ),
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that, with `module.state_dict()`, resumes the run bit for bit on any number of ranks."""
+        """Return the state. A run resumes from it and `module.state_dict()` bit for bit, on any number of ranks."""
         return {
             "num_steps": self.num_steps,
             **asdict(self._settings),
@@ -233,7 +240,7 @@ class EvolutionStrategy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned; call it on all ranks. Its settings replace the arguments.
+        """Load a state that `state_dict` returned, on all ranks. Its settings replace the constructor's arguments.
 
         Raises:
             ValueError: a part of the state is missing or invalid.
@@ -242,9 +249,9 @@ class EvolutionStrategy:
         if set(checked_state(state)) != expected:
             raise ValueError(
                 f"expected a state of EvolutionStrategy with {', '.join(sorted(expected))}; got "
-                f"{', '.join(sorted(map(str, state)))}: load what strategy.state_dict() has returned"
+                f"{', '.join(sorted(map(str, state)))}. Load a state that strategy.state_dict() returned"
             )
-        settings = Settings.checked(state["sigma"], state["population"], state["seed"])
+        settings = Settings(sigma=state["sigma"], population=state["population"], seed=state["seed"])
         num_steps = checked_count("num_steps", state["num_steps"], at_least=0)
         self.optimizer.load_state_dict(state["optimizer"])
         self._settings, self.num_steps = settings, num_steps
@@ -252,7 +259,7 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ exchange of losses
 
     def _losses_of_all(self, mine: Sequence[float], fault: Exception | None) -> list[float]:
-        """Return the losses of all members, pair by pair."""
+        """Return the losses of all members, pair by pair. `fault` is the exception of this rank's loss_fn."""
         inline = [*mine[:_NUM_INLINE], *([0.0] * (_NUM_INLINE - len(mine)))]
         head = _HEAD.pack(fault is not None, *inline)
         lines = self._state_lines() if self._transport.size > 1 else []
@@ -265,28 +272,27 @@ class EvolutionStrategy:
         rows = [list(_HEAD.unpack(head)) for head in heads]
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
-            self._tell_failure(failed, fault)
-        rows = [row[1:] for row in rows] if self._fits_inline() else self._gathered(mine)
+            self._raise_failure(failed, fault)
+        most = self._most_losses
+        rows = [row[1:] for row in rows] if most <= _NUM_INLINE else self._gathered(mine, most)
         return in_order(rows, self._settings.num_pairs)
 
+    @property
     def _most_losses(self) -> int:
-        """Return the largest number of losses on a rank, which is that of rank 0."""
+        """The largest number of losses on a rank, which is that of rank 0."""
         return 2 * len(pairs_of(0, self._transport.size, self._settings.num_pairs))
-
-    def _fits_inline(self) -> bool:
-        return self._most_losses() <= _NUM_INLINE
 
     def _num_bytes_a_step(self) -> int:
         """Return the bytes that all ranks together send per step."""
         if self._transport.size == 1:
             return 0
-        own = _OPENING_BYTES + (0 if self._fits_inline() else 8 * self._most_losses())
+        own = _OPENING_BYTES + (8 * self._most_losses if self._most_losses > _NUM_INLINE else 0)
         return own * self._transport.size
 
-    def _gathered(self, mine: Sequence[float]) -> list[list[float]]:
+    def _gathered(self, mine: Sequence[float], width: int) -> list[list[float]]:
+        """Return the losses of each rank, padded to `width`."""
         if self._transport.size == 1:
             return [list(mine)]
-        width = self._most_losses()
         device = self._transport.control_device
         own = torch.zeros(width, dtype=torch.float64, device="cpu")
         own[: len(mine)] = torch.tensor(mine, dtype=torch.float64, device="cpu")
@@ -294,40 +300,46 @@ class EvolutionStrategy:
         self._transport.all_gather(everyone, own.to(device)).wait()
         return cast(list[list[float]], everyone.view(self._transport.size, width).tolist())
 
-    def _tell_failure(self, failed: Sequence[int], fault: Exception | None) -> None:
+    def _raise_failure(self, failed: Sequence[int], fault: Exception | None) -> NoReturn:
         """Raise on all ranks: this rank's `fault` if there is one, otherwise the report of the first failed rank."""
         text = "" if fault is None else "".join(traceback.format_exception(fault)).rstrip()
-        told = self._transport.all_gather_bytes(text.encode(errors="replace"))
+        reports = self._transport.all_gather_bytes(text.encode(errors="replace"))
         if fault is not None:
             raise fault
         raise PeerFailed(
             f"{_TITLE}.step, step {self.num_steps + 1}: loss_fn raised on {describe_ranks(failed)}; no parameter was "
-            f"changed. The first of them, rank {failed[0]}:\n{told[failed[0]].decode()}"
+            f"changed. The traceback of rank {failed[0]}:\n{reports[failed[0]].decode()}"
         )
 
     # ------------------------------------------------------------------ agreement between ranks
 
     def _description(self) -> list[str]:
+        """Return the module and the settings in words, which must be equal on all ranks at construction."""
         probe = torch.empty(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
         noise_(probe, seed=self._settings.seed, step=0, pair=0)
         named = named_tensors(self.module)
         return [
             f"module  {type(self.module).__name__}",
             *self._settings_lines(),
-            f"noise  made from the seed, digest {_digest(probe)}",
+            f"noise  made from the seed, digest {fingerprints([probe])[0]:016x}",
             *describe_tensors([(n, t) for n, t in named if isinstance(t, nn.Parameter)], kind="parameter"),
             *describe_tensors([(n, t) for n, t in named if not isinstance(t, nn.Parameter)], kind="buffer"),
         ]
 
     def _state_lines(self) -> list[str]:
-        """Return lines that must be equal on all ranks for the update to be equal."""
+        """Return the settings and the digests of parameters, which must be equal on all ranks before a step."""
+        digests = fingerprints([p.detach() for _, p in self._trained])
         return [
             f"step  {self.num_steps + 1}",
             *self._settings_lines(),
-            *(f"parameter {name}  digest {_digest(p)}" for name, p in self._trained),
+            *(
+                f"parameter {name}  digest {digest:016x}"
+                for (name, _), digest in zip(self._trained, digests, strict=True)
+            ),
         ]
 
     def _settings_lines(self) -> list[str]:
+        """Return the settings of the strategy and of the optimizer, in words."""
         lines = [f"{name}  {value!r}" for name, value in asdict(self._settings).items()]
         lines.append(f"optimizer  {type(self.optimizer).__qualname__}")
         for index, group in enumerate(settings_of(self.optimizer)):
@@ -337,7 +349,7 @@ class EvolutionStrategy:
     # ------------------------------------------------------------------ the update
 
     def _update(self, weights: Sequence[float]) -> None:
-        """Take one optimizer step by the estimated gradient; restore `.grad` afterwards."""
+        """Take one optimizer step by the estimated gradient. `.grad` is restored afterwards."""
         grads = self._members.gradients(weights, self._settings, step=self.num_steps + 1)
         parameters = [p for _, p in self._trained]
         grads_before = [p.grad for p in parameters]
@@ -350,29 +362,13 @@ class EvolutionStrategy:
                 p.grad = before
 
 
-def _made_optimizer(
-    factory: Callable[..., Optimizer], parameters: list[nn.Parameter], lr: float
-) -> Optimizer:
-    lr = checked_number("lr", lr, at_least=0)
-    checked_function("optimizer", factory, "a function that makes one, torch.optim.Adam, say")
-    with calling("optimizer(parameters, lr=lr)"):
-        optimizer = factory(parameters, lr=lr)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected optimizer(parameters, lr=lr) to return a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-    stepped = {id(p) for p in parameters_of(optimizer)}
-    if stepped != {id(p) for p in parameters}:
-        raise ValueError("expected an optimizer of the parameters it was given, got one of others")
-    return optimizer
-
-
 def _record(step: int, losses: Sequence[float]) -> EvolutionRecord:
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         raise ValueError(
             f"{_TITLE}.step, step {step}: expected a finite loss of at least one of {len(losses)} members, got none "
-            f"(the first is {losses[0]}); no parameter was changed. Look at the data of this step, or lower sigma or lr"
+            f"(the first loss is {losses[0]}). No parameter was changed. Check the data of this step, or lower sigma "
+            "or the learning rate"
         )
     return EvolutionRecord(
         step=step,
@@ -381,13 +377,3 @@ def _record(step: int, losses: Sequence[float]) -> EvolutionRecord:
         best_loss=min(finite),
         num_nonfinite=len(losses) - len(finite),
     )
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a digest of the tensor's bits."""
-    flat = tensor.detach().cpu().contiguous()
-    num_bytes = flat.numel() * flat.element_size()
-    if not num_bytes:
-        return ""
-    memory = (ctypes.c_char * num_bytes).from_address(flat.data_ptr())
-    return hashlib.blake2b(memory, digest_size=8).hexdigest()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline.checks import what_it_is
 from syncline.trees import leaves, map_leaves
+from syncline.user_code import calling
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -154,3 +156,34 @@ def floating_state(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         and (leaf.is_floating_point() or leaf.is_complex())
         and leaf.dim()
     ]
+
+
+def made_optimizer(
+    call: str, make: Callable[[], object], parameters: Sequence[Tensor], *, hint: str = ""
+) -> Optimizer:
+    """Return the optimizer that a user's function makes of these parameters.
+
+    Args:
+        call: the call of the function in words, for messages: "outer(parameters)".
+        make: calls the function.
+        parameters: the parameters that the function is given.
+        hint: a sentence that ends the message about an optimizer of other parameters.
+
+    Raises:
+        TypeError: the function does not return an optimizer.
+        ValueError: the optimizer has parameters other than these.
+    """
+    with calling(call):
+        optimizer = make()
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected {call} to return a torch.optim.Optimizer of these parameters, got {what_it_is(optimizer)}"
+        )
+    expected = {id(parameter) for parameter in parameters}
+    found = {id(parameter) for parameter in parameters_of(optimizer)}
+    if found != expected:
+        raise ValueError(
+            f"expected {call} to return an optimizer of exactly the {len(expected)} parameters that it is given; the "
+            f"{type(optimizer).__name__} has {len(found & expected)} of them and {len(found - expected)} others{hint}"
+        )
+    return optimizer

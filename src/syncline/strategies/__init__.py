@@ -1,27 +1,25 @@
-"""Strategies: when and how parameters sync (pure; `syncline.strategies.execution` carries them out).
+"""Strategies: when and how parameters sync (pure). `syncline.strategies.execution` carries them out.
 
 Imports: errors, words, checks, records, contract, user_code, _torch, transport, optimizers, tensors, equality,
 compression.
 
-base.py              Strategy: an immutable description with pure methods; its messages and actions
+base.py              Strategy: an immutable description with pure methods; messages, actions and their effects
 diloco.py            DiLoCo, and how parameters are divided into fragments
-every_step.py        EveryStep: gradients are averaged in each backward
 gossip.py            Gossip, and which rank sends to which
 local_sgd.py         LocalSGD
-manual.py            Manual: syncs only on request
+local_steps.py       the warm-up of LocalSGD and DiLoCo, and their groups that average gradients in every step
 parameter_server.py  ParameterServer
-workers.py           groups of ranks that average gradients between parameter syncs
+stateless.py         EveryStep: gradients are averaged in each backward; Manual: syncs only on request
 """
 
 from __future__ import annotations
 
 from syncline.strategies.base import Progress, Spec, Strategy
 from syncline.strategies.diloco import DiLoCo
-from syncline.strategies.every_step import EveryStep
 from syncline.strategies.gossip import Gossip
 from syncline.strategies.local_sgd import LocalSGD
-from syncline.strategies.manual import Manual
 from syncline.strategies.parameter_server import ParameterServer
+from syncline.strategies.stateless import EveryStep, Manual
 
 __all__ = [
     "DiLoCo",

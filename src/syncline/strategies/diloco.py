@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step of an outer optimizer on how far the ranks have moved.
+"""DiLoCo: many local steps, then one step of an outer optimizer on the mean distance that the ranks have moved.
 
 In the streaming form the parameters are divided into fragments (`plan_fragments`), which sync at different steps.
 """
@@ -20,6 +20,7 @@ from syncline.strategies.base import (
     AdvanceOuter,
     Average,
     AverageBuffers,
+    Decision,
     Mechanism,
     Message,
     OuterCopies,
@@ -28,33 +29,22 @@ from syncline.strategies.base import (
     RestartOuter,
     SendOuter,
     Spec,
-    Strategy,
     every_words,
     value_in_words,
 )
-from syncline.strategies.workers import (
-    OWN_OPTIMIZER,
-    EverythingWithin,
-    after_warmup,
-    checked_within,
-    gradients_rule,
-    warmup_backward,
-    warmup_words,
-    workers_of,
-)
+from syncline.strategies.local_steps import OWN_OPTIMIZER, EverythingWithin, LocalSteps, workers_of
 from syncline.words import format_count
 
 
 def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
-    """Divide parameters into runs of neighbours of as equal numbers of elements as their sizes allow.
+    """Divide parameters into fragments of neighbours. The largest fragment is as small as possible.
 
     Args:
         sizes_numel: number of elements of each parameter, in the module's order.
-        num_fragments: number of runs.
+        num_fragments: number of fragments.
 
     Returns:
-        For each fragment the indices of its parameters. Each index occurs once, and no fragment is empty. The largest
-        fragment is as small as possible.
+        For each fragment the indices of its parameters. Each index occurs once, and no fragment is empty.
 
     Raises:
         ValueError: there are fewer parameters than fragments.
@@ -65,33 +55,31 @@ def plan_fragments(sizes_numel: Sequence[int], num_fragments: int) -> tuple[tupl
     """
     if not 1 <= num_fragments <= len(sizes_numel):
         raise ValueError(
-            f"expected between 1 and {len(sizes_numel)} fragments, because there are {len(sizes_numel)} parameters; "
-            f"got {num_fragments}"
+            f"DiLoCo: expected between 1 and {len(sizes_numel)} fragments, because the module has "
+            f"{len(sizes_numel)} trained parameters; got {num_fragments}"
         )
     low, high = max(sizes_numel), sum(sizes_numel)
-    while low < high:  # find the smallest cap that needs no more fragments than that
+    while low < high:  # find the smallest cap that needs at most `num_fragments` fragments
         cap = (low + high) // 2
         if len(_filled(sizes_numel, cap)) <= num_fragments:
             high = cap
         else:
             low = cap + 1
     fragments = _filled(sizes_numel, low)
+
+    def numel_of(indices: Sequence[int]) -> int:
+        return sum(sizes_numel[index] for index in indices)
+
     while len(fragments) < num_fragments:  # too few: split the largest one that has several parameters
-        at = max(
-            (i for i in range(len(fragments)) if len(fragments[i]) > 1),
-            key=lambda i: sum(sizes_numel[j] for j in fragments[i]),
-        )
-        whole = fragments[at]
-        cut = min(
-            range(1, len(whole)),
-            key=lambda k: max(sum(sizes_numel[j] for j in whole[:k]), sum(sizes_numel[j] for j in whole[k:])),
-        )
+        whole = max((fragment for fragment in fragments if len(fragment) > 1), key=numel_of)
+        cut = min(range(1, len(whole)), key=lambda k: max(numel_of(whole[:k]), numel_of(whole[k:])))
+        at = fragments.index(whole)
         fragments[at : at + 1] = [whole[:cut], whole[cut:]]
-    return tuple(tuple(fragment) for fragment in fragments)
+    return tuple(map(tuple, fragments))
 
 
 def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
-    """Return runs of neighbours, each as long as the cap allows."""
+    """Divide parameters into fragments of neighbours, each as large as the cap on its number of elements allows."""
     fragments: list[list[int]] = []
     filled = cap_numel + 1
     for index, size in enumerate(sizes_numel):
@@ -104,45 +92,46 @@ def _filled(sizes_numel: Sequence[int], cap_numel: int) -> list[list[int]]:
 
 
 OuterFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-"""Makes an optimizer of the given parameters."""
+"""A function that makes an optimizer of the given parameters."""
 
 _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class _State(NamedTuple):
     num_ranks: int
-    has_workers: bool
     under_way: tuple[tuple[int, int], ...]
-    """Fragments whose average is in flight, each with the step at which it was sent, oldest first."""
+    """The fragments whose average is in flight, each with the step after which it was sent; the oldest comes first."""
     equal_at: int
-    """The last step after which all fragments synced together, so that all ranks were equal."""
+    """The last step after which all fragments were synced, so that all ranks were equal."""
 
 
 @dataclass(frozen=True)
-class DiLoCo(Strategy[_State]):
+class DiLoCo(LocalSteps[_State]):
     """Local steps, and every `every` steps an outer optimizer step on the mean distance that the ranks have moved.
 
     The outer gradient of a parameter is its value at the last outer step minus its value now, averaged over ranks. With
-    plain SGD(lr=1) as `outer` this is local SGD; Nesterov momentum makes it far better (Douillard et al. 2023, arXiv
+    plain SGD(lr=1) as `outer`, DiLoCo is local SGD. Nesterov momentum makes it far better (Douillard et al. 2023, arXiv
     2311.08105). The optimizer has to be attached.
 
     Streaming (Douillard et al. 2025, arXiv 2501.18512): with `fragments`, parts of the module sync at different steps,
-    which lowers the peak load of the network. With `delay`, the ranks continue to compute while a fragment's average
-    travels. `compression` encodes outer gradients, for example `sl.compression.Quantize(4)`.
+    which lowers the peak load of the network. With `delay`, the ranks compute further steps while the average of a
+    fragment is in flight. `compression` encodes outer gradients, for example `sl.compression.Quantize(4)`.
 
     Args:
         every: steps between two syncs of a fragment.
-        outer: makes the outer optimizer, any of torch's, of the parameters that it is given (copies of the module's).
-        fragments: number of parts into which the parameters are divided; each syncs every `every` steps, in turn.
-        delay: steps between sending an outer gradient and applying it; less than `every`.
-        mixing: the weight of this rank's own values when a fragment's new values arrive, from 0 to below 1. None: the
-            new values plus this rank's changes during the delay.
-        compression: how outer gradients are encoded; None for no encoding.
+        outer: a function that makes the outer optimizer of the parameters that it is given (copies of the module's).
+            The outer optimizer may be any of torch's.
+        fragments: number of parts into which the parameters are divided. Each syncs every `every` steps, in turn.
+        delay: steps between the send of an outer gradient and its outer step; less than `every`.
+        mixing: the weight of this rank's own values when the new values of a fragment arrive, from 0 to below 1. None:
+            the new values plus this rank's changes during the delay.
+        compression: the encoding of outer gradients; None for no encoding.
         warmup: number of synchronous steps at the start.
         every_step_within: see `LocalSGD`.
 
     Raises:
-        TypeError, ValueError: an argument is out of bounds.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of bounds.
 
     Example:
         >>> strategy = DiLoCo(every=4, fragments=2, delay=1)
@@ -157,8 +146,7 @@ class DiLoCo(Strategy[_State]):
         5 ['ReceiveOuter']
     """
 
-    state_type: ClassVar[type[tuple[object, ...]]] = _State
-    situation_fields: ClassVar[frozenset[str]] = frozenset({"num_ranks", "has_workers"})
+    situation_fields: ClassVar[frozenset[str]] = frozenset({"num_ranks"})
 
     every: int
     outer: OuterFactory = _NESTEROV
@@ -170,92 +158,88 @@ class DiLoCo(Strategy[_State]):
     every_step_within: EverythingWithin = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         store(
             self,
-            every=checked_count("every", self.every, at_least=1),
             fragments=checked_count("fragments", self.fragments, at_least=1),
             delay=checked_count("delay", self.delay, at_least=0),
-            warmup=checked_count("warmup", self.warmup, at_least=0),
-            every_step_within=checked_within(self.every_step_within),
         )
         if self.mixing is not None:
             store(self, mixing=checked_number("mixing", self.mixing, at_least=0, below=1))
         checked_function(
             "outer",
             self.outer,
-            "a function that makes an optimizer of the parameters that it is given, say "
+            "a function that makes an optimizer of the parameters that it is given, for example "
             "lambda parameters: torch.optim.SGD(parameters, lr=0.7)",
         )
         if self.compression is not None and (
             isinstance(self.compression, type) or not hasattr(self.compression, "encoder")
         ):
             raise TypeError(
-                f"expected compression to be one of sl.compression, say Quantize(4), or None, got {self.compression!r}"
+                f"DiLoCo: expected compression to be one of sl.compression, for example Quantize(4), or None, got "
+                f"{self.compression!r}"
             )
         if self.fragments > self.every:
             raise ValueError(
-                f"expected at most one fragment per step: every={self.every}, got fragments={self.fragments}"
+                f"DiLoCo: expected fragments to be at most every, so that at most one fragment syncs per step: "
+                f"every={self.every}, got fragments={self.fragments}"
             )
         if self.delay >= self.every:
             raise ValueError(
-                f"expected a delay below every={self.every}, so that a fragment is under way once at a time; "
-                f"got {self.delay}"
+                f"DiLoCo: expected a delay below every={self.every}, so that a fragment arrives before it is sent "
+                f"again; got delay={self.delay}"
             )
 
     @property
     def _mixing(self) -> float | None:
+        """The weight of this rank's own values in a fragment's result. It is 0 by default if there is no delay."""
         return 0.0 if self.mixing is None and not self.delay else self.mixing
 
     def init(self, spec: Spec) -> _State:
         plan_fragments(spec.sizes_numel, self.fragments)  # raises if there are too many
-        has_workers = workers_of(self.every_step_within, spec) is not None
-        return _State(num_ranks=spec.num_ranks, has_workers=has_workers, under_way=(), equal_at=0)
+        workers_of(self.every_step_within, spec)  # raises if the ranks cannot be divided
+        return _State(num_ranks=spec.num_ranks, under_way=(), equal_at=0)
 
     def mechanism(self, spec: Spec) -> Mechanism:
         fragments = plan_fragments(spec.sizes_numel, self.fragments)
         return OuterCopies(fragments, self.outer, self.compression, keeps_sent=self._mixing is None)
 
-    def workers(self, spec: Spec) -> tuple[int, ...] | None:
-        return workers_of(self.every_step_within, spec)
-
-    def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
-        return warmup_backward(progress, self.warmup, has_workers=state.has_workers)
-
-    def at_step(
-        self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
-    ) -> tuple[_State, tuple[Action, ...]]:
+    def at_step(self, state: _State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[_State]:
         step = progress.step
         if step <= self.warmup:
             return self._at_warmup_step(state, step)
         actions: list[Action] = []
-        for fragment, begun in state.under_way:
-            age = step - begun
-            if age == self.delay:
+        under_way: list[tuple[int, int]] = []
+        for fragment, sent_at in state.under_way:
+            if step - sent_at == self.delay:
                 actions.append(ReceiveOuter(fragment, self._mixing))
-                state = self._received(state, fragment)
-            elif age == (self.delay + 1) // 2:  # half-way, because an encoding may have a second phase
+                continue
+            under_way.append((fragment, sent_at))
+            if (
+                step - sent_at == (self.delay + 1) // 2
+            ):  # half-way, because an encoding may have a second phase
                 actions.append(AdvanceOuter(fragment))
+        equal_at = state.equal_at
         for fragment in self._due(step - self.warmup):
             if fragment == self.fragments - 1:
                 actions.append(AverageBuffers())
             actions.append(SendOuter(fragment))
             if self.delay:
-                state = state._replace(under_way=(*state.under_way, (fragment, step)))
+                under_way.append((fragment, step))
             else:
                 actions.append(ReceiveOuter(fragment, self._mixing))
-                state = self._received(state, fragment)
                 if self.fragments == 1 and not self._mixing:
-                    state = state._replace(equal_at=step)
-        return state, tuple(actions)
+                    equal_at = step
+        return state._replace(under_way=tuple(under_way), equal_at=equal_at), tuple(actions)
 
-    def _at_warmup_step(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
+    def _at_warmup_step(self, state: _State, step: int) -> Decision[_State]:
         state = state._replace(equal_at=step)
-        if state.has_workers:  # see LocalSGD: the groups sync with each other at every step
+        if self.every_step_within is not None:  # see LocalSGD: the groups sync with each other at every step
             return state, (Average(), RestartOuter())
         return state, (AverageBuffers(), RestartOuter()) if step == self.warmup else (AverageBuffers(),)
 
     def _due(self, since: int) -> list[int]:
-        """Return the fragments that are due `since` steps after the warm-up; their turns are evenly spread."""
+        """Return the fragments that are due `since` steps after the warm-up. Their turns are evenly spread."""
         return [
             fragment
             for fragment in range(self.fragments)
@@ -263,56 +247,41 @@ class DiLoCo(Strategy[_State]):
             and (since - first) % self.every == 0
         ]
 
-    def _received(self, state: _State, fragment: int) -> _State:
-        under_way = tuple(entry for entry in state.under_way if entry[0] != fragment)
-        return state._replace(under_way=under_way)
-
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> Decision[_State]:
         if state.equal_at == progress.step:
-            # Nothing was learnt since the last sync. An outer step would only follow its momentum.
+            # The ranks have not stepped since the last sync. An outer step would only follow its momentum.
             return state, (Average(), RestartOuter()) if state.num_ranks > 1 else ()
-        actions: list[Action] = []
-        for fragment, _ in state.under_way:
-            actions.append(ReceiveOuter(fragment, self._mixing))
-            state = self._received(state, fragment)
-        state, more = self._meet_all(state, progress.step)
-        return state, (*actions, *more)
-
-    def _meet_all(self, state: _State, step: int) -> tuple[_State, tuple[Action, ...]]:
-        actions: list[Action] = [AverageBuffers()]
+        actions: list[Action] = [ReceiveOuter(fragment, self._mixing) for fragment, _ in state.under_way]
+        actions.append(AverageBuffers())
         for fragment in range(self.fragments):
             actions += [SendOuter(fragment), ReceiveOuter(fragment, 0.0)]
-            state = self._received(state, fragment)
-        return state._replace(equal_at=step), tuple(actions)
+        return state._replace(under_way=(), equal_at=progress.step), tuple(actions)
 
     def rules(self, spec: Spec) -> Rules:
         often = every_words(self.every)
+        buffers_when = f"{self._during_warmup}{often}, with the parameters"
         if self.fragments > 1:
+            buffers_when = f"{self._during_warmup}{often}, with the last fragment"
             often += f", in {self.fragments} fragments by turns"
-        after = after_warmup(self.warmup)
+        often += self._after_warmup
         encoded = "" if self.compression is None else f" by {self.compression}"
         how = f"mean of outer gradients{encoded}, then {value_in_words(self.outer)}"
         if self.delay:
             kept = (
-                "added to what was learnt meanwhile"
+                "added to the changes made in between"
                 if self.mixing is None
                 else f"{1 - self.mixing:g} of it mixed in"
             )
             how += f" {format_count(self.delay, 'step')} later, {kept}"
         drift = "unbounded: mixing" if self._mixing else format_count(self.every + self.delay, "step")
         return Rules(
-            meets_equal=self.fragments == 1 and not self.delay and not self._mixing,
+            equal_after_sync=self.fragments == 1 and not self.delay and not self._mixing,
             strategy=str(self),
-            gradients=gradients_rule(self.every_step_within, self.warmup),
-            parameters=Rule(f"{often}{after}", how, drift),
-            buffers_when=warmup_words(self.warmup)
-            + (
-                f"{every_words(self.every)}, with the last fragment"
-                if self.fragments > 1
-                else f"{often}, with the parameters"
-            ),
+            gradients=self._gradients_rule,
+            parameters=Rule(often, how, drift),
+            buffers_when=buffers_when,
             buffers_drift=format_count(self.every, "step"),
             optimizer=OWN_OPTIMIZER,
-            at_step=f"{often}{after}: {how}; else nothing sent",
+            at_step=f"{often}: {how}; else nothing sent",
             acts_alone=True,
         )

@@ -1,19 +1,19 @@
-"""Gossip: each rank averages with a few others per round, so that its changes reach all ranks after some rounds.
+"""Gossip: in each round a rank averages with a few others, so that its changes reach all ranks after some rounds.
 
-The topologies (which rank sends to which in a round) are pure functions of the number of ranks and of the round.
+The topology determines which rank sends to which in a round, by a pure function of the round and the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-from syncline.checks import checked_choice, checked_count, checked_number, did_you_mean, store
+from syncline.checks import checked_choice, checked_count, checked_number, store
 from syncline.contract import Rule, Rules
 from syncline.strategies.base import (
-    Action,
     Average,
+    Decision,
     Mechanism,
     Message,
     Progress,
@@ -23,7 +23,7 @@ from syncline.strategies.base import (
     Strategy,
     every_words,
 )
-from syncline.strategies.workers import OWN_OPTIMIZER, gradients_rule
+from syncline.strategies.local_steps import LOCAL_GRADIENTS, OWN_OPTIMIZER
 
 Topology = Literal["ring", "exponential", "pairs"]
 
@@ -34,11 +34,14 @@ Edges = tuple[tuple[int, ...], ...]
 def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) -> Edges:
     """Return, for each rank, the ranks that it sends to in a round.
 
-    "ring": to both neighbours. "exponential": to the rank 1, 2, 4, ... places further, one power of two per round, so
-    that each rank's values have reached all ranks after log2(num_ranks) rounds. "pairs": the ranks are paired at
-    random, the same way on all of them; with an odd number, one rank is left out.
+    - "ring": each rank sends to both neighbours.
+    - "exponential": each rank sends to the rank 1, 2, 4, ... places further, one power of two per round. The values of
+      each rank have then reached all ranks after log2(num_ranks) rounds.
+    - "pairs": random pairs, the same on all ranks, whose ranks send to each other. If the number of ranks is odd, one
+      rank is left out.
+
     Raises:
-        ValueError: an unknown topology.
+        ValueError: the topology is unknown.
 
     Example:
         >>> neighbours("ring", 4, 0), neighbours("exponential", 4, 1)
@@ -47,29 +50,16 @@ def neighbours(topology: Topology, num_ranks: int, round: int, seed: int = 0) ->
         >>> all(edges[edges[rank][0]] == (rank,) for rank in range(4))
         True
     """
-    if topology not in _EDGES:
-        raise ValueError(
-            f"expected topology to be one of {', '.join(get_args(Topology))}; got {topology!r}"
-            + did_you_mean(topology, _EDGES)
-        )
+    checked_choice("topology", topology, get_args(Topology))
+    ranks = range(num_ranks)
     if num_ranks == 1:
         return ((),)
-    return _EDGES[topology](num_ranks, round, seed)
-
-
-def _ring(num_ranks: int, round: int, seed: int) -> Edges:
-    if num_ranks == 2:
-        return ((1,), (0,))
-    return tuple(((rank - 1) % num_ranks, (rank + 1) % num_ranks) for rank in range(num_ranks))
-
-
-def _exponential(num_ranks: int, round: int, seed: int) -> Edges:
-    hop = 1 << (round % (num_ranks - 1).bit_length())
-    return tuple(((rank + hop) % num_ranks,) for rank in range(num_ranks))
-
-
-def _pairs(num_ranks: int, round: int, seed: int) -> Edges:
-    order = sorted(range(num_ranks), key=lambda rank: (_mixed(seed, round, rank), rank))
+    if topology == "ring":
+        return tuple(tuple(dict.fromkeys([(r - 1) % num_ranks, (r + 1) % num_ranks])) for r in ranks)
+    if topology == "exponential":
+        hop = 1 << (round % (num_ranks - 1).bit_length())
+        return tuple(((rank + hop) % num_ranks,) for rank in ranks)
+    order = sorted(ranks, key=lambda rank: (_mixed(seed, round, rank), rank))
     edges: list[tuple[int, ...]] = [()] * num_ranks
     for a, b in zip(order[::2], order[1::2], strict=False):
         edges[a], edges[b] = (b,), (a,)
@@ -77,7 +67,7 @@ def _pairs(num_ranks: int, round: int, seed: int) -> Edges:
 
 
 def _mixed(*numbers: int) -> int:
-    """Return a pseudorandom number that is the same on all ranks (the finalizer of splitmix64)."""
+    """Return a pseudorandom number from these numbers, the same on all ranks (the finalizer of splitmix64)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -85,13 +75,6 @@ def _mixed(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state
-
-
-_EDGES: dict[str, Callable[[int, int, int], Edges]] = {
-    "ring": _ring,
-    "exponential": _exponential,
-    "pairs": _pairs,
-}
 
 
 class _State(NamedTuple):
@@ -104,19 +87,20 @@ class _State(NamedTuple):
 class Gossip(Strategy[_State]):
     """Local steps, and every `every` steps a push-sum round: each rank sends parts of its values to a few others.
 
-    There is no collective, so a rank waits only for its neighbours. Push-sum weights travel with the values (stochastic
-    gradient push, Assran et al. 2019, arXiv 1811.10792), so for every topology the ranks tend to the mean over ranks
-    weighted by `weight`. `ddp.sync_parameters_()` computes that mean over all ranks exactly. The optimizer has to be
-    attached.
+    There is no collective, so a rank waits only for its neighbours. Push-sum weights are sent with the values
+    (stochastic gradient push, Assran et al. 2019, arXiv 1811.10792). Under every topology the ranks therefore tend to
+    the mean over ranks, weighted by `weight`. `ddp.sync_parameters_()` computes that mean over all ranks exactly. The
+    optimizer has to be attached.
 
     Args:
         topology: "ring", "exponential" or "pairs"; see `neighbours`.
         every: steps between two rounds.
-        weight: the weight of this rank, above 0; it may differ between ranks.
+        weight: the weight of this rank, above 0. Ranks may have different weights.
         seed: seed of the random pairs; the same on all ranks.
 
     Raises:
-        TypeError, ValueError: an argument is out of bounds.
+        TypeError: an argument has the wrong type.
+        ValueError: the topology is unknown, or a number is out of bounds.
 
     Example:
         >>> strategy = Gossip("exponential")
@@ -126,7 +110,6 @@ class Gossip(Strategy[_State]):
         ((Push(to=(1,), sources=(3,)),), (Push(to=(2,), sources=(2,)),))
     """
 
-    state_type: ClassVar[type[tuple[object, ...]]] = _State
     situation_fields: ClassVar[frozenset[str]] = frozenset({"rank", "num_ranks"})
 
     topology: Topology
@@ -149,12 +132,7 @@ class Gossip(Strategy[_State]):
     def mechanism(self, spec: Spec) -> Mechanism:
         return PushSumWeight(self.weight)
 
-    def at_backward(self, state: _State, progress: Progress) -> tuple[Action, ...]:
-        return ()
-
-    def at_step(
-        self, state: _State, progress: Progress, inbox: Sequence[Message] = ()
-    ) -> tuple[_State, tuple[Action, ...]]:
+    def at_step(self, state: _State, progress: Progress, inbox: Sequence[Message] = ()) -> Decision[_State]:
         if progress.step % self.every or state.num_ranks == 1:
             return state, ()
         edges = neighbours(self.topology, state.num_ranks, state.round, self.seed)
@@ -163,7 +141,7 @@ class Gossip(Strategy[_State]):
         state = state._replace(round=state.round + 1)
         return state, (Push(to, sources),) if to or sources else ()
 
-    def at_meeting(self, state: _State, progress: Progress) -> tuple[_State, tuple[Action, ...]]:
+    def at_sync(self, state: _State, progress: Progress) -> Decision[_State]:
         return state, (Average(by_weight=True),) if state.num_ranks > 1 else ()
 
     def rules(self, spec: Spec) -> Rules:
@@ -171,12 +149,12 @@ class Gossip(Strategy[_State]):
         num_sent = max(len(to) for to in neighbours(self.topology, spec.num_ranks, 0, self.seed))
         whom = {
             "ring": "both neighbours on a ring" if num_sent > 1 else "the other rank",
-            "exponential": "the rank 1, 2, 4, ... places on",
-            "pairs": f"a partner by lot (seed {self.seed})",
+            "exponential": "the rank 1, 2, 4, ... places further",
+            "pairs": f"a random partner (seed {self.seed})",
         }[self.topology]
         return Rules(
             strategy=str(replace(self, weight=1.0)),
-            gradients=gradients_rule(None, 0),
+            gradients=LOCAL_GRADIENTS,
             parameters=Rule(often, f"push-sum with {whom}", "unbounded, shrinks by rounds"),
             buffers_when=f"{often}, with the parameters",
             buffers_drift="unbounded, shrinks by rounds",

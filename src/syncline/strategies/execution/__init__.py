@@ -1,11 +1,11 @@
-"""Execution of strategies: count steps, ask for the due actions, and move the tensors.
+"""Execution of strategies: count steps, ask the strategy for its actions, and move the tensors.
 
 driver.py      counts optimizer steps, asks the strategy for actions, has them carried out, records them
-effects.py     what actions do, as facts and in words: pure
 executor.py    carries out actions on the tensors and optimizers of one rank
-flat.py        parameters as flat tensors
-outer_step.py  the outer optimizer of DiLoCo
-push_sum.py    one round of gossip
+flat.py        tensors joined to flat ones
+kept.py        the interface of the data that actions need beside the module
+outer_step.py  the copies of the parameters and the outer optimizer of DiLoCo
+push_sum.py    the push-sum weight of gossip
 server.py      the shards of a parameter server
 """
 

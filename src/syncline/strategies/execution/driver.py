@@ -6,7 +6,6 @@ import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -20,58 +19,42 @@ from syncline.strategies.base import (
     Action,
     Average,
     Await,
-    Message,
     Progress,
     ReduceGradients,
     Spec,
     Strategy,
+    are_blocking,
+    descriptions,
+    make_equal,
+    sends,
+    synchronized_by,
 )
-from syncline.strategies.execution.effects import are_blocking, in_words, make_equal, sends, synchronized_by
 from syncline.strategies.execution.executor import Executor, Optimizers
-from syncline.strategies.execution.server import ShardedServer
 from syncline.transport.agreement import describe_tensors, exchange
 from syncline.transport.base import Transport
 from syncline.user_code import calling
 
 _WEIGHT = struct.Struct("<d")
 
-_REMEDY = "Give all ranks the same settings, and step their optimizers equally often."
-
-
-class State(Enum):
-    """The situation of the parameters between two rounds."""
-
-    NEW = "no optimizer has stepped, and values may still be loaded into the module"
-    SETTLED = (
-        "no rank has stepped since the start or since a sync that the user requested: nothing is under way"
-    )
-    STEPPED = "the ranks have stepped, and data of scheduled rounds may be under way"
-
-
-ALLOWED_MOVES = {
-    State.NEW: {State.SETTLED},
-    State.SETTLED: {State.STEPPED},
-    State.STEPPED: {State.STEPPED, State.SETTLED},
-}
-"""For each state, the states that may follow. Loading a saved state leads to NEW or SETTLED from every state."""
+_REMEDY = "Use the same settings on all ranks, and step the optimizers equally often on all ranks."
 
 
 class Rounds:
-    """Runs a strategy for one module on one rank. The constructor is a collective call.
+    """The execution of one module's strategy on one rank. The constructor is a collective call.
 
     Args:
         strategy: the strategy to run.
         title: the module's title, for messages.
         named: the module's trained parameters with their names, the same on all ranks.
         transport: connects the ranks.
-        spec: the situation, which is passed to the strategy.
+        spec: the ranks and the parameters, which are passed to the strategy.
         are_equal: whether all parameters are known to be equal.
         when_equal: called with the step after each sync that made all parameters equal, on all ranks.
         equalize_buffers: makes the buffers equal; all ranks must call it.
         present_buffers: returns the buffers that take part in syncs.
 
     Raises:
-        ValueError, TypeError: the strategy does not fit the module or the ranks. All ranks raise if one does.
+        TypeError, ValueError: the strategy does not fit the module or the ranks. All ranks raise if one rank does.
     """
 
     def __init__(
@@ -96,7 +79,10 @@ class Rounds:
         """Whether all parameters are known to be equal, because no rank has stepped since they were made equal."""
         self.synced_at: dict[str, int] = {}
         """For parameters, buffers and optimizer: the step after which each was last synced."""
-        self._state = State.NEW
+        self._settled_at: int | None = None
+        """The last step after which certainly no data was in flight: the start, or a sync that the user requested.
+
+        None before the first step, because values may still be loaded into the module."""
         self._when_equal = when_equal
         self._title = title
         self._spec = spec
@@ -107,9 +93,9 @@ class Rounds:
             is_ours = type(strategy).__module__.startswith("syncline.")
             with nullcontext() if is_ours else calling(f"init() or mechanism() of {type(strategy).__name__}"):
                 self._plan = strategy.init(spec)
-                kept = strategy.mechanism(spec)
+                mechanism = strategy.mechanism(spec)
             self._executor = Executor(
-                kept,
+                mechanism,
                 named,
                 lane,
                 self.optimizers,
@@ -135,30 +121,23 @@ class Rounds:
 
     @property
     def lanes(self) -> list[Transport]:
-        """The lanes to close once this object is no longer needed."""
+        """The lanes that the strategy's data travels on, to be closed with the wrapper."""
         return self._executor.lanes
 
     @property
     def outer_optimizer(self) -> Optimizer | None:
         """The outer optimizer, or None."""
-        return None if self._executor.outer is None else self._executor.outer.optimizer
+        return self._executor.kept.optimizer
 
     # ------------------------------------------------------------------ called by the wrapper
 
-    def reduces(self) -> str | None:
-        """Return which ranks average gradients in a backward that begins now: "all", "worker", or None for no ranks."""
-        for action in self.strategy.at_backward(self._plan, Progress(step=self.step)):
-            if isinstance(action, ReduceGradients):
-                return action.among
-        return None
+    def reduces(self) -> bool:
+        """Return whether a backward that begins now averages gradients, over all ranks or among some of them."""
+        actions = self.strategy.at_backward(self._plan, Progress(step=self.step))
+        return any(isinstance(action, ReduceGradients) for action in actions)
 
     def watch(self, attached: AttachedOptimizer, replaced: Collection[AttachedOptimizer] = ()) -> None:
-        """Count an optimizer's steps. A step is complete when every attached optimizer has taken it.
-
-        Args:
-            attached: the new optimizer.
-            replaced: the attached optimizers that it replaces.
-        """
+        """Count the steps of an attached optimizer, and no longer those of the optimizers that it replaces."""
         self.optimizers.watch(attached, replaced)
 
     @property
@@ -167,44 +146,42 @@ class Rounds:
         return bool(self.optimizers.attached)
 
     def step_begins(self) -> None:
-        """Prepare for an optimizer step. The first call is collective if the strategy keeps copies of parameters."""
-        if self._state is not State.NEW:
+        """Check before the first optimizer step that parameters are equal, if the strategy keeps copies of them.
+
+        The first call is a collective call then. Later calls do nothing.
+        """
+        if self._settled_at is not None:
             return
-        self._move_to(
-            State.SETTLED
+        self._settled_at = (
+            self.step
         )  # not in __init__: values may be loaded into the module after it was wrapped
-        if not self._executor.has_copies:
+        if not self._executor.kept.has_copies:
             return
         digest = digest_of(fingerprints([parameter.detach() for parameter in self._executor.parameters]))
-        title = f"the first step of {self._title}"
+        title = f"before the first step of {self._title}"
         if len(set(exchange(self.transport, title, [], payload=digest))) > 1:
             raise ReplicaDivergence(
-                f"{title}: expected equal parameters on all ranks, because {self.strategy} continues from them, but "
+                f"{title}: expected equal parameters on all ranks, because {self.strategy} starts from them, but "
                 "they differ. Call sl.broadcast_(ddp) to copy rank 0's parameters to all ranks; "
                 "sl.check_replicas(ddp) names the parameters that differ",
                 tensor="",
                 num_differing=0,
                 minority_ranks=(),
             )
-        self.restart()
-        if self._executor.server is not None:
-            self._executor.server.restart()
+        self.are_equal = True
+        self._executor.kept.start()
 
     def restart(self) -> None:
-        """Take the current parameters, which are equal on all ranks, as the new start of the outer optimizer."""
+        """Record that a verb has written equal values into all parameters, from which the strategy continues."""
         self.are_equal = True
-        outer = self._executor.outer
-        if outer is not None and not outer.is_under_way:
-            outer.restart()
+        self._executor.kept.restart()
 
     def step_ended(self, attached: AttachedOptimizer) -> None:
-        """Record that an attached optimizer has stepped, and run the due actions once all of them have."""
+        """Record that an attached optimizer has stepped. Run the due actions as soon as all of them have stepped."""
         self.are_equal = False
         if not self.optimizers.add_step(attached):
             return
-        self._move_to(State.STEPPED)
-        server = self._executor.server
-        inbox = server.poll() if server is not None else ()
+        inbox = self._executor.kept.poll()
         plan, actions = self.strategy.at_step(self._plan, Progress(step=self.step), inbox)
         if are_blocking(actions):
             title = f"the parameter sync of {self._title} after step {self.step}"
@@ -212,39 +189,38 @@ class Rounds:
         self._carry_out(plan, actions)
 
     def sync_parameters(self) -> None:
-        """Run a sync now, outside of the schedule. Afterwards all ranks are equal. A collective call."""
-        server = self._executor.server
-        plan, actions = self.strategy.at_meeting(self._plan, Progress(step=self.step))
+        """Run a parameter sync now, outside of the schedule. Afterwards all ranks are equal. A collective call."""
+        kept = self._executor.kept
+        plan, actions = self.strategy.at_sync(self._plan, Progress(step=self.step))
         # Ranks with different actions would mix up their messages, so the actions are compared first.
-        wanted = [] if server is not None else [str(action) for action in actions]
+        compared = [] if kept.serves else [str(action) for action in actions]
         exchange(
             self.transport,
             f"ddp.sync_parameters_() of {self._title}",
-            [f"steps done: {self.step}", *wanted, *self._settings(actions)],
-            remedy="Call it after as many steps on every rank, with the same settings.",
+            [f"steps done: {self.step}", *compared, *self._settings(actions)],
+            remedy="Call it after the same number of steps on every rank, with the same settings.",
         )
         self.step_begins()
         self._carry_out(plan, actions)
-        if server is not None:
-            server.finish()
-        if self._state is State.STEPPED:
-            self._move_to(State.SETTLED)
+        kept.finish()
+        self._settled_at = self.step
 
     def check_may_wait(self, what: str) -> None:
-        """Raise, on all ranks alike, if waiting for the other ranks now could deadlock with a parameter server."""
-        if self._executor.server is not None and self._state is State.STEPPED:
+        """Raise on all ranks if a wait for the other ranks could deadlock now, because each rank serves parameters.
+
+        Args:
+            what: the call that would wait.
+        """
+        if self._executor.kept.serves and self._settled_at not in (None, self.step):
             raise SynclineError(
-                f"{what} after step {self.step}: under strategy={self.strategy} each rank also serves a part of the "
-                "parameters, which it cannot do while it waits here for the other ranks, and updates may still be "
-                "under way. Call ddp.sync_parameters_() right before it, on all ranks after the same step"
+                f"{what} after step {self.step} could deadlock under strategy={self.strategy}: each rank serves a part "
+                "of the parameters, which it cannot do while it waits for the other ranks, and updates may still be in "
+                "flight. Call ddp.sync_parameters_() right before it, on all ranks after the same step"
             )
 
     def next_step(self, limit: int = 10_000) -> int | None:
-        """Return the step after which something is sent next.
-
-        Returns None if nothing is sent within `limit` steps, or if it depends on the other ranks.
-        """
-        if self._executor.server is not None:
+        """Return the step after which the strategy sends data next; None if it sends none within `limit` steps."""
+        if self._executor.kept.serves:
             return self.step + 1
         plan, has_buffers = self._plan, self._executor.has_buffers
         for step in range(self.step + 1, self.step + limit):
@@ -256,47 +232,41 @@ class Rounds:
     # ------------------------------------------------------------------ a round
 
     def _carry_out(self, plan: Any, actions: Sequence[Action]) -> None:
-        """Carry out the actions, record them, and continue with the strategy's new state `plan`."""
+        """Carry out a strategy's actions, record them, and continue with its new state `plan`."""
         if not actions:
             self._plan = plan
             return
-        board, before, start = self.transport.board, self.transport.statistics(), time.perf_counter()
-        former_phase, board.phase = board.phase, f"the meeting after step {self.step}"
+        executor, board = self._executor, self.transport.board
+        before, start = self.transport.statistics(), time.perf_counter()
+        former_phase, board.phase = board.phase, f"the parameter sync after step {self.step}"
         done = list(actions)
-        server = self._executor.server
         try:
-            self._executor.run(actions)
+            executor.run(actions)
             while any(isinstance(action, Await) for action in actions):
-                assert server is not None
-                inbox: list[Message] = server.wait(self.transport.timeout_seconds)
-                plan, actions = self.strategy.at_step(plan, Progress(step=self.step), inbox)
-                self._executor.run(actions)
+                plan, actions = self.strategy.at_step(plan, Progress(step=self.step), executor.kept.wait())
+                executor.run(actions)
                 done += actions
-            if server is not None:
-                server.write()
+            executor.kept.write()
         finally:
             board.phase = former_phase
         self._plan = plan
-        has_buffers = self._executor.has_buffers
         sent = self.transport.statistics() - before
-        words = tuple(dict.fromkeys(in_words(done, has_buffers=has_buffers)))
-        for what in synchronized_by(done, has_buffers=has_buffers):
-            self.synced_at[what] = self.step
-        if words:
+        self.synced_at |= dict.fromkeys(synchronized_by(done, has_buffers=executor.has_buffers), self.step)
+        if what := tuple(dict.fromkeys(descriptions(done, has_buffers=executor.has_buffers))):
             self.last = RoundRecord(
                 step=self.step,
-                what=words,
+                what=what,
                 num_calls=sent.total_calls,
                 payload_bytes=sent.total_bytes,
                 waited_seconds=sent.waited_seconds,
                 duration_seconds=time.perf_counter() - start,
             )
-        self.are_equal = make_equal(done, num_fragments=self._executor.num_fragments)
+        self.are_equal = make_equal(done, num_fragments=executor.kept.num_fragments)
         if self.are_equal:
             self._when_equal(self.step)
 
     def _settings(self, actions: Sequence[Action]) -> list[str]:
-        """Return descriptions of the settings that must be equal on all ranks at a sync."""
+        """Return the settings that must be equal on all ranks at a parameter sync, in words."""
         lines = [
             line
             for number, attached in enumerate(self.optimizers.attached)
@@ -307,50 +277,47 @@ class Rounds:
             lines += describe_tensors(self.optimizers.floating_state(), kind="state", layout=False)
         return lines
 
-    def _move_to(self, state: State) -> None:
-        assert state in ALLOWED_MOVES[self._state], f"from {self._state.name} to {state.name}"
-        self._state = state
-
     # ------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the strategy and of its execution; see `DistributedDataParallel.sync_state_dict`."""
         self._check_settled()
+        kept = self._executor.kept
         return {
             "strategy": str(self.strategy),
             "step": self.step,
-            "has_started": self._state is not State.NEW,
+            "has_started": self._settled_at is not None,
             "are_equal": self.are_equal,
             "state": self._plan._asdict(),
-            **{name: part.state_dict() for name, part in self._executor.parts},
+            **({kept.name: kept.state_dict()} if kept.name else {}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: the state was saved under another strategy or for another module.
+            ValueError: the state was saved under another strategy, or for another module.
         """
         if saved["strategy"] != str(self.strategy):
             raise ValueError(
                 f"this state was saved under strategy={saved['strategy']}, but the module is wrapped with "
-                f"strategy={self.strategy}. Wrap it with the strategy of the save"
+                f"strategy={self.strategy}. Wrap the module with the strategy of the saved state"
             )
         self._check_settled()
-        for name, part in self._executor.parts:
-            if isinstance(part, ShardedServer) and name not in saved:
-                part.restart()  # it was saved by a run with one rank, which has no servers
-            else:
-                part.load_state_dict(saved[name])
+        kept = self._executor.kept
+        if kept.name in saved:
+            kept.load_state_dict(saved[kept.name])
+        else:
+            kept.start()  # a run with one rank has saved the state, and had no servers
         self._plan = self.strategy.state_from(saved["state"], self._spec)
         self.optimizers.continue_at(saved["step"])
-        self._state = State.SETTLED if saved["has_started"] else State.NEW
+        self._settled_at = saved["step"] if saved["has_started"] else None
         # absent in states saved by versions without replica checks
         self.are_equal = saved.get("are_equal", False)
 
     def _check_settled(self) -> None:
-        if self._executor.server is not None and not self._executor.server.is_settled:
+        if not self._executor.kept.is_settled:
             raise SynclineError(
-                "updates of a ParameterServer are under way, so that nothing can be saved or loaded: call "
-                "ddp.sync_parameters_() on all ranks first"
+                f"step {self.step}: the state of {self.strategy} cannot be saved or loaded now, because updates are in "
+                "flight: call ddp.sync_parameters_() on all ranks first"
             )

@@ -1,4 +1,4 @@
-"""Parameters as flat tensors, one per dtype and device, which can be compared, sent and added."""
+"""Tensors joined to flat ones, one per dtype and device, which can be sent and added."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from syncline.tensors.targets import as_real
 
 
 class FlatGroup:
-    """Tensors of one dtype and device, read and written as one flat tensor with at least 32 bits per value.
+    """A group of tensors of one dtype and device, read and written as one flat tensor of at least 32 bits per value.
 
     Args:
         tensors: tensors of one dtype and device; complex ones count as pairs of real numbers.
-        indices: the tensors' indices among all tensors.
+        indices: the positions of these tensors among all tensors.
 
     Example:
         >>> x, y = torch.tensor([[1.0, 2.0]]), torch.tensor(3.0)
@@ -36,27 +36,27 @@ class FlatGroup:
         self.numel = sum(self.numels)
         self.device = tensors[0].device
         self.dtype = torch.promote_types(real[0].dtype, torch.float32)
-        """The flat tensor's type; 16-bit values are added in 32 bits."""
+        """The type of the flat tensor. Values of 16 bits are added in 32 bits."""
         self.wire_dtype = real[0].dtype
-        """The tensors' own type."""
+        """The type of the tensors themselves."""
 
     def read(self) -> Tensor:
-        """Return the values as a new flat tensor of shape (numel,)."""
+        """Return the values of all tensors as a new flat tensor of shape (numel,)."""
         return torch.cat([as_real(tensor).reshape(-1).to(self.dtype) for tensor in self._tensors])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the parts of a flat tensor in the tensors' shapes, as real numbers."""
+        """Split a flat tensor into parts of the tensors' shapes, as real numbers."""
         parts = flat.split(self.numels)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def write(self, flat: Tensor) -> None:
-        """Write a flat tensor's values into the tensors; autograd sees an in-place change."""
+        """Write the values of a flat tensor into the tensors. Autograd detects the in-place change."""
         foreach_copy_([as_real(tensor) for tensor in self._tensors], self.views(flat))
         torch.autograd.graph.increment_version(self._tensors)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[FlatGroup]:
-    """Return one group per dtype and device, in the order in which each pair first occurs."""
+    """Divide tensors into one group per dtype and device, in the order in which each pair first occurs."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(index)

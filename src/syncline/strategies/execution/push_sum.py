@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncline.strategies.base import Action, Push
 from syncline.strategies.execution.flat import FlatGroup, flat_groups
+from syncline.strategies.execution.kept import Kept
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
 
-class PushSum:
-    """A rank's values and their push-sum weight.
+class PushSum(Kept):
+    """The push-sum weight of a rank's values.
 
-    A rank holds a weighted sum of values and the sum of the weights. It computes with their quotient. It sends parts of
-    both to other ranks, so their totals over all ranks change only by what the ranks learn. A rank's learning counts
-    with the rank's own weight, so all ranks tend to the weighted mean over all ranks.
+    The values, multiplied by their weight, are a weighted sum of the values of several ranks. A rank sends equal parts
+    of this sum and of the weight to other ranks, so the totals over all ranks change only when a rank's own steps
+    change its values. Such a change counts with the rank's own weight. Therefore all ranks tend to the weighted mean
+    over all ranks.
 
     Args:
         weights: the weights of all ranks, above 0.
         transport: carries the parts, and nothing else.
+        tensors: returns the tensors with the values.
     """
 
-    def __init__(self, weights: Sequence[float], transport: Transport) -> None:
+    name = "push_sum"
+
+    def __init__(
+        self, weights: Sequence[float], transport: Transport, tensors: Callable[[], list[Tensor]]
+    ) -> None:
         mean = sum(weights) / len(weights)
         self._own = self.weight = weights[transport.rank] / mean
         self._has_equal = len(set(weights)) == 1
         self._transport = transport
+        self._tensors = tensors
         self._written: list[Tensor] = []
-        """The values as last written. Kept only where weights differ, because learning then needs its own weight."""
+        """The values as last written. Only kept if weights differ, because changes then count with the own weight."""
 
-    def push(self, tensors: Sequence[Tensor], to: Sequence[int], sources: Sequence[int]) -> None:
-        """Keep one of 1 + len(to) equal parts, send one to each rank of `to`, and add the parts from `sources`."""
-        transport = self._transport
-        groups = flat_groups(tensors)
+    def run(self, action: Action) -> None:
+        groups = flat_groups(self._tensors())
         values = self._values(groups)
-        share = self.weight / (1 + len(to))
-        weight = torch.tensor([share], dtype=torch.float64, device=transport.control_device)
-        wires = [weight]
+        if isinstance(action, Push):
+            values = self._pushed(values, [group.wire_dtype for group in groups], action)
+        else:
+            values = self._averaged(values)
         for group, value in zip(groups, values, strict=True):
-            wires.append(value.to(transport.sending_device(group.device), group.wire_dtype, copy=True))
+            group.write(value)
+        if not self._has_equal:
+            self._written = [group.read() for group in groups]  # includes the rounding of the write
+
+    def _pushed(self, values: list[Tensor], wire_dtypes: Sequence[torch.dtype], push: Push) -> list[Tensor]:
+        """Return this rank's values after it has sent parts of them to other ranks, and added the parts of others."""
+        transport, to, sources = self._transport, push.to, push.sources
+        total = self.weight / (1 + len(to))
+        wires = [torch.tensor([total], dtype=torch.float64, device=transport.control_device)]
+        for value, dtype in zip(values, wire_dtypes, strict=True):
+            wires.append(value.to(transport.sending_device(value.device), dtype, copy=True))
         sends: list[Work] = []
         arrivals: dict[int, list[tuple[Tensor, Work]]] = {}
         for rank in sorted({*to, *sources}):
@@ -55,36 +73,35 @@ class PushSum:
                 arrivals[rank] = [(blank, transport.recv(blank, rank)) for blank in blanks]
             if rank in to and transport.rank > rank:
                 sends += [transport.send(wire, rank) for wire in wires]
-        total, sums = share, [value.mul_(share) for value in values]
+        sums = [value.mul_(total) for value in values]
         for rank in sorted(arrivals):  # in rank order, so that runs are reproducible
             for _, work in arrivals[rank]:
                 work.wait()
             (part, _), *others = arrivals[rank]
-            its = part.item()
-            total += its
+            weight = part.item()
+            total += weight
             for sum_, (value, _) in zip(sums, others, strict=True):
-                sum_.add_(value.to(sum_.device, sum_.dtype), alpha=its)
+                sum_.add_(value.to(sum_.device, sum_.dtype), alpha=weight)
         for work in sends:
             work.wait()
         self.weight = total
-        self._write(groups, [sum_.div_(total) for sum_ in sums])
+        return [sum_.div_(total) for sum_ in sums]
 
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace all ranks' values by their weighted mean, and reset the weights. A collective call."""
+    def _averaged(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weighted mean of all ranks' values, and reset the weight. A collective call."""
         transport = self._transport
-        groups = flat_groups(tensors)
         total = torch.tensor([self.weight], dtype=torch.float64, device=transport.control_device)
         transport.all_reduce(total).wait()
         means = []
-        for group, value in zip(groups, self._values(groups), strict=True):
-            wire = value.mul_(self.weight / total.item()).to(transport.sending_device(group.device))
+        for value in values:
+            wire = value.mul_(self.weight / total.item()).to(transport.sending_device(value.device))
             transport.all_reduce(wire).wait()
-            means.append(wire.to(group.device))
+            means.append(wire.to(value.device))
         self.weight = self._own
-        self._write(groups, means)
+        return means
 
     def _values(self, groups: Sequence[FlatGroup]) -> list[Tensor]:
-        """Return the values. Changes since they were last written count with this rank's own weight."""
+        """Return the tensors' values, in which changes since the last write count with this rank's own weight."""
         values = [group.read() for group in groups]
         if self._has_equal or len(self._written) != len(values):
             return values
@@ -93,14 +110,8 @@ class PushSum:
             written + factor * (value - written) for value, written in zip(values, self._written, strict=True)
         ]
 
-    def _write(self, groups: Sequence[FlatGroup], values: Sequence[Tensor]) -> None:
-        for group, value in zip(groups, values, strict=True):
-            group.write(value)
-        if not self._has_equal:
-            self._written = [group.read() for group in groups]  # includes the rounding of the write
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, which belongs to this rank alone."""
+        """Return the weight and the written values of this rank, which differ between ranks."""
         return {"weight": self.weight, "written": [written.clone() for written in self._written]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A parameter server with one shard per rank, and each rank's view of all shards."""
+"""A parameter server with one shard per rank, and the values of all shards as each rank knows them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from syncline.strategies.base import Message
+from syncline.strategies.base import Action, Adopt, Close, Message, Update
 from syncline.strategies.execution.flat import flat_groups
+from syncline.strategies.execution.kept import Kept
 from syncline.transport.base import Transport
 from syncline.transport.work import Work
 
@@ -21,60 +22,71 @@ _SHORTEST_PAUSE_SECONDS = 20e-6
 _LONGEST_PAUSE_SECONDS = 1e-3
 
 
-class ShardedServer:
-    """Sends this rank's updates, adds up the updates of others, and adopts the servers' values.
+class ShardedServer(Kept):
+    """The shard that this rank serves, and the values of all shards that it has received.
 
-    `ParameterServer` decides when. Updates and values have separate connections. On each, the messages between two
-    ranks arrive in the order of their clocks. For each shard, a rank computes with the last values that it received
-    from the server plus its own updates since then.
+    The strategy `ParameterServer` decides when to send and to receive. Updates and values have separate connections. On
+    each connection, the messages between two ranks arrive in the order of their clocks. A rank computes with the last
+    values that it received for each shard, plus its own updates since then.
 
     Args:
-        tensors: the parameters, of one floating type, on one device.
+        tensors: the parameters, of one floating-point type, on one device.
         transport: connects the ranks; four lanes of it are opened.
 
     Raises:
-        ValueError: the parameters have several types or are on several devices.
+        ValueError: the parameters have several types, or are on several devices.
     """
+
+    name = "server"
+    has_copies = True
+    serves = True
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport) -> None:
         groups = flat_groups(tensors)
         if len(groups) != 1:
             kinds = ", ".join(f"{group.wire_dtype} on {group.device}" for group in groups)
             raise ValueError(
-                f"ParameterServer needs parameters of one type on one device, got {kinds}: convert the module, or "
-                "use another strategy"
+                f"ParameterServer: expected all parameters to have one type and to be on one device, got {kinds}. "
+                "Convert the module, or use another strategy"
             )
         self._group = groups[0]
         self._rank, self._size = transport.rank, transport.size
+        self._timeout_seconds = transport.timeout_seconds
         self._updates = _Mail("update", transport)
         self._values = _Mail("values", transport)
+        self.lanes = [*self._updates.lanes, *self._values.lanes]
         numel = self._group.numel
         bounds = [numel * rank // self._size for rank in range(self._size + 1)]
         self._spans = [slice(start, stop) for start, stop in pairwise(bounds)]
         self._moves: dict[int, Tensor] = {}
-        """This rank's own updates, by clock, that some shard may not contain yet."""
+        """This rank's own updates, by clock, which are not yet contained in the known values of all shards."""
         self._received: dict[int, dict[int, Tensor]] = {}
-        """The updates of this rank's shard that are not added yet, by clock and rank."""
+        """The updates of this rank's shard that are not yet added to it, by clock and rank."""
         self._closed = [0] * self._size
-        self.restart()
-
-    @property
-    def lanes(self) -> list[Transport]:
-        """The lanes that carry the messages."""
-        return [*self._updates.lanes, *self._values.lanes]
+        self.start()
 
     @property
     def is_settled(self) -> bool:
-        """Whether every shard contains all of this rank's updates."""
         return not self._moves or max(self._moves) <= min(self._closed)
 
-    def restart(self) -> None:
-        """Take the ranks' current parameters, which are equal, as the servers' values."""
+    def start(self) -> None:
         self._written = self._group.read()  # (numel,): the parameters as last written
-        self._served = self._written.clone()  # (numel,): each shard's values as this rank knows them
+        self._served = self._written.clone()  # (numel,): the values of all shards as this rank knows them
 
-    def begin(self, clock: int) -> None:
-        """Send the servers this rank's update for a completed step."""
+    def run(self, action: Action) -> None:
+        match action:
+            case Update(clock):
+                self._send_update(clock)
+            case Close(clock):
+                self._close(clock)
+            case Adopt(shard, clock):
+                self._served[self._spans[shard]] = self._values.take(shard, clock)
+                self._closed[shard] = clock
+            case _:
+                super().run(action)
+
+    def _send_update(self, clock: int) -> None:
+        """Send each server this rank's update of step `clock`, which was just completed."""
         move = self._group.read().sub_(self._written)
         self._moves[clock] = move
         self._received.setdefault(clock, {})[self._rank] = move[self._spans[self._rank]]
@@ -85,8 +97,8 @@ class ShardedServer:
             self._updates.expect(rank, clock, move[own])
             self._values.expect(rank, clock, move[self._spans[rank]])
 
-    def close(self, clock: int) -> None:
-        """Add the mean of all ranks' updates of a clock to this rank's shard, and send its values to all ranks.
+    def _close(self, clock: int) -> None:
+        """Add the mean of all ranks' updates of step `clock` to this rank's shard, and send its values to all ranks.
 
         The updates are added in rank order, so that the sum is reproducible.
         """
@@ -101,13 +113,8 @@ class ShardedServer:
         for rank in self._others():
             self._values.send(values, rank)
 
-    def adopt(self, shard: int, clock: int) -> None:
-        """Adopt the values received for a shard."""
-        self._served[self._spans[shard]] = self._values.take(shard, clock)
-        self._closed[shard] = clock
-
     def write(self) -> None:
-        """Set the parameters to the shards' known values plus this rank's own updates since then."""
+        """Write the known values of the shards, plus this rank's own updates since then, into the parameters."""
         known = self._served.clone()
         for clock in sorted(self._moves):
             if clock <= min(self._closed):
@@ -120,21 +127,18 @@ class ShardedServer:
         self._written = self._group.read()  # includes the rounding of the write
 
     def poll(self) -> list[Message]:
-        """Return the messages that have arrived since the last call."""
         found = self._updates.poll()
-        for message in found:
-            self._received.setdefault(message.clock, {})[message.rank] = self._updates.take(
-                message.rank, message.clock
-            )
+        for _, rank, clock in found:
+            self._received.setdefault(clock, {})[rank] = self._updates.take(rank, clock)
         return found + self._values.poll()
 
-    def wait(self, timeout_seconds: float) -> list[Message]:
-        """Wait until a message has arrived, and return the messages as `poll` does.
+    def wait(self) -> list[Message]:
+        """Wait until a message from another rank has arrived. Return all messages that have arrived.
 
         Raises:
-            CollectiveTimeout, PeerLost, ...: nothing arrived in time, or nothing can arrive any more.
+            CollectiveTimeout, PeerLost, ...: no message arrived in time, or no message can arrive any more.
         """
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + self._timeout_seconds
         pause_seconds = _SHORTEST_PAUSE_SECONDS
         while not (messages := self.poll()):
             if time.monotonic() > deadline:
@@ -144,7 +148,6 @@ class ShardedServer:
         return messages
 
     def finish(self) -> None:
-        """Wait until everything that this rank sent has arrived."""
         self._updates.finish()
         self._values.finish()
 
@@ -152,7 +155,7 @@ class ShardedServer:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, which belongs to this rank alone; no update may be in flight."""
+        """Return the values of all shards as this rank knows them. No update may be in flight."""
         return {
             "served": self._served.clone(),
             "written": self._written.clone(),
@@ -160,18 +163,17 @@ class ShardedServer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned."""
         self._served.copy_(state["served"])
         self._written.copy_(state["written"])
-        # With another number of ranks the shards differ. All shards were closed at the same clock, because a state is
-        # only saved when no update is in flight.
+        # The shards depend on the number of ranks. All shards were closed at the same clock, because a state is saved
+        # only while no update is in flight.
         closed = list(state["closed"])
         self._closed = closed if len(closed) == self._size else [max(closed)] * self._size
         self._moves.clear()
 
 
 class _Mail:
-    """Messages of one kind. Those from one rank arrive in the order of their clocks.
+    """The messages of one kind between this rank and all others. They arrive in the order of their clocks.
 
     There are two lanes, one to higher ranks and one to lower ranks. Some transports (NCCL) order the messages of a pair
     of ranks, and there a pending receive must not block a send.
@@ -179,30 +181,25 @@ class _Mail:
 
     def __init__(self, kind: Literal["update", "values"], transport: Transport) -> None:
         self._kind: Literal["update", "values"] = kind
-        self._transport = transport
-        self._to_higher, self._to_lower = (
-            transport.lane(f"{kind} upwards"),
-            transport.lane(f"{kind} downwards"),
-        )
+        self._rank = transport.rank
+        self._sending_device = transport.sending_device
+        self._to_higher = transport.lane(f"{kind} upwards")
+        self._to_lower = transport.lane(f"{kind} downwards")
+        self.lanes = [self._to_higher, self._to_lower]
         self._sent: deque[tuple[Work, Tensor]] = deque()
         self._expected: dict[int, deque[tuple[int, Tensor, Work]]] = {}
+        """For each rank, the clocks, tensors and receives of the messages that have not arrived yet."""
         self._arrived: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def lanes(self) -> list[Transport]:
-        """The lane to higher ranks and the lane to lower ranks."""
-        return [self._to_higher, self._to_lower]
+        """The messages that have arrived and were not taken yet, by rank and clock."""
 
     def send(self, values: Tensor, rank: int) -> None:
-        wire = values.to(self._transport.sending_device(values.device), copy=True)
-        lane = self._to_higher if rank > self._transport.rank else self._to_lower
+        wire = values.to(self._sending_device(values.device), copy=True)
+        lane = self._to_higher if rank > self._rank else self._to_lower
         self._sent.append((lane.send(wire, rank), wire))
 
     def expect(self, rank: int, clock: int, like: Tensor) -> None:
-        blank = torch.empty(
-            like.numel(), dtype=like.dtype, device=self._transport.sending_device(like.device)
-        )
-        lane = self._to_lower if rank > self._transport.rank else self._to_higher
+        blank = torch.empty_like(like, device=self._sending_device(like.device))
+        lane = self._to_lower if rank > self._rank else self._to_higher
         self._expected.setdefault(rank, deque()).append((clock, blank, lane.recv(blank, rank)))
 
     def poll(self) -> list[Message]:
@@ -221,9 +218,9 @@ class _Mail:
         return self._arrived.pop((rank, clock))
 
     def oldest(self) -> Work | None:
-        """Return the pending receive with the lowest clock, or None."""
-        heads = [(queue[0][0], rank) for rank, queue in self._expected.items() if queue]
-        return self._expected[min(heads)[1]][0][2] if heads else None
+        """Return the pending receive of the message with the lowest clock, or None."""
+        heads = [queue[0] for _, queue in sorted(self._expected.items()) if queue]
+        return min(heads, key=lambda head: head[0])[2] if heads else None
 
     def finish(self) -> None:
         while self._sent:
