@@ -95,7 +95,6 @@ class C10dTransport(WatchedTransport):
             raise FORKED.on_rank(rank)
         group_seconds = group_timeout_seconds(group)
         timeout_seconds = group_seconds if timeout_seconds is None else timeout_seconds
-        board = Board() if board is None else board
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
         self._owns_group = False
         self._backends = backends_of(group)
@@ -104,7 +103,7 @@ class C10dTransport(WatchedTransport):
         own_lane = Lane(MAIN_LANE, group)
         health = published_health(
             own_lane,
-            board,
+            Board() if board is None else board,
             group.get_group_store(),
             rank=rank,
             size=size,
@@ -112,14 +111,7 @@ class C10dTransport(WatchedTransport):
             timeout_seconds=max(timeout_seconds, group_seconds),
             barrier_device=self.control_device.type,
         )
-        super().__init__(
-            rank=rank,
-            size=size,
-            timeout_seconds=timeout_seconds,
-            board=board,
-            health=health,
-            own_lane=own_lane,
-        )
+        super().__init__(health, own_lane, rank=rank, size=size, timeout_seconds=timeout_seconds)
 
     @property
     def name(self) -> str:

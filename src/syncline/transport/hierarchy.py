@@ -57,12 +57,11 @@ class HierarchicalTransport(WatchedTransport):
         self, beneath: C10dTransport, hosts: Hosts, inside: SharedMemoryTransport | None, host: str
     ) -> None:
         super().__init__(
+            beneath.health,
+            beneath.own_lane,
             rank=beneath.rank,
             size=beneath.size,
             timeout_seconds=beneath.timeout_seconds,
-            board=beneath.board,
-            health=beneath.health,
-            own_lane=beneath.own_lane,
         )
         self._hosts = hosts
         self._host = host

@@ -110,12 +110,9 @@ def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTr
             return None
         return SharedMemoryTransport(
             Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here),
-            beneath=None,
-            store=None,
-            health=beneath.health,
-            own_lane=Lane(MAIN_LANE, None),
+            beneath.health,
+            Lane(MAIN_LANE, None),
             timeout_seconds=beneath.timeout_seconds,
-            board=beneath.board,
             numbers=members,
         )
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
@@ -22,6 +23,7 @@ from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
 
 
+@dataclass(eq=False)
 class Rendezvous:
     """One collective or message under way. The lock of the group guards all fields.
 
@@ -29,27 +31,24 @@ class Rendezvous:
     the result when it waits.
 
     Args:
-        lock: the lock of the group.
         members: the ranks that take part.
         title: the kind and number of this rendezvous, for messages.
         call_number: the number of the collective, from 1; None for a message.
+        changed: a condition with the lock of the group, notified at the end.
     """
 
-    def __init__(
-        self, lock: threading.Lock, members: tuple[int, ...], title: str, call_number: int | None
-    ) -> None:
-        self.members = members
-        self.title = title
-        self.call_number = call_number
-        self.calls: dict[int, Call] = {}
-        self.parts: dict[int, Any] = {}
-        self.result: Any = None
-        self.failure: Failure | None = None
-        self.has_ended = False
-        """Whether the result or the failure is known."""
-        self.has_disagreed = False
-        """Whether all calls had terms but differed. There is no result then, and the group remains usable."""
-        self.changed = threading.Condition(lock)
+    members: tuple[int, ...]
+    title: str
+    call_number: int | None
+    changed: threading.Condition
+    calls: dict[int, Call] = field(default_factory=dict)
+    parts: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
+    failure: Failure | None = None
+    has_ended: bool = False
+    """Whether the result or the failure is known."""
+    has_disagreed: bool = False
+    """Whether all calls had terms but differed. There is no result then, and the group remains usable."""
 
     def end(self, result: Any = None, failure: Failure | None = None) -> None:
         """Set the result or the failure, and wake up the ranks that wait."""
@@ -81,22 +80,22 @@ class Rendezvous:
         return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
+@dataclass(eq=False)
 class _Common:
     """The state that all lanes of one group have in common."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.failure: Failure | None = None
-        self.gone: dict[int, str] = {}
-        """The reason by rank, for the ranks that make no more calls."""
-        self.boards: dict[int, Board] = {}
-        self.waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = {}
-        """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
-        self.threads: defaultdict[int, set[int]] = defaultdict(set)
-        """The threads that have ever waited, by rank."""
-        self.lanes: weakref.WeakSet[CallMatcher] = weakref.WeakSet()
-        self.children: weakref.WeakSet[CallMatcher] = weakref.WeakSet()
-        self.is_forked = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    failure: Failure | None = None
+    gone: dict[int, str] = field(default_factory=dict)
+    """The reason by rank, for the ranks that make no more calls."""
+    boards: dict[int, Board] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = field(default_factory=dict)
+    """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
+    threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The threads that have ever waited, by rank."""
+    lanes: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
+    children: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
+    is_forked: bool = False
 
     def refuse_a_fork(self) -> None:
         """Refuse all use in this process, which is a fork of the process whose threads are the ranks."""
@@ -195,7 +194,9 @@ class CallMatcher:
         what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
         where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"
         call_number = nth + 1 if channel is None else None
-        return Rendezvous(self._lock, members, f"{what} number {nth}{where}", call_number)
+        return Rendezvous(
+            members, f"{what} number {nth}{where}", call_number, threading.Condition(self._lock)
+        )
 
     def _refuse_a_fork(self) -> None:
         if (

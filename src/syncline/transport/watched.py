@@ -19,18 +19,17 @@ class WatchedTransport(Transport):
     """A transport between processes. Its waits check whether the peers are still alive (see `watched_work.py`).
 
     Args:
+        health: the health of the group. All lanes use the same object.
+        own_lane: the counter of the calls on the first lane.
         rank: this rank.
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        board: the position of this rank in the program.
-        health: the health of the group. All lanes use the same object.
-        own_lane: the counter of the calls on the first lane.
     """
 
     def __init__(
-        self, *, rank: int, size: int, timeout_seconds: float, board: Board, health: Health, own_lane: Lane
+        self, health: Health, own_lane: Lane, *, rank: int, size: int, timeout_seconds: float
     ) -> None:
-        super().__init__(rank=rank, size=size, timeout_seconds=timeout_seconds, board=board)
+        super().__init__(rank=rank, size=size, timeout_seconds=timeout_seconds, board=health.board)
         self.health = health
         self.own_lane = own_lane
         self._lanes: list[WatchedTransport] = []

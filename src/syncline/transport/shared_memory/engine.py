@@ -41,7 +41,8 @@ class Kind(IntEnum):
     @property
     def words(self) -> str:
         """The name of the operation, for messages."""
-        return self.name.lower().replace("_in_place", " in place")
+        name, in_place, _ = self.name.partition("_IN_PLACE")
+        return name.lower() + in_place.lower().replace("_", " ")
 
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE_IN_PLACE, Kind.REDUCE_SCATTER_IN_PLACE)

@@ -54,13 +54,12 @@ class SharedMemoryTransport(WatchedTransport):
 
     Args:
         hub: the connections between the ranks.
+        health: the health of the group.
+        own_lane: the counter of the calls on the first lane.
         beneath: the transport over which the ranks connected. It also takes the tensors that are not on the CPU. None
             if the ranks connected over a store.
         store: the store over which the ranks connected; None if there is a transport beneath.
-        health: the health of the group.
-        own_lane: the counter of the calls on the first lane.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        board: the position of this rank in the program.
         numbers: the numbers by which errors name the ranks, if `health` belongs to a larger group; None if `health`
             belongs to this group.
     """
@@ -68,23 +67,15 @@ class SharedMemoryTransport(WatchedTransport):
     def __init__(
         self,
         hub: Hub,
-        *,
-        beneath: C10dTransport | None,
-        store: Any,
         health: Health,
         own_lane: Lane,
+        *,
         timeout_seconds: float,
-        board: Board,
+        beneath: C10dTransport | None = None,
+        store: Any = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            rank=hub.rank,
-            size=hub.size,
-            timeout_seconds=timeout_seconds,
-            board=board,
-            health=health,
-            own_lane=own_lane,
-        )
+        super().__init__(health, own_lane, rank=hub.rank, size=hub.size, timeout_seconds=timeout_seconds)
         self.peers = hub.peers
         self.regions = Regions(hub)
         self._region_of = self.regions.of  # looked up in each reduction
@@ -123,14 +114,9 @@ class SharedMemoryTransport(WatchedTransport):
             return beneath
         hub = Hub(rank=beneath.rank, size=beneath.size, exchange=beneath.all_gather_bytes)
         beneath.own_lane.num_started = 0  # errors number the calls from here on
+        seconds = beneath.timeout_seconds
         return SharedMemoryTransport(
-            hub,
-            beneath=beneath,
-            store=None,
-            health=beneath.health,
-            own_lane=beneath.own_lane,
-            timeout_seconds=beneath.timeout_seconds,
-            board=beneath.board,
+            hub, beneath.health, beneath.own_lane, timeout_seconds=seconds, beneath=beneath
         )
 
     @staticmethod
@@ -164,15 +150,7 @@ class SharedMemoryTransport(WatchedTransport):
             backend="shared memory",
             timeout_seconds=timeout_seconds,
         )
-        return SharedMemoryTransport(
-            hub,
-            beneath=None,
-            store=store,
-            health=health,
-            own_lane=own_lane,
-            timeout_seconds=timeout_seconds,
-            board=board,
-        )
+        return SharedMemoryTransport(hub, health, own_lane, timeout_seconds=timeout_seconds, store=store)
 
     @property
     def name(self) -> str:
