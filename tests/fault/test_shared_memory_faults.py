@@ -225,7 +225,7 @@ def reduce_with_a_stopped_peer(t: Transport, total: torch.Tensor, moment: str, p
     ((text, filename, seconds),) = told
     assert "waits in all_reduce(sum) of 3000000 elements, torch.float32 (call " in text
     assert "for rank 1, whose process is stopped" in text
-    assert "It was last seen in step 3, forward" in text
+    assert "was last seen in step 3, forward" in text
     assert filename == __file__, "at the line of who called"
     assert seconds < 1
 

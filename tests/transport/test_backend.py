@@ -388,15 +388,15 @@ def test_barriers() -> None:
 def test_what_is_refused_says_so() -> None:
     with groups() as (group, _):
         tensor = torch.ones(2)
-        with pytest.raises(ValueError, match="multiply the tensor, and use SUM"):
+        with pytest.raises(ValueError, match="multiply the tensor yourself, and use SUM"):
             dist.all_reduce(tensor, torch._C._distributed_c10d._make_nccl_premul_sum(2.0), group)
-        with pytest.raises(ValueError, match="expected integers"):
+        with pytest.raises(ValueError, match="expected a tensor of integers"):
             dist.all_reduce(tensor, dist.ReduceOp.BAND, group)
         with pytest.raises(ValueError, match=r"not defined for torch\.int64"):
             dist.all_reduce(tensor.long(), dist.ReduceOp.AVG, group)
         with pytest.raises(ValueError, match="keep their order"):
             dist.isend(tensor, 1 - dist.get_rank(), group, tag=3)
-        with pytest.raises(ValueError, match="pass src="):
+        with pytest.raises(ValueError, match="pass the sender as src="):
             dist.recv(tensor, group=group)
         with pytest.raises(ValueError, match="a multiple of 2, the number of ranks"):
             dist.all_to_all_single(torch.ones(3), torch.ones(3), group=group)

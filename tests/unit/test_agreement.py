@@ -71,7 +71,7 @@ def test_ranks_at_different_places_of_the_program_are_told_who_is_where() -> Non
     texts = run_ranks(2, program)
     assert texts[0] == texts[1]
     lines = texts[0].splitlines()
-    assert lines[0] == "the ranks called different things:"
+    assert lines[0] == "the ranks made different calls:"
     assert lines[1].startswith("  rank 0: sl.mean, step 3, after backward, at test_agreement.py:")
     assert lines[2].startswith("  rank 1: sl.barrier, step 4, after backward, at test_agreement.py:")
     assert "every rank must make the same calls in the same order" in lines[3]

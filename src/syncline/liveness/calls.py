@@ -184,16 +184,6 @@ def remedy_for_left(here: Place, left: Iterable[Place]) -> str:
     return _LEFT_OUT.format(call=here.opening)
 
 
-def lane_name(purpose: str, nth: int) -> str:
-    """Return the name of the `nth` lane for one purpose, from 1.
-
-    Example:
-        >>> lane_name("gradients", 1), lane_name("gradients", 2)
-        ('gradients', 'gradients 2')
-    """
-    return purpose if nth == 1 else f"{purpose} {nth}"
-
-
 _FILE = distributed_c10d.__file__
 
 _NEEDS_ALL = {

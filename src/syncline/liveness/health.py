@@ -93,7 +93,7 @@ class Health:
         self._num_waits = 0
         self.on_failure: list[Callable[[Failure], None]] = []
         """Called with each failure that this rank detects, to inform the peers in other ways than by notices."""
-        self._board = board
+        self.board = board
         self.backend = backend
         self._timeout_seconds = timeout_seconds
         self._group = main.group
@@ -235,7 +235,7 @@ class Health:
     def place(self, *, code: str | None = None, has_left: bool = False) -> Place:
         """Return this rank's step, phase, wait and number of started calls, for its peers to read."""
         return Place.of(
-            self._board,
+            self.board,
             wait=self.wait,
             num_started={
                 **(dict(self._closed) if has_left else {}),

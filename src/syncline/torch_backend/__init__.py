@@ -1,4 +1,4 @@
-"""The torch.distributed backend "syncline", which runs torch's own programs on Syncline's shared-memory engine.
+"""The torch.distributed backend "syncline", which lets programs for torch.distributed use shared memory.
 
     import syncline as sl
     sl.register_backend()                                  # not needed with torch 2.15 and later

@@ -1,6 +1,6 @@
-"""The basis of the backend's collectives: the state of a group, and the completion of a call.
+"""The basis of the backend's collectives: the state of a group, and how a call is completed.
 
-A call whose `asyncOp` is False waits and returns the shared object `ENDED`. This saves one object per call.
+A call whose `asyncOp` is False waits, and returns the object `ENDED`. All such calls return the same object.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Group:
     """The state of a process group that uses a transport.
 
     Args:
-        transport: the engine; it is closed with the group.
+        transport: the transport, which the group closes in the end.
         name: name of the group.
-        global_ranks: the group's ranks as ranks of the default group; empty for the default group itself.
+        global_ranks: the members of the group as ranks of the default group; empty for the default group itself.
     """
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
-        self._transport = transport
+        self.transport = transport
         self._name = name
         self._global_ranks = global_ranks
         self._finisher = Finisher(name)
@@ -42,19 +42,14 @@ class Group:
         self._options.group_name = GroupName(name)
 
     @property
-    def transport(self) -> Transport:
-        """The engine of the group."""
-        return self._transport
-
-    @property
     def options(self) -> Any:
         return self._options
 
-    def group_for(self, device: torch.device) -> Any:
+    def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """Return the process group for tensors on `device`."""
         raise ValueError(
-            f"this process group moves CPU tensors only, got one on {device.type}: name a backend for both, "
-            f'for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
+            f"this process group is for CPU tensors only, got a tensor on {device.type}: name a backend for both "
+            f'devices, for instance init_process_group("cpu:{BACKEND},{device.type}:nccl")'
         )
 
     # ------------------------------------------------------------------ lifetime
@@ -64,18 +59,18 @@ class Group:
 
     supports_splitting = True
     supports_coalescing = False
-    # Inherited from torch 2.15, these raise RecursionError in a Python class.
+    # A Python class that inherits these from torch 2.15 raises RecursionError.
     supports_reconfigure = supports_window = supports_shrinking = _supports_time_estimate = False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._transport.timeout_seconds = timeout.total_seconds()
+        self.transport.timeout_seconds = timeout.total_seconds()
         set_timeout_of(self._options, timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._transport.statistics().total_calls
+        return self.transport.statistics().total_calls
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing, because all ranks of a new group have made no call yet."""
+        """Do nothing, because the ranks of a new group have made no calls yet."""
 
     def _wait_for_pending_works(self) -> None:
         for work in list(self._finisher.pending):
@@ -83,8 +78,8 @@ class Group:
 
     def _split(self, ranks: list[int], timeout: timedelta | None) -> Transport | None:
         if sorted(ranks) != list(ranks):
-            raise ValueError(f"expected the ranks of a split in rising order, got {ranks}")
-        transport = self._transport.split(min(ranks) if self._transport.rank in ranks else None)
+            raise ValueError(f"split_group: expected the ranks of the new group in rising order, got {ranks}")
+        transport = self.transport.split(min(ranks) if self.transport.rank in ranks else None)
         if transport is not None and timeout is not None:
             transport.timeout_seconds = timeout.total_seconds()
         return transport
@@ -93,11 +88,11 @@ class Group:
         return [self._global_ranks[rank] if self._global_ranks else rank for rank in ranks]
 
     def _abort(self) -> None:
-        self._transport.abort(f"rank {self._transport.rank} aborted process group {self._name}")
+        self.transport.abort(f"rank {self.transport.rank} aborted process group {self._name}")
 
     def _close(self) -> None:
         self._finisher.close()
-        self._transport.close()
+        self.transport.close()
 
     # ------------------------------------------------------------------ helpers
 
@@ -137,7 +132,9 @@ class Group:
     ) -> dist.Work:
         opts = opts or options()
         if len(outputs) != len(inputs):
-            raise ValueError(f"expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
+            raise ValueError(
+                f"expected as many outputs as inputs, got {len(outputs)} outputs and {len(inputs)} inputs"
+            )
         if len(outputs) == 1:
             return operation(outputs[0], inputs[0], opts)
         later = asynchronous(opts)
@@ -147,29 +144,30 @@ class Group:
     def _messages(
         self, opts: Any, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]
     ) -> dist.Work:
-        """Send and receive all tensors except empty ones and those to or from this rank."""
-        transport, works, copies = self._transport, [], []
-        for tensor, peer in sends:
-            if peer != transport.rank and tensor.numel():
-                works.append(transport.send(tensor, peer))
+        """Send and receive tensors, except empty tensors, and tensors that this rank would send to itself."""
+        transport, copies = self.transport, []
+        works = [
+            transport.send(tensor, peer)
+            for tensor, peer in sends
+            if peer != transport.rank and tensor.numel()
+        ]
         for tensor, peer in recvs:
             if peer != transport.rank and tensor.numel():
-                target = tensor.detach() if tensor.is_contiguous() else torch.empty_like(flat(tensor))
-                works.append(transport.recv(target, peer))
-                if not tensor.is_contiguous():
-                    copies.append((tensor, target))
+                target = tensor if tensor.is_contiguous() else torch.empty_like(flat(tensor))
+                works.append(transport.recv(target.detach(), peer))
+                copies.append((tensor, target))
         result = [tensor for tensor, _ in (*recvs, *sends)]
         return self._ended_or_under_way(opts, CombinedWork.of(works), result, copy_back(*copies))
 
-    def _check_parts(self, operation: str, parts: Sequence[Tensor]) -> None:
-        if len(parts) != self._transport.size:
+    def _check_num_parts(self, operation: str, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self.transport.size:
             raise ValueError(
-                f"{operation}: expected one tensor for each of {self._transport.size} ranks, got {len(parts)}"
+                f"{operation}: expected one tensor for each of {self.transport.size} ranks, got {len(parts)} tensors"
             )
 
 
 class _Started(Work):
-    """A `BackendWork` with the interface of a transport's `Work`."""
+    """A `BackendWork` with the methods of a transport's `Work`."""
 
     __slots__ = ("_work",)
 
@@ -194,7 +192,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """Return a tensor that a transport can write to, and a function that copies the result into `tensor` (or None)."""
+    """Return a tensor that a transport can write to, and a function that copies the result to `tensor` (or None)."""
     if tensor.is_contiguous():
         return tensor, None
     buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -202,10 +200,10 @@ def fillable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
 
 
 def copy_back(*pairs: tuple[Tensor, Tensor]) -> Callable[[], object] | None:
-    """Return a function that copies results into their targets; None if all of them are there already.
+    """Return a function that copies results to their targets; None if there is nothing to copy.
 
     Args:
-        pairs: a target and its result each; they may be the same tensor.
+        pairs: targets and their results. If a target and its result are the same tensor, it is not copied.
     """
     copies = [(target, result) for target, result in pairs if target is not result]
     if not copies:
@@ -222,7 +220,7 @@ def copy_back(*pairs: tuple[Tensor, Tensor]) -> Callable[[], object] | None:
 
 
 def with_option(options: Any, given: Any, attribute: str) -> Any:
-    """Return options with `attribute` set. Torch's short call forms pass only the attribute's value, or nothing."""
+    """Return `given`, or new options if torch's caller gave only the value of `attribute`, or nothing."""
     if given is not None and hasattr(given, attribute):
         return given
     made = options()
@@ -232,7 +230,7 @@ def with_option(options: Any, given: Any, attribute: str) -> Any:
 
 
 def asynchronous(opts: Any) -> Any:
-    """Return a copy of the options for one part of an operation. It is asynchronous, because the caller waits once."""
+    """Return a copy of the options that starts one part of an operation without a wait. The caller waits once."""
     made = type(opts)()
     for attribute in ("reduceOp", "rootRank", "rootTensor"):
         if hasattr(opts, attribute):

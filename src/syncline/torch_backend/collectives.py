@@ -1,10 +1,10 @@
 """The collectives of torch.distributed, built from a transport's operations.
 
-`Reductions` holds the reductions. `Collectives` adds the operations that move data unchanged, and messages between two
-ranks. Tensors of unequal sizes are sent as broadcasts (one per rank) or messages (one per pair of ranks).
+`Reductions` has the reductions. `Collectives` adds the operations that move data unchanged, and messages between two
+ranks. Tensors of different sizes are sent by broadcasts (one per rank) or messages (one per pair of ranks).
 
-If a transport cannot use a tensor directly (strided, sparse, or several at once), the tensor is copied, and the result
-is copied back when the work is waited for.
+A transport cannot use strided or sparse tensors, or several tensors at once. Such tensors are copied, and the wait for
+the work copies the result back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from syncline._torch.tensors import sparse_tensor
 from syncline.torch_backend.base import Group, asynchronous, copy_back, fillable, flat, with_option
 from syncline.torch_backend.work import ENDED
 from syncline.transport.base import ReduceOp
-from syncline.transport.work import DONE, CombinedWork
+from syncline.transport.work import CombinedWork, Work
 
 _SUM = dist.ReduceOp.SUM
 
@@ -44,19 +44,14 @@ _BITWISE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reductions(Group):
-    """A group with reductions, under torch's method names. `group_for` returns the group for tensors not on the CPU."""
+    """A group with reductions, under torch's method names. Tensors on other devices go to the group of `group_for`."""
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if type(tensors) is list and len(tensors) == 1 and opts is not None:  # the hot path
-            tensor = tensors[0]
-            if tensor.is_cpu and tensor.is_contiguous():
-                op = opts.reduceOp
-                if op == _SUM:
-                    work = self._transport.all_reduce(tensor, "sum")
-                elif (name := _NAMES.get(op.op)) is not None:
-                    work = self._transport.all_reduce(tensor, name)
-                else:
-                    return self._all_reduce_bitwise(tensor, opts)
+            tensor, op = tensors[0], opts.reduceOp
+            name = "sum" if op == _SUM else _NAMES.get(op.op)
+            if name is not None and tensor.is_cpu and tensor.is_contiguous():
+                work = self.transport.all_reduce(tensor, name)
                 if opts.asyncOp:
                     return self._under_way(work, tensors)
                 work.wait()
@@ -68,19 +63,16 @@ class Reductions(Group):
             return self.allreduce_coalesced(tensors, opts)
         tensor = tensors[0]
         if not tensor.is_cpu:
-            return cast(dist.Work, self.group_for(tensor.device).allreduce(tensors, opts))
+            return self.group_for(tensor.device).allreduce(tensors, opts)
         if tensor.layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
-        if opts.reduceOp.op in _BITWISE:
-            return self._all_reduce_bitwise(tensor, opts)
-        wire = flat(tensor)
-        work = self._transport.all_reduce(wire, _reduction(opts.reduceOp))
-        return self._ended_or_under_way(opts, work, tensors, copy_back((tensor, wire)))
+        work, finish = self._start_all_reduce(tensor, opts.reduceOp)
+        return self._ended_or_under_way(opts, work, tensors, finish)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = with_option(dist.AllreduceCoalescedOptions, opts, "reduceOp")
         if tensors and not tensors[0].is_cpu:
-            return cast(dist.Work, self.group_for(tensors[0].device).allreduce_coalesced(tensors, opts))
+            return self.group_for(tensors[0].device).allreduce_coalesced(tensors, opts)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             by_dtype[tensor.dtype].append(tensor)
@@ -88,27 +80,20 @@ class Reductions(Group):
         copies: list[tuple[Tensor, Tensor]] = []
         for alike in by_dtype.values():
             packed = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            works.append(self._transport.all_reduce(packed, op))
+            works.append(self.transport.all_reduce(packed, op))
             copies += zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True)
         return self._ended_or_under_way(opts, CombinedWork.of(works), tensors, copy_back(*copies))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         if not tensor.is_cpu:
-            return cast(dist.Work, self.group_for(tensor.device).reduce(tensors, opts))
-        is_root = self._transport.rank == opts.rootRank
+            return self.group_for(tensor.device).reduce(tensors, opts)
+        is_root = self.transport.rank == opts.rootRank
         if is_root and tensor.is_contiguous():
             return self.allreduce(tensors, opts)
-        reduced = tensor.detach().clone(
-            memory_format=torch.contiguous_format
-        )  # other ranks than the root keep their input
-        if opts.reduceOp.op in _BITWISE:
-            all_opts = with_option(dist.AllreduceOptions, opts.reduceOp, "reduceOp")
-            all_opts.asyncOp = False
-            self._all_reduce_bitwise(reduced, all_opts)
-            work = DONE
-        else:
-            work = self._transport.all_reduce(reduced, _reduction(opts.reduceOp))
+        # Ranks other than the root keep their input.
+        reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = CombinedWork([self._start_all_reduce(reduced, opts.reduceOp)])
         finish = copy_back((tensor, reduced)) if is_root else None
         return self._ended_or_under_way(opts, work, [tensor, reduced], finish)
 
@@ -117,23 +102,23 @@ class Reductions(Group):
         if not output.is_cpu:
             return reduce_scatter_flat(self.group_for(output.device), output, input, opts)
         part, finish = fillable(output)
-        work = self._transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
+        work = self.transport.reduce_scatter(part, flat(input), _reduction(opts.reduceOp))
         return self._ended_or_under_way(opts, work, [output, input], finish)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         output, parts = (outputs, inputs) if isinstance(outputs, Tensor) else (outputs[0], inputs[0])
         opts = with_option(dist.ReduceScatterOptions, opts, "reduceOp")
         if not output.is_cpu:
-            return cast(dist.Work, self.group_for(output.device).reduce_scatter([output], [parts], opts))
-        self._check_parts("reduce_scatter", parts)
+            return self.group_for(output.device).reduce_scatter([output], [parts], opts)
+        self._check_num_parts("reduce_scatter", parts)
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
         op = _reduction(opts.reduceOp)
         if len({part.numel() for part in parts}) == 1:
             target, finish = fillable(output)
-            work = self._transport.reduce_scatter(target, whole, op)
+            work = self.transport.reduce_scatter(target, whole, op)
             return self._ended_or_under_way(opts, work, [output, whole], finish)
-        work = self._transport.all_reduce(whole, op)
-        mine = whole.split([part.numel() for part in parts])[self._transport.rank]
+        work = self.transport.all_reduce(whole, op)
+        mine = whole.split([part.numel() for part in parts])[self.transport.rank]
         return self._ended_or_under_way(opts, work, [output, whole], copy_back((output, mine)))
 
     def reduce_scatter_single_coalesced(
@@ -144,26 +129,29 @@ class Reductions(Group):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _all_reduce_bitwise(self, tensor: Tensor, opts: Any) -> dist.Work:
-        combine = _BITWISE.get(opts.reduceOp.op)
+    def _start_all_reduce(self, tensor: Tensor, op: Any) -> tuple[Work, Callable[[], object] | None]:
+        """Start to reduce `tensor`. Return the work, and a function to call after it (or None)."""
+        combine = _BITWISE.get(op.op)
         if combine is None:
-            _reduction(opts.reduceOp)  # raises
+            wire = flat(tensor)
+            return self.transport.all_reduce(wire, _reduction(op)), copy_back((tensor, wire))
         if tensor.is_floating_point() or tensor.is_complex():
-            raise ValueError(f"{opts.reduceOp.op.name} combines bits: expected integers, got {tensor.dtype}")
-        size = self._transport.size
-        rows = torch.empty(size, tensor.numel(), dtype=tensor.dtype)
-        work = self._transport.all_gather(rows, flat(tensor))
+            raise ValueError(f"{op.op.name} combines bits: expected a tensor of integers, got {tensor.dtype}")
+        rows = torch.empty(self.transport.size, tensor.numel(), dtype=tensor.dtype)
+        work = self.transport.all_gather(rows, flat(tensor))
 
         def finish() -> None:
             tensor.detach().copy_(functools.reduce(cast(Any, combine), rows.unbind()).view(tensor.shape))
 
-        return self._ended_or_under_way(opts, work, [tensor], finish)
+        return work, finish
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> dist.Work:
-        """Broadcast the rows of every rank and add them in rank order. This call waits for the row counts."""
+        """Broadcast the rows of every rank, and add them in rank order. This call waits for the numbers of rows."""
         if _reduction(opts.reduceOp) not in ("sum", "mean"):
-            raise ValueError(f"sparse tensors are reduced by SUM or AVG, got {opts.reduceOp.op.name}")
-        transport, mine = self._transport, tensor.detach().coalesce()
+            raise ValueError(
+                f"expected SUM or AVG for the all_reduce of a sparse tensor, got {opts.reduceOp.op.name}"
+            )
+        transport, mine = self.transport, tensor.detach().coalesce()
         counts = torch.zeros(transport.size, dtype=torch.int64)
         transport.all_gather(counts, torch.tensor([mine.indices().shape[1]])).wait()
         works, indices, values = [], [], []
@@ -184,11 +172,14 @@ class Reductions(Group):
 
 
 def _reduction(op: Any) -> ReduceOp:
+    """Return the transport's name of an operation of torch; raise for an operation that transports lack."""
     op = getattr(op, "op", op)
     name = _NAMES.get(op)
     if name is None:
-        kind = "PREMUL_SUM: multiply the tensor, and use SUM" if op == dist.ReduceOp.PREMUL_SUM else str(op)
-        raise ValueError(f"the syncline backend reduces by SUM, AVG, MAX, MIN and PRODUCT here, got {kind}")
+        hint = ": multiply the tensor yourself, and use SUM" if op == dist.ReduceOp.PREMUL_SUM else ""
+        raise ValueError(
+            f"the syncline backend can reduce this tensor by SUM, AVG, MAX, MIN and PRODUCT only, got {op}{hint}"
+        )
     return name
 
 
@@ -200,41 +191,35 @@ class Collectives(Reductions):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if isinstance(tensors, Tensor):
             tensors = [tensors]
-        if isinstance(opts, int):
-            root, opts = opts, dist.BroadcastOptions()
-            opts.rootRank = root
-        elif opts is None:
-            opts = dist.BroadcastOptions()
+        opts = with_option(dist.BroadcastOptions, opts, "rootRank")
         if len(tensors) != 1:
-            return self._combined(
-                opts, [self.broadcast([tensor], asynchronous(opts)) for tensor in tensors], tensors
-            )
+            works = [self.broadcast([tensor], asynchronous(opts)) for tensor in tensors]
+            return self._combined(opts, works, tensors)
         tensor = tensors[0]
         if not tensor.is_cpu:
-            return cast(dist.Work, self.group_for(tensor.device).broadcast(tensors, opts))
+            return self.group_for(tensor.device).broadcast(tensors, opts)
         wire = flat(tensor)
-        work = self._transport.broadcast(wire, opts.rootRank)
+        work = self.transport.broadcast(wire, opts.rootRank)
         return self._ended_or_under_way(opts, work, tensors, copy_back((tensor, wire)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         if not output.is_cpu:
-            opts = opts or AllgatherOptions()
-            return all_gather_flat(self.group_for(output.device), output, input, opts)
+            group = self.group_for(output.device)
+            return all_gather_flat(group, output, input, opts or AllgatherOptions())
         whole, finish = fillable(output)
-        work = self._transport.all_gather(whole, flat(input))
+        work = self.transport.all_gather(whole, flat(input))
         return self._ended_or_under_way(opts, work, [output, input], finish)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         parts, input = (outputs, inputs) if isinstance(inputs, Tensor) else (outputs[0], inputs[0])
         if not input.is_cpu:
-            opts = opts or AllgatherOptions()
-            return cast(dist.Work, self.group_for(input.device).allgather([parts], [input], opts))
-        self._check_parts("all_gather", parts)
+            return self.group_for(input.device).allgather([parts], [input], opts or AllgatherOptions())
+        self._check_num_parts("all_gather", parts)
         mine = flat(input)
         if any(part.numel() != mine.numel() for part in parts):
             return self._all_gather_unequal(parts, mine, opts)
         whole = torch.empty(mine.numel() * len(parts), dtype=mine.dtype)
-        work = self._transport.all_gather(whole, mine)
+        work = self.transport.all_gather(whole, mine)
         finish = copy_back(*zip(parts, whole.chunk(len(parts)) if whole.numel() else [], strict=False))
         return self._ended_or_under_way(opts, work, [*parts, mine], finish)
 
@@ -256,22 +241,22 @@ class Collectives(Reductions):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         (input,) = inputs
         if not input.is_cpu:
-            return cast(dist.Work, self.group_for(input.device).gather(outputs, inputs, opts))
-        if self._transport.rank != opts.rootRank:
+            return self.group_for(input.device).gather(outputs, inputs, opts)
+        if self.transport.rank != opts.rootRank:
             return self._messages(opts, [(flat(input), opts.rootRank)], [])
         (parts,) = outputs
-        self._check_parts("gather", parts)
+        self._check_num_parts("gather", parts)
         parts[opts.rootRank].copy_(input)
         return self._messages(opts, [], [(part, rank) for rank, part in enumerate(parts)])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         (output,) = outputs
         if not output.is_cpu:
-            return cast(dist.Work, self.group_for(output.device).scatter(outputs, inputs, opts))
-        if self._transport.rank != opts.rootRank:
+            return self.group_for(output.device).scatter(outputs, inputs, opts)
+        if self.transport.rank != opts.rootRank:
             return self._messages(opts, [], [(output, opts.rootRank)])
         (parts,) = inputs
-        self._check_parts("scatter", parts)
+        self._check_num_parts("scatter", parts)
         output.copy_(parts[opts.rootRank])
         return self._messages(opts, [(flat(part), rank) for rank, part in enumerate(parts)], [])
 
@@ -279,11 +264,10 @@ class Collectives(Reductions):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         if not inputs[0].is_cpu:
-            opts = opts or dist.AllToAllOptions()
-            return cast(dist.Work, self.group_for(inputs[0].device).alltoall(outputs, inputs, opts))
-        self._check_parts("all_to_all", outputs)
-        self._check_parts("all_to_all", inputs)
-        rank = self._transport.rank
+            return self.group_for(inputs[0].device).alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+        self._check_num_parts("all_to_all", outputs)
+        self._check_num_parts("all_to_all", inputs)
+        rank = self.transport.rank
         outputs[rank].copy_(inputs[rank])
         sends = [(flat(tensor), peer) for peer, tensor in enumerate(inputs)]
         return self._messages(opts, sends, [(tensor, peer) for peer, tensor in enumerate(outputs)])
@@ -299,11 +283,8 @@ class Collectives(Reductions):
     ) -> dist.Work:
         if not input.is_cpu:
             opts = opts or dist.AllToAllOptions()
-            other = self.group_for(input.device)
-            return cast(
-                dist.Work,
-                other.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
-            )
+            group = self.group_for(input.device)
+            return group.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
         outputs, inputs = self._rows(output, output_split_sizes), self._rows(input, input_split_sizes)
         return self.alltoall(outputs, inputs, opts)
 
@@ -312,36 +293,37 @@ class Collectives(Reductions):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         if not tensor.is_cpu:
-            return cast(dist.Work, self.group_for(tensor.device).send(tensors, dst, tag))
+            return self.group_for(tensor.device).send(tensors, dst, tag)
         _check_tag(tag)
         wire = flat(tensor)
-        return self._under_way(self._transport.send(wire, dst), [wire])
+        return self._under_way(self.transport.send(wire, dst), [wire])
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         if not tensor.is_cpu:
-            return cast(dist.Work, self.group_for(tensor.device).recv(tensors, src, tag))
+            return self.group_for(tensor.device).recv(tensors, src, tag)
         _check_tag(tag)
         target, finish = fillable(tensor)
-        return self._under_way(self._transport.recv(target, src), tensors, finish, src)
+        return self._under_way(self.transport.recv(target, src), tensors, finish, src)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         if not tensors[0].is_cpu:
-            return cast(dist.Work, self.group_for(tensors[0].device).recv_anysource(tensors, tag))
+            return self.group_for(tensors[0].device).recv_anysource(tensors, tag)
         raise ValueError(
-            "the syncline backend cannot receive from a rank that is not named: pass src= to torch.distributed.recv"
+            "the syncline backend cannot receive a tensor from any rank: pass the sender as src= to "
+            "torch.distributed.recv"
         )
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
-        work = self._transport.barrier()
+        work = self.transport.barrier()
         if opts is None or opts.asyncOp:
             return self._under_way(work, [])
         work.wait()
         return ENDED
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks. As with every operation, the error of a timeout names the missing ranks."""
-        self._transport.barrier().wait(timeout.total_seconds() if timeout else None)
+        """Wait for all ranks. The error after a timeout names the missing ranks, as for every operation."""
+        self.transport.barrier().wait(timeout.total_seconds() if timeout else None)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
@@ -357,30 +339,33 @@ class Collectives(Reductions):
     alltoall_base = all_to_all_single
 
     def _all_gather_unequal(self, parts: list[Tensor], mine: Tensor, opts: Any) -> dist.Work:
-        rank, works, copies = self._transport.rank, [], []
+        rank, works, copies = self.transport.rank, [], []
         for src, part in enumerate(parts):
             wire = mine if src == rank else torch.empty_like(part, memory_format=torch.contiguous_format)
-            works.append(self._transport.broadcast(wire, src))
+            works.append(self.transport.broadcast(wire, src))
             copies.append((part, wire))
         return self._ended_or_under_way(opts, CombinedWork.of(works), [*parts, mine], copy_back(*copies))
 
     def _rows(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Split `tensor` along its first dimension into one part per rank."""
-        size, numel = self._transport.size, tensor.shape[0] if tensor.dim() else 0
+        """Split `tensor` along the first dimension into one part per rank."""
+        size, numel = self.transport.size, tensor.shape[0] if tensor.dim() else 0
         if not sizes:
             if numel % size:
                 raise ValueError(
-                    f"expected a first dimension that is a multiple of {size}, the number of ranks, got {numel}"
+                    f"all_to_all_single without split sizes: expected a first dimension that is a multiple of {size}, "
+                    f"the number of ranks, got {numel}"
                 )
             sizes = [numel // size] * size
         if len(sizes) != size or sum(sizes) != numel:
-            raise ValueError(f"expected {size} split sizes that add up to {numel}, got {sizes}")
+            raise ValueError(
+                f"all_to_all_single: expected {size} split sizes that add up to {numel}, got {sizes}"
+            )
         return list(tensor.detach().split(sizes))
 
 
 def _check_tag(tag: int) -> None:
     if tag:
         raise ValueError(
-            f"the syncline backend has no tags, got tag={tag}: messages between two ranks keep their order, so call "
-            "send and recv in the same order on both"
+            f"the syncline backend has no tags, got tag={tag}: leave out the tag, and call send and recv in the same "
+            "order on both ranks. Messages between two ranks keep their order"
         )

@@ -1,13 +1,13 @@
 """A process group that uses a transport for CPU tensors.
 
-The group is a Python subclass of torch's `ProcessGroup`. `torch.distributed` calls its methods directly, and C++ code
-(the reducer, functional collectives) calls them through torch's trampolines. torch 2.15 also supports subclasses of
+The group is a Python subclass of torch's `ProcessGroup`. `torch.distributed` calls its methods directly. C++ code (the
+reducer, functional collectives) calls them through torch's trampolines. torch 2.15 also supports subclasses of
 `Backend`. A call through such a subclass takes 5 us longer, and its work is wrapped in an object that never reports
-completion. With torch 2.15 the group has such a backend as well, because torch calls a group's backend to split or
+completion. With torch 2.15 the group has such a backend in addition, because torch calls a group's backend to split or
 record the group.
 
-Torch uses this group as the complete group, even if it was created for other devices too. The groups for other devices
-are created here, when their first tensor arrives.
+Torch takes this group for the whole group, even if the program asked for other devices as well. So this group creates
+the groups for other devices, each when its first tensor arrives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CAN_SUBCLASS_BACKEND = is_there(C10dBackend) and hasattr(C10dBackend, "split") 
 
 
 class _Backend(Collectives, C10dBackend):
-    """The backend that is registered in the group: the same collectives, for callers that bypass the group."""
+    """A backend with the same collectives as the group, for callers that call the backend directly."""
 
     def __init__(self, transport: Transport, name: str, global_ranks: list[int]) -> None:
         C10dBackend.__init__(self, transport.rank, transport.size)
@@ -48,11 +48,11 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
     """A process group that uses a transport for CPU tensors.
 
     Args:
-        transport: the engine; it is closed with the group.
+        transport: the transport, which the group closes in the end.
         store: store of the group.
         name: name of the group.
-        global_ranks: the group's ranks as ranks of the default group; empty for the default group itself.
-        config: backend by device ("cpu:syncline,cuda:nccl"); None means the configuration that torch has on record.
+        global_ranks: the members of the group as ranks of the default group; empty for the default group itself.
+        config: the backends by device ("cpu:syncline,cuda:nccl"); None for the configuration that torch has recorded.
     """
 
     def __init__(
@@ -76,11 +76,14 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
     # A slot, because the compiler of torch 2.11 reads one, but calls no property of this package (`NotTraced`).
     __slots__ = ("group_name",)
 
-    def getSize(self) -> int:  # noqa: N802
-        return self._transport.size
+    def size(self) -> int:
+        return self.transport.size
 
-    def getRank(self) -> int:  # noqa: N802
-        return self._transport.rank
+    def rank(self) -> int:
+        return self.transport.rank
+
+    def name(self) -> str:
+        return BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -94,18 +97,9 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
-    def name(self) -> str:
-        return BACKEND
-
-    def rank(self) -> int:
-        return self._transport.rank
-
-    def size(self) -> int:
-        return self._transport.size
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+    getSize = size  # noqa: N815
+    getRank = rank  # noqa: N815
+    group_desc = property(getGroupDesc)
 
     # ------------------------------------------------------------------ devices
 
@@ -116,12 +110,12 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
     def _get_backend(self, device: torch.device) -> Any:
         return self._backend if device.type == "cpu" else backend_on(self.group_for(device), device)
 
-    def group_for(self, device: torch.device) -> Any:
+    def group_for(self, device: torch.device) -> dist.ProcessGroup:
         """Return the group for tensors on `device`, with the backend that torch would use without Syncline."""
         other = self._others.get(device.type)
         if other is None:
             name = self._backends().get(device.type)
-            if name is None and not self._is_on_record():
+            if name is None and not has_record_of(self):
                 name = dist.Backend.default_device_backend_map.get(device.type)
             if name is None or name == BACKEND:
                 return super().group_for(device)  # raises
@@ -130,24 +124,21 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
 
     def _backends(self) -> dict[str, str]:
         config = self._config
-        if config is None and self._is_on_record():
+        if config is None and has_record_of(self):
             config = self._config = str(dist.get_backend_config(self))
         return dict(pair.split(":") for pair in config.split(",")) if config else {"cpu": BACKEND}
 
-    def _is_on_record(self) -> bool:
-        return has_record_of(self)
-
     def _plain_group(self, device: torch.device, backend: str) -> dist.ProcessGroup:
-        """Create a group of torch's with the same ranks. Torch keeps no record of it, so this group closes it."""
+        """Create a group of torch with the same ranks. Torch does not record it, so `shutdown` closes it."""
         name = f"{self._name}/{device.type}"
         group = new_group_of(
             self._global_ranks,
-            self._transport.rank,
+            self.transport.rank,
             f"{device.type}:{backend}",
             self._store,
             name,
             timeout_of(self._options),
-            size=self._transport.size,
+            size=self.transport.size,
         )
         forget_group(group, name)
         return group
@@ -163,7 +154,7 @@ class SynclineProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
-        """Create a group of some ranks of this group. Every rank of this group calls it; other ranks get None."""
+        """Create a group of some ranks. All ranks of this group make the call; ranks outside `new_ranks` get None."""
         transport = self._split(new_ranks, timeout)
         if transport is None:
             return None

@@ -1,8 +1,8 @@
 """The work objects and futures that the collectives of the backend return.
 
 `Work.wait` raises the errors of an operation. A caller that uses the future instead (torch's DistributedDataParallel)
-gets them from the future. A `then` callback computes the future's value and raises, because the reducer of that class
-treats an error from `Future.set_exception` as a value and reads tensors from it.
+gets the errors from the future. A `then` callback computes the value of the future, and raises these errors.
+`Future.set_exception` would not do, because the reducer of DistributedDataParallel would read tensors from the error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from syncline.errors import CollectiveTimeout
 from syncline.transport.work import Work
 
 _POLL_SECONDS = 0.0005
+"""How long a wait with a timeout sleeps before it looks again whether the operation is done."""
 
 
 class Finisher:
@@ -34,7 +35,7 @@ class Finisher:
 
     def __init__(self, name: str) -> None:
         self.pending: set[BackendWork] = set()
-        """Works that have not ended yet. This reference keeps them and their tensors alive until then."""
+        """Works that have not ended yet. The set keeps them and their tensors alive until then."""
         self._name = name
         self._queue: SimpleQueue[tuple[BackendWork, Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -64,14 +65,14 @@ class Finisher:
 
 
 class BackendWork(dist.Work):
-    """A pending operation.
+    """An operation under way, as an object of torch.
 
     Args:
         work: the transport's work.
         result: the tensors that hold the result after the operation.
         finisher: the finisher of the group.
-        finish: a function to call when the transport is done (copies into tensors that it could not fill itself).
-        source: the sender's rank in the group, for a received message; else -1.
+        finish: a function to call when the transport is done, for instance to copy the result; None for no function.
+        source: the rank that sends the message, for a receive; else -1.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class BackendWork(dist.Work):
         """Block until the result may be used.
 
         Args:
-            timeout: how long to wait. None or zero means the group's own timeout; when it expires, the group becomes
-                unusable. When any other timeout expires, the operation is still pending.
+            timeout: how long to wait. None or zero means the timeout of the group. After the timeout of the group, the
+                group cannot be used any more. After any other timeout, the operation is still under way.
 
         Raises:
             SynclineError: the operation failed.
@@ -145,8 +146,7 @@ class BackendWork(dist.Work):
     def source_rank(self) -> int:
         return self._source
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the result's tensors, or of the error."""
@@ -165,7 +165,7 @@ class BackendWork(dist.Work):
         return self._result
 
     def end(self) -> None:
-        """Wait on this thread, and copy the result to its tensors."""
+        """Wait in this thread, and copy the result to its tensors."""
         if self._error is not None:
             raise self._error
         if self._work is None:
@@ -186,13 +186,14 @@ class BackendWork(dist.Work):
         while not self.is_completed():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(
-                    f"not done within the {seconds:g} seconds that this wait allowed; the operation is still under way"
+                    f"the operation was not done within {seconds:g} s, the timeout of this wait. The operation is "
+                    "still under way, so you can wait again"
                 )
             time.sleep(_POLL_SECONDS)
 
 
 class _EndedWork(dist.Work):
-    """The work of a call that has already waited. All such calls return the same object."""
+    """The work of a call that has waited already. All such calls return the same object."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -1,22 +1,23 @@
-"""A few operations on flat tensors, each of which returns a Work. Engines are interchangeable.
+"""Transports: a few operations on flat tensors, each of which returns a `Work`. The engines are interchangeable.
 
 Imports: errors, words, user_code, _torch, liveness.
 
-agreement.py          compare on all ranks what they are about to do, before any data is sent
+agreement.py          check that all ranks are about to make the same call, before any data is sent
 base.py               Transport: final public methods; engines implement `_start_*`
 c10d.py               engine: any torch.distributed process group
 c10d_groups.py        process groups: options of their calls, creation, destruction, dtypes
-c10d_work.py          an operation of a process group: waiting, and errors in our words
-caller_lock.py        which thread of a rank may use a transport now
+c10d_work.py          an operation of a process group: waiting, and conversion of errors
+caller_lock.py        a lock that lets one thread of a rank use a transport at a time
 faulty.py             engine: fails on purpose, for tests
 hierarchy.py          engine: shared memory within each host, Gloo between hosts
-hosts.py              which rank is on which host, and shared memory within each
+hosts.py              which rank is on which host, and the shared memory within each host
 phases.py             operations that consist of several phases, and how they advance
 statistics.py         counts, and the bytes that each operation sends: pure functions of sizes
-thread_rendezvous.py  matches the calls of ranks that are threads: one state machine per collective
+thread_rendezvous.py  the calls of ranks that are threads, and how they are matched
 threads.py            engine: ranks as threads of one process
+watched.py            the base of engines whose ranks are processes: health, lanes, close
 watched_work.py       a wait that checks for failed peers, deadlock and timeout
-work.py               an operation under way; several of them as one, against one deadline
+work.py               an operation under way, and several operations as one
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Agreement: a check that all ranks are about to make the same call, before any data is sent.
 
 Each rank describes its call in lines of text. The ranks exchange one small record each, which contains a fingerprint of
-these lines and has the same size for every call. If the fingerprints differ, the ranks exchange the lines and raise an
-error that shows the difference.
+these lines and has the same size for every call. If the fingerprints differ, the ranks exchange the lines, and all
+ranks raise an error that shows the difference.
 
-This detects ranks that are at different places of the program: one averages a metric, another broadcasts a module, for
-instance. Without it, an engine would only see two sizes that do not match, and Gloo would end the process.
+So an error names the ranks that are at different places of the program: for instance, one rank averages a metric, and
+another rank broadcasts a module. Without this check, an engine would only see two sizes that do not match, and Gloo
+would end the process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from syncline.errors import CollectiveMismatch, ContractMismatch
 from syncline.liveness.board import Place
 from syncline.liveness.calls import SAME_CALLS
-from syncline.transport.base import Transport
+from syncline.transport.base import Transport, gather_tensor
 from syncline.transport.work import Disagreement
 from syncline.user_code import called_in, user_code
 from syncline.words import DEFAULT_REMEDY, describe_difference, refusal_of
@@ -33,16 +34,17 @@ PAYLOAD_BYTES = 72
 _DIGEST_BYTES = 32
 
 _ONE_THREAD = (
-    "Threads of one rank that call at once need a group each (torch.distributed.new_group), or must come in an order "
-    "that is the same on all ranks, where threads are recognized by their names."
+    "If several threads of a rank make such calls at the same time, create a separate group for each thread "
+    "(torch.distributed.new_group), or let the threads call in the same order on all ranks. Threads are recognized by "
+    "their names."
 )
 
 _TERMS = 1
-"""The terms of a record's collective. They are constant, because the ranks compare the records themselves."""
+"""The terms of the collective that gathers the records. They are constant, because the records are compared."""
 
 
 def fingerprint(title: str, lines: Sequence[str]) -> bytes:
-    """Return the hash of a title and lines that ranks compare."""
+    """Return the hash by which ranks compare a title and lines."""
     return hashlib.sha256(json.dumps([title, list(lines)]).encode()).digest()
 
 
@@ -61,23 +63,23 @@ def exchange(
 
     Args:
         transport: a transport between the ranks that have to agree.
-        title: the subject of the agreement, or the name of the call.
-        lines: this rank's description.
-        payload: up to 72 bytes.
-        fault: the error that stops this rank. Its peers are waiting, so it takes part, and every rank raises.
-        remedy: what to do if the ranks do not agree.
-        digest: the `fingerprint` of title and lines, if the caller has kept it.
-        refusal: the meaning of a fault, shown after the title. None stands for "refused, nothing was sent", or for
-            "failed" if the fault is not ours but comes from a function that was called (see `calling`).
+        title: the name of the call, or the subject of the agreement.
+        lines: the description of the call on this rank.
+        payload: up to 72 bytes for the other ranks.
+        fault: an error on this rank. This rank takes part nevertheless, because its peers wait. Then all ranks raise.
+        remedy: what users should do if the ranks do not agree.
+        digest: the `fingerprint` of title and lines, if the caller knows it already.
+        refusal: words that explain a fault, shown after the title. None means "refused, nothing was sent", or "failed"
+            if the fault was raised by a function that Syncline called for the user (see `calling`).
 
     Returns:
-        Every rank's payload in rank order, padded with zeros to 72 bytes.
+        The payloads of all ranks in rank order, each padded with zeros to 72 bytes.
 
     Raises:
         CollectiveMismatch: the ranks gave different titles, so they are at different places of the program.
         ContractMismatch: the lines differ.
-        TypeError, ValueError, SynclineError: some ranks gave a fault. The class is the fault's, or SynclineError if it
-            is neither of the other two. The text is the same on every rank.
+        TypeError, ValueError, SynclineError: some ranks gave a fault. The error has the class of the fault if that is
+            TypeError or ValueError, else SynclineError. The text is the same on every rank.
     """
     assert len(payload) <= PAYLOAD_BYTES
     if transport.turn.caller:
@@ -92,7 +94,7 @@ def exchange(
     try:
         try:
             records = _gathered(transport, record)
-        except Disagreement:  # a rank made another call with terms, and repeats it as a record now
+        except Disagreement:  # a rank made another call, and now gathers records, too
             records = _gathered(transport, record)
     finally:
         transport.board.opening = before
@@ -104,11 +106,8 @@ def exchange(
 def _gathered(transport: Transport, record: bytes) -> list[bytes]:
     if transport.size == 1:
         return [record]
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.control_device)
-    everyone = torch.empty(transport.size * len(record), dtype=torch.uint8, device=transport.control_device)
-    transport.all_gather(everyone, mine, terms=_TERMS).wait()
-    rows = bytes(everyone.tolist())
-    return [rows[r * len(record) : (r + 1) * len(record)] for r in range(transport.size)]
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    return [bytes(row) for row in gather_tensor(transport, mine, terms=_TERMS).tolist()]
 
 
 def _raise_difference(
@@ -124,34 +123,30 @@ def _raise_difference(
     place = Place.of(transport.board, code=user_code(sys._getframe()))
     mine = json.dumps([title, list(lines), reason, remedy, refusal, str(place)]).encode()
     descriptions = [json.loads(row) for row in transport.all_gather_bytes(mine)]
-    reasons = {
-        rank: tuple(reason) for rank, (_, _, reason, *_) in enumerate(descriptions) if reason is not None
-    }
+    titles, all_lines, faults, remedies, refusals, places = zip(*descriptions, strict=True)
+    reasons = {rank: tuple(reason) for rank, reason in enumerate(faults) if reason is not None}
     if reasons:
-        first = descriptions[min(reasons)]
-        raise refusal_of(first[0], reasons, first[4]) from fault
-    if len({title for title, *_ in descriptions}) > 1:
-        places = [f"  rank {rank}: {title}, {place}" for rank, (title, *_, place) in enumerate(descriptions)]
-        raise CollectiveMismatch("\n".join(["the ranks called different things:", *places, SAME_CALLS]))
-    raise ContractMismatch(
-        describe_difference(
-            title,
-            [lines for _, lines, *_ in descriptions],
-            remedy=max((remedy for _, _, _, remedy, *_ in descriptions), key=len),
-        )
-    )
+        first = min(reasons)
+        raise refusal_of(titles[first], reasons, refusals[first]) from fault
+    if len(set(titles)) > 1:
+        calls = [
+            f"  rank {r}: {title}, {place}"
+            for r, (title, place) in enumerate(zip(titles, places, strict=True))
+        ]
+        raise CollectiveMismatch("\n".join(["the ranks made different calls:", *calls, SAME_CALLS]))
+    raise ContractMismatch(describe_difference(title, list(all_lines), remedy=max(remedies, key=len)))
 
 
 def agree(transport: Transport, title: str, lines: Sequence[str], *, remedy: str = DEFAULT_REMEDY) -> None:
-    """Check that every rank gives the same lines; a collective call that blocks.
+    """Check that all ranks give the same lines; a collective call that blocks.
 
-    This takes one all_gather of 105 bytes per rank if the lines are equal. The lines are exchanged only if they differ.
+    If the lines are equal, this takes one all_gather of 105 bytes per rank. Only different lines are exchanged.
 
     Args:
         transport: a transport between the ranks that have to agree.
-        title: the subject of the agreement; it is compared as well.
-        lines: this rank's description, one line per entry (see `describe_difference`).
-        remedy: what to do if the ranks do not agree; the last line of the error.
+        title: the subject of the agreement. The ranks compare the title as well.
+        lines: the lines of this rank (see `describe_difference`).
+        remedy: what users should do if the ranks do not agree. It is the last line of the error.
 
     Raises:
         ContractMismatch: the lines differ. The text is the same on every rank.
@@ -174,10 +169,7 @@ def gather_rows(transport: Transport, row: Tensor) -> list[Tensor]:
     """
     if transport.size == 1 or not row.numel():
         return [row] * transport.size
-    mine = row.to(transport.control_device)
-    everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)
-    transport.all_gather(everyone, mine).wait()
-    return list(everyone.cpu().view(transport.size, -1).unbind())
+    return list(gather_tensor(transport, row).unbind())
 
 
 def describe_tensors(
@@ -188,8 +180,7 @@ def describe_tensors(
     Args:
         named: names and tensors.
         kind: the kind of tensor, the first word of each line.
-        layout: whether strides and requires_grad are part of the description. (They need not be equal if only values
-            are sent.)
+        layout: whether the lines contain strides and requires_grad, which may differ if only values are sent.
 
     Example:
         >>> describe_tensors([("weight", torch.zeros(2, 3))], kind="buffer")
@@ -207,9 +198,9 @@ def describe_tensors(
 
 
 class _DeviceLabels(dict[torch.device, str]):
-    """Names of devices that are comparable between ranks: rank 1's cuda:1 is rank 0's cuda:0.
+    """Names of devices that are equal on ranks with different devices: cuda:0 on rank 0, cuda:1 on rank 1.
 
-    Devices of one type are numbered in the order of their first use.
+    The devices of one type are numbered in the order of their first use.
     """
 
     def __missing__(self, device: torch.device) -> str:

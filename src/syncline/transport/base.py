@@ -6,13 +6,15 @@ spent waiting.
 
 Ranks are numbered within the transport's own group, from 0 to `size - 1`. All tensors are dense and contiguous. They
 belong to the transport from the call until `Work.wait` has returned. All ranks must start the operations of one
-transport in the same order; they may wait for them in any order. Calls whose order differs from rank to rank, or whose
-sizes must never be mixed up, each need a lane of their own.
+transport in the same order; they may wait for them in any order. Calls whose order differs between ranks need separate
+lanes (see `Transport.lane`), and so do calls whose sizes must never be mixed up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -29,7 +31,6 @@ ReduceOp = Literal["sum", "mean", "max", "min", "product"]
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 
-# The dtypes and operations that every engine can reduce. Other dtypes can be moved, but not reduced.
 _REALS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -40,6 +41,7 @@ _REDUCIBLE: dict[torch.dtype, tuple[str, ...]] = {
     **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "mean")),
     torch.bool: ("max", "min"),
 }
+"""The dtypes that every engine can reduce, and by which operations. Engines move other dtypes only unchanged."""
 
 
 def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
@@ -48,7 +50,7 @@ def reductions_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def unknown_op(op: object) -> ValueError:
-    """Return the error for an unknown `op`. For an operation of torch, the text contains our name for it.
+    """Return the error for an unknown `op`. For an operation of torch, the text names the equivalent here.
 
     Example:
         >>> unknown_op("median").args[0][:26], unknown_op(torch.distributed.ReduceOp.AVG).args[0][-28:]
@@ -63,16 +65,16 @@ def unknown_op(op: object) -> ValueError:
 
 
 class Team(NamedTuple):
-    """A set of ranks that together hold every shard exactly once. Each of several teams holds a full copy."""
+    """A set of ranks that together hold every shard exactly once. If there are several teams, each has a full copy."""
 
     members: tuple[int, ...]
-    """The ranks of the first team. It is the same on all ranks, so that all of them can get the shards from there."""
+    """The ranks of the first team, also on ranks of other teams, so that all ranks can get the shards from there."""
     position: int
-    """This rank's index in its own team."""
+    """The index of this rank in its own team."""
 
     @property
     def size(self) -> int:
-        """Number of ranks in a team."""
+        """The number of ranks in a team."""
         return len(self.members)
 
 
@@ -83,7 +85,7 @@ class Transport(ABC):
         rank: this rank, 0 to `size - 1`.
         size: number of ranks.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        board: the board of the transport that this is a part of; None for a new board.
+        board: the board of a transport of which the new transport is a part; None for a new board.
     """
 
     def __init__(self, *, rank: int, size: int, timeout_seconds: float, board: Board | None = None) -> None:
@@ -95,14 +97,15 @@ class Transport(ABC):
         self.size = size
         self.timeout_seconds = timeout_seconds
         self.board = Board() if board is None else board
-        """Where this rank is. The user of the transport writes it. All lanes and parts use the same object."""
+        """The position of this rank in the program, which users of the transport write. All lanes use one board."""
         self.turn = Turn()
         """A lock that a thread holds while its call runs several operations."""
         self._counts = Counts()
         self._common_lanes: dict[str, Transport] = {}
+        self._num_lanes_for: Counter[str] = Counter()
 
     def __copy__(self) -> Self:
-        """Return a copy for a lane. It uses the same objects, except for a turn of its own."""
+        """Return a copy for a lane. The copy has the same objects as this transport, except for a new `turn`."""
         lane = object.__new__(type(self))
         lane.__dict__.update(self.__dict__)
         lane.turn = self.turn.again()
@@ -111,23 +114,23 @@ class Transport(ABC):
     # ------------------------------------------------------------------ operations for users of a transport
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", *, terms: int = 0) -> Work:
-        """Reduce `tensor` over all ranks, in place; every rank ends with the same bits.
+        """Reduce `tensor` over all ranks, in place. Every rank gets the same bits.
 
-        "mean" of integers is refused, because its rounding would depend on the engine.
+        The "mean" of integers raises, because its rounding would depend on the engine.
 
         Args:
-            tensor: the same number of elements on all ranks.
+            tensor: a tensor with the same number of elements on all ranks.
             op: the reduction.
-            terms: a number other than 0 that must be the same on all ranks, for ranks that have not agreed on this
-                call yet. If all matching calls have terms, and the calls or terms differ, every rank's `Work.wait`
-                raises `Disagreement`, and the transport can still be used. An engine whose `sees_calls` is False
-                ignores it.
+            terms: a number that must be the same on all ranks, if the ranks have not compared their calls yet; 0 if
+                they have. If the terms or the calls differ, and all ranks gave terms, `Work.wait` raises
+                `Disagreement` on every rank, and the transport can still be used. Engines whose `sees_calls` is False
+                ignore the terms.
         """
         self._check_reduction(op, tensor)
         return self._started("all_reduce", tensor, self._start_all_reduce(tensor, op, terms))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce `input` (size * n elements) over all ranks, and write the r-th n elements to `output` on rank r."""
+        """Reduce `input` (size * n elements) over all ranks, and write the r-th part to rank r's `output` (n)."""
         self._check_reduction(op, input)
         self._check_parts("reduce_scatter", whole=input, part=output)
         return self._started("reduce_scatter", input, self._start_reduce_scatter(output, input, op))
@@ -135,12 +138,12 @@ class Transport(ABC):
     def reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp = "sum") -> Work:
         """Reduce `tensor` over all ranks, in place; member p of each team gets elements `bounds[p]` to `bounds[p + 1]`.
 
-        The rest of the tensor is undefined afterwards: either reduced, as on another rank, or unchanged.
+        Each other element of the tensor is undefined afterwards. Some engines reduce it, some do not.
 
         Args:
-            tensor: flat, with the same number of elements on all ranks.
+            tensor: a flat tensor with the same number of elements on all ranks.
             bounds: offsets that do not decrease, from 0 to the number of elements, the same on all ranks. There is one
-                more than a team has members (see `team`; usually the team is all ranks).
+                offset more than a team has members. (Usually all ranks are one team, see `team`.)
             op: the reduction.
         """
         self._check_reduction(op, tensor)
@@ -152,14 +155,18 @@ class Transport(ABC):
             or list(bounds) != sorted(bounds)
         ):
             raise ValueError(
-                f"expected {num_spans + 1} bounds that do not decrease, from 0 to {tensor.numel()}, got {list(bounds)}"
+                f"reduce_spans: expected {num_spans + 1} bounds that do not decrease, from 0 to {tensor.numel()}, got "
+                f"{list(bounds)}"
             )
         return self._started("reduce_spans", tensor, self._start_reduce_spans(tensor, bounds, op))
 
     def all_gather(self, output: Tensor, input: Tensor, *, terms: int = 0) -> Work:
-        """Concatenate the ranks' `input` (n elements each) in rank order into `output` (size * n).
+        """Gather every rank's `input` (n elements) into `output` (size * n elements), in rank order.
 
-        `terms`: see `all_reduce`.
+        Args:
+            output: the tensor that receives the elements of all ranks.
+            input: the elements of this rank.
+            terms: see `all_reduce`.
         """
         self._check_parts("all_gather", whole=output, part=input)
         return self._started("all_gather", output, self._start_all_gather(output, input, terms))
@@ -177,7 +184,7 @@ class Transport(ABC):
         return self._started("send", tensor, self._start_send(tensor, dst))
 
     def recv(self, tensor: Tensor, src: int) -> Work:
-        """Receive a tensor of rank `src` into `tensor`; shape and dtype must be the sender's."""
+        """Receive a tensor from rank `src` into `tensor`. Number of elements and dtype must be equal on both ranks."""
         self._check_peer("src", src)
         self._check_flat(tensor)
         return self._started("recv", tensor, self._start_recv(tensor, src))
@@ -187,40 +194,28 @@ class Transport(ABC):
         return self._started("barrier", None, self._start_barrier())
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's `payload` (lengths may differ), in rank order. Blocks. Meant for control data."""
+        """Return every rank's `payload` in rank order; lengths may differ. The call blocks, and is for control data."""
         if self.size == 1:
             return [payload]
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=self.control_device)
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.control_device)
-        self.all_gather(lengths, length).wait()
-        num_bytes = [int(n) for n in lengths.tolist()]
-        widest = max(num_bytes)
-        if not widest:
+        lengths = gather_tensor(self, torch.tensor([len(payload)])).flatten().tolist()
+        longest = max(lengths)
+        if not longest:
             return [b""] * self.size
-        mine = torch.zeros(widest, dtype=torch.uint8)
-        if payload:
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        everyone = torch.zeros(self.size * widest, dtype=torch.uint8, device=self.control_device)
-        self.all_gather(everyone, mine.to(self.control_device)).wait()
-        rows = bytes(everyone.tolist())
-        return [rows[r * widest : r * widest + num_bytes[r]] for r in range(self.size)]
+        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+        rows = gather_tensor(self, padded)
+        return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
 
     def statistics(self) -> Statistics:
-        """Return the statistics of this rank so far, over all lanes."""
-        counts = self._counts
-        return Statistics(
-            num_calls=dict(counts.num_calls),
-            payload_bytes=dict(counts.payload_bytes),
-            waited_seconds=counts.waited_seconds,
-        )
+        """Return the statistics of this rank since the transport was created, over all lanes."""
+        return Statistics(**dataclasses.asdict(self._counts))
 
     def lane(self, purpose: str) -> Transport:
         """Return a transport between the same ranks for one purpose; by default this transport itself.
 
-        If an engine mixes up different calls on one connection, a lane has a connection of its own. Calls on different
-        lanes then need no common order and are never matched with each other. Lanes have failure, board, timeout and
-        statistics in common: when one breaks, all are broken. Closing a lane ends that lane only; closing the transport
-        closes its lanes.
+        If an engine mixes up different calls on one connection, each lane has a separate connection. Calls on different
+        lanes then need no common order and are never matched with each other. All lanes of a transport have the same
+        board, timeout and statistics. A failure on one lane breaks all of them. Closing a lane ends that lane only.
+        Closing the transport closes its lanes.
 
         A collective call: every rank must make it, with the same purpose.
 
@@ -230,52 +225,55 @@ class Transport(ABC):
         return self
 
     def common_lane(self, purpose: str) -> Transport:
-        """Return the lane that all callers with the same `purpose` use; the first call for a purpose is collective."""
+        """Return the one lane that all callers with the same `purpose` use.
+
+        The first call for a purpose is collective: every rank must make it.
+        """
         if purpose not in self._common_lanes:
             self._common_lanes[purpose] = self.lane(purpose)
         return self._common_lanes[purpose]
 
     @property
     def sees_calls(self) -> bool:
-        """Whether the engine detects different calls, instead of mixing them up."""
+        """Whether the engine raises if ranks make different calls, instead of mixing up their data."""
         return False
 
     def rounds_once(self, device: torch.device) -> bool:
-        """Return whether 16-bit floats on a device are summed in fp32 and rounded once; the same on all ranks."""
+        """Return whether 16-bit floats on a device are summed in fp32 and rounded once. All ranks return the same."""
         return False
 
     @property
     def reduces_in_place(self) -> bool:
-        """Whether it is worth moving tensors to memory that `allocate` returns."""
+        """Whether tensors in memory that `allocate` returns are reduced faster than other tensors."""
         return False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a flat tensor of zeros that this engine reduces fastest: in place if possible, without a first copy.
+        """Return a flat tensor of zeros, in the memory that this engine reduces fastest.
 
         A collective call: every rank must make it, with the same arguments. Pass the tensor itself to an operation,
-        not a view of it. All lanes of this transport can use it.
+        not a view of it. All lanes of this transport can use the tensor.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        """Return the first `numel` elements of a tensor from `allocate`, which are reduced as fast as the whole.
+        """Return the first `numel` elements of a tensor from `allocate`. They are reduced as fast as the whole tensor.
 
         `numel` must be the same on all ranks.
         """
         return tensor[:numel]
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return one flat tensor of zeros in shared memory, the same for all members of a team.
+        """Return a flat tensor of zeros in memory that all members of a team share; None without shared memory.
 
-        All members see what one of them writes. The result is None on all ranks if this engine has no shared memory.
-        The callers must order their writes themselves, by `barrier`.
+        All members see what one member writes. The callers must order their reads and writes by `barrier`. If the
+        engine has no shared memory, the result is None on all ranks.
 
         A collective call: every rank must make it, with the same arguments.
         """
         return None
 
     def team(self, device: torch.device) -> Team:
-        """Return the team that divides sharded state: all ranks, unless each of several hosts holds its own copy."""
+        """Return the team that divides sharded state: all ranks, or the ranks of each host if each host has a copy."""
         return Team(tuple(range(self.size)), self.rank)
 
     # ------------------------------------------------------------------ methods that an engine implements
@@ -283,16 +281,16 @@ class Transport(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The engine's name for the contract: "gloo", "threads", ..."""
+        """The name of the engine in the contract: "gloo", "threads", ..."""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """torch's process group of the same ranks; None if there is none."""
+        """The process group of torch with the same ranks; None if there is none."""
         return None
 
     @property
     def control_device(self) -> torch.device:
-        """The device of the tensors of `all_gather_bytes`: a device that this engine can send from."""
+        """A device from which this engine can send small control data."""
         return torch.device("cpu")
 
     def sending_device(self, device: torch.device) -> torch.device:
@@ -307,15 +305,18 @@ class Transport(ABC):
         """
 
     def leave(self) -> None:  # noqa: B027  (an engine without peers has nothing to do)
-        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
+        """Publish that this rank makes no more calls, because its program is done.
+
+        Peers that wait for this rank, now or later, raise `UnevenInputs`.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make every wait under way and every later operation raise, on all ranks that can be reached."""
+        """Make every wait and every later operation raise, on all ranks that can be reached."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the transport's resources. Not a collective; safe to call twice."""
+        """Release the transport's resources. This is no collective call. A second call has no effect."""
 
     @abstractmethod
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work: ...
@@ -324,7 +325,7 @@ class Transport(ABC):
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work: ...
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
-        """Start a reduce_scatter if the spans are equal, else an all_reduce; engines may override this."""
+        """Start a reduce_scatter if all spans have the same length, else an all_reduce. Engines may override this."""
         each, rest = divmod(tensor.numel(), self.size)
         if rest or any(bounds[rank] != rank * each for rank in range(self.size)):
             return self._start_all_reduce(tensor, op)
@@ -352,6 +353,12 @@ class Transport(ABC):
 
     # ------------------------------------------------------------------ checks and counters
 
+    def _next_lane_name(self, purpose: str) -> str:
+        """Return a new name for a lane, for messages: "gradients", then "gradients 2" for the same purpose."""
+        self._num_lanes_for[purpose] += 1
+        nth = self._num_lanes_for[purpose]
+        return purpose if nth == 1 else f"{purpose} {nth}"
+
     def _started(self, operation: str, tensor: Tensor | None, work: Work) -> Work:
         counts = self._counts
         calls = counts.num_calls
@@ -365,11 +372,11 @@ class Transport(ABC):
         if not tensor.is_contiguous():
             raise ValueError(
                 f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}: pass a contiguous copy or its flat storage"
+                f"{tensor.stride()}: pass tensor.contiguous() or its flat storage"
             )
 
     def _check_reduction(self, op: str, tensor: Tensor) -> None:
-        if tensor.is_contiguous() and op in reductions_of(tensor.dtype):
+        if tensor.is_contiguous() and op in _REDUCIBLE.get(tensor.dtype, ()):  # the hot path
             return
         if op not in REDUCE_OPS:
             raise unknown_op(op)
@@ -377,9 +384,9 @@ class Transport(ABC):
         possible = reductions_of(tensor.dtype)
         if op not in possible:
             hint = (
-                f"it can be reduced by {', '.join(possible)}; convert it first for anything else"
+                f"use one of {', '.join(possible)}, or convert the tensor to another dtype first"
                 if possible
-                else "convert it to a type that can be reduced first"
+                else "convert the tensor to a dtype that can be reduced first"
             )
             raise ValueError(f"op={op!r} is not defined for {tensor.dtype}: {hint}")
 
@@ -388,8 +395,8 @@ class Transport(ABC):
         self._check_flat(part)
         if whole.dtype != part.dtype or whole.numel() != part.numel() * self.size:
             raise ValueError(
-                f"{operation} on {self.size} ranks: expected {self.size} x {part.numel()} elements of "
-                f"{part.dtype}, got {whole.numel()} of {whole.dtype}"
+                f"{operation} on {self.size} ranks: expected a whole of {self.size} x {part.numel()} elements of "
+                f"{part.dtype}, got {whole.numel()} elements of {whole.dtype}"
             )
 
     def _check_rank(self, what: str, rank: int) -> None:
@@ -399,4 +406,20 @@ class Transport(ABC):
     def _check_peer(self, what: str, rank: int) -> None:
         self._check_rank(what, rank)
         if rank == self.rank:
-            raise ValueError(f"rank {rank} cannot be its own {what}: copy the tensor instead")
+            raise ValueError(
+                f"expected {what} to be another rank, got {rank}, this rank itself: copy the tensor instead"
+            )
+
+
+def gather_tensor(transport: Transport, row: Tensor, *, terms: int = 0) -> Tensor:
+    """Return every rank's `row` as one tensor (size, numel) on the CPU, in rank order; a collective call that blocks.
+
+    Args:
+        transport: a transport between the ranks.
+        row: a flat tensor on the CPU, with the same number of elements and the same dtype on all ranks.
+        terms: see `Transport.all_reduce`.
+    """
+    mine = row.to(transport.control_device)
+    everyone = torch.empty(transport.size * row.numel(), dtype=row.dtype, device=mine.device)
+    transport.all_gather(everyone, mine, terms=terms).wait()
+    return everyone.cpu().view(transport.size, -1)

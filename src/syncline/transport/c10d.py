@@ -1,13 +1,11 @@
-"""Any torch.distributed process group as a transport: Gloo, NCCL, MPI, UCC, or one backend per device.
+"""Engine: any torch.distributed process group (Gloo, NCCL, MPI, UCC, or one backend per device).
 
 The process group's methods are called directly, because this is the hot path of the training step:
 `torch.distributed.all_reduce` and similar functions add 3 to 50 us of checks per call, depending on the version of
-torch.
+torch. This file and `c10d_groups.py` hide the differences between backends. MPI, for instance, has no mean.
 
-This file and `c10d_groups.py` hide the differences between backends. MPI, for instance, has no mean.
-
-Gloo does not report different calls: if sizes do not match, it ends the *process* ("terminate called ...
-EnforceNotMet"), and its peers raise `PeerLost`. So the ranks have to agree on sizes first.
+Gloo does not report different calls. If sizes do not match, it ends the *process* ("terminate called ...
+EnforceNotMet"), and the peers raise `PeerLost`. So the ranks have to compare sizes before they call it.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import struct
-from collections import Counter
 from collections.abc import Callable
-from copy import copy
-from threading import get_ident
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline._torch.process_groups import all_gather_flat, reduce_scatter_flat
-from syncline.errors import PeerFailed, PeerLost, SynclineError
+from syncline.errors import PeerLost, SynclineError
 from syncline.liveness.board import MAIN_LANE, Board
-from syncline.liveness.calls import Failure, lane_name, named_ranks
+from syncline.liveness.calls import Failure, named_ranks
 from syncline.liveness.failed_wait import FailedWait
-from syncline.liveness.health import CLOSED, Health, Lane
-from syncline.liveness.notices import Notices, publisher
+from syncline.liveness.health import Lane
 from syncline.liveness.processes import FORKED, is_inherited
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
@@ -39,32 +34,33 @@ from syncline.transport.c10d_groups import (
     CallOptions,
     backends_of,
     destroy,
+    divide,
     group_timeout_seconds,
     movable,
     new_group,
     put_back,
     reducible,
-    writing,
 )
 from syncline.transport.c10d_work import C10dWork, MessageWork
-from syncline.transport.threads import ThreadGroup
+from syncline.transport.threads import transport_of_one_rank
+from syncline.transport.watched import WatchedTransport, published_health
 from syncline.transport.watched_work import MESSAGES
 from syncline.transport.work import DONE, Work
 
 _BACKENDS_WITH_MEAN = {"gloo", "nccl", "xccl"}
 
 _SPLIT = struct.Struct("<?q8s")
-"""A rank's record for a split: whether it takes part, its color, and a random number that may name the group."""
+"""A rank's record for a split: whether this rank takes part, its color, and a random number for the group's name."""
 
 
-class C10dTransport(Transport):
+class C10dTransport(WatchedTransport):
     """A transport over a torch.distributed process group.
 
     Args:
         group: the group; None means the default group.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`; None means the
             group's own timeout.
-        board: the board of the transport that this is a part of; None for a new board.
+        board: the board of a transport of which the new transport is a part; None for a new board.
 
     Raises:
         ValueError: torch.distributed is not initialised, or this process is not in the group.
@@ -94,34 +90,28 @@ class C10dTransport(Transport):
         rank = dist.get_rank(group)
         if rank < 0 or not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"expected a process group that this process is in, got {group!r}")
-        if group.size() > 1 and is_inherited(group):
+        size = group.size()
+        if size > 1 and is_inherited(group):
             raise FORKED.on_rank(rank)
-        if timeout_seconds is None:
-            timeout_seconds = group_timeout_seconds(group)
-        super().__init__(rank=rank, size=group.size(), timeout_seconds=timeout_seconds, board=board)
+        group_seconds = group_timeout_seconds(group)
+        timeout_seconds = group_seconds if timeout_seconds is None else timeout_seconds
         self._group: Any = group  # None once closed. Typed as Any, because no operation starts after that.
-        self.own_lane = Lane(MAIN_LANE, group)
-        self._lanes: list[C10dTransport] = []
-        self._num_lanes_for: Counter[str] = Counter()
-        self._backends = backends_of(group)
         self._owns_group = False
+        self._backends = backends_of(group)
         self._has_mean = set(self._backends.values()) <= _BACKENDS_WITH_MEAN
-        self._options = CallOptions(
-            self.size, self.timeout_seconds, self.control_device, has_mean=self._has_mean
-        )
-        notices = Notices(group.get_group_store(), rank=rank, size=self.size) if self.size > 1 else None
-        self.health = Health(
-            self.own_lane,
-            self.board,
-            notices,
+        self._options = CallOptions(size, timeout_seconds, self.control_device, has_mean=self._has_mean)
+        own_lane = Lane(MAIN_LANE, group)
+        health = published_health(
+            own_lane,
+            Board() if board is None else board,
+            group.get_group_store(),
             rank=rank,
-            size=self.size,
+            size=size,
             backend=self.name,
-            timeout_seconds=max(self.timeout_seconds, group_timeout_seconds(group)),
+            timeout_seconds=max(timeout_seconds, group_seconds),
             barrier_device=self.control_device.type,
         )
-        if notices is not None:
-            publisher().add(self.health)
+        super().__init__(health, own_lane, rank=rank, size=size, timeout_seconds=timeout_seconds)
 
     @property
     def name(self) -> str:
@@ -138,7 +128,7 @@ class C10dTransport(Transport):
 
     @property
     def other_devices(self) -> dict[str, str]:
-        """Backend by device type, for the devices that can be used here besides the CPU."""
+        """The backends by device type, for the devices of this machine besides the CPU."""
         others = {device: backend for device, backend in self._backends.items() if device != "cpu"}
         if set(self._backends.values()) == {"gloo"}:  # Gloo registers for every type of device
             present = torch.accelerator.current_accelerator(check_available=True)
@@ -147,7 +137,7 @@ class C10dTransport(Transport):
 
     @property
     def is_gloo_on_cpu(self) -> bool:
-        """Whether Gloo sends the tensors on the CPU."""
+        """Whether tensors on the CPU are sent over Gloo."""
         return self._backends.get("cpu") == "gloo"
 
     @property
@@ -164,14 +154,13 @@ class C10dTransport(Transport):
         wire, back = reducible(tensor, op)
         finish = put_back(tensor, wire, back)
         if op == "mean" and not self._has_mean:
-            finish = _then_divide(tensor, self.size)
+            finish = partial(divide, tensor, self.size)
         group, options = self._group, self._options.all_reduce[op]
         return self._start("all_reduce", op, tensor, lambda: group.allreduce([wire], options), finish)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if self.size == 1:
-            output.detach().view(-1).copy_(input.detach().view(-1))
-            return self._done_alone()
+            return self._done_alone(output, input)
         wire, back = reducible(input, op)
         if back is None:
             part, _ = reducible(output, op)
@@ -179,7 +168,7 @@ class C10dTransport(Transport):
             part = torch.empty(output.numel(), dtype=wire.dtype, device=output.device)
         finish = put_back(output, part, back)
         if op == "mean" and not self._has_mean:
-            finish = _then_divide(output, self.size)
+            finish = partial(divide, output, self.size)
         group, options = self._group, self._options.reduce_scatter[op]
         return self._start(
             "reduce_scatter", op, input, lambda: reduce_scatter_flat(group, part, wire, options), finish
@@ -187,8 +176,7 @@ class C10dTransport(Transport):
 
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if self.size == 1:
-            output.detach().view(-1).copy_(input.detach().view(-1))
-            return self._done_alone()
+            return self._done_alone(output, input)
         whole, part = movable(output), movable(input)
         group, options = self._group, self._options.all_gather
         return self._start("all_gather", "", input, lambda: all_gather_flat(group, whole, part, options))
@@ -229,75 +217,70 @@ class C10dTransport(Transport):
         start: Callable[[], Any],
         finish: Callable[[], object] | None = None,
     ) -> Work:
-        health = self.health
-        if health.failure is not None:
-            raise health.error()
-        if self._group is None or health.has_lost_its_group():
-            raise CLOSED.on_rank(self.rank)
-        thread = get_ident()
-        if thread != health.calling_thread:
-            health.called_from(thread)
+        self._check_usable()
         if operation not in MESSAGES:
             self.own_lane.num_started += 1
         work = C10dWork(self, operation, detail, tensor)
         try:
             work.start(start, finish)
         except RuntimeError as error:
-            raise FailedWait(health, work).broken_by(error) from error
+            raise FailedWait(self.health, work).broken_by(error) from error
         return work
 
-    def _done_alone(self) -> Work:
+    def _done_alone(self, output: Tensor | None = None, input: Tensor | None = None) -> Work:
+        """Return the work of an operation in a group of one rank. Its result is a copy of `input`, if any."""
         if self.health.failure is not None:
             raise self.health.error()
+        if output is not None and input is not None:
+            output.detach().view(-1).copy_(input.detach().view(-1))
         return DONE
 
     # ------------------------------------------------------------------ lanes and groups
 
     def lane(self, purpose: str) -> Transport:
-        """Return a lane with a process group of its own if all backends are Gloo, else this transport.
+        """Return a lane with a separate process group if all backends are Gloo, else this transport.
 
-        NCCL and MPI distinguish different calls, or report them, themselves.
+        NCCL and MPI need no lanes, because they keep different calls apart or report them.
         """
         if self.size == 1 or set(self._backends.values()) != {"gloo"}:
             return self
         tokens = exchange(self, f"a lane for {purpose}", [], payload=secrets.token_bytes(8))
-        group = self._new_group(list(range(self.size)), tokens[0])
-        self._num_lanes_for[purpose] += 1
-        lane = copy(self)
-        lane._group, lane._owns_group = group, True
-        lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), group)
-        self.health.lanes.append(lane.own_lane)
-        self._lanes.append(lane)
+        lane = self._lane_over(
+            self._new_group(list(range(self.size)), tokens[0]), self._next_lane_name(purpose)
+        )
         lane._start_barrier().wait()  # a rank that closes the lane at once would disconnect ranks that still connect
         lane.forget_addresses()
         return lane
 
     def lane_among(self, ranks: list[int], name: str, token: bytes) -> C10dTransport:
-        """Create a Gloo lane between some of the ranks, for tensors on the CPU; only these ranks make the call.
+        """Create a Gloo lane between some of the ranks, for tensors on the CPU. Only these ranks make the call.
 
-        The ranks are numbered from 0 on the lane, but errors use the numbers of the whole group. No rank may close the
-        lane before all of them have created it.
+        On the lane, the ranks are numbered from 0. Errors name the ranks by their numbers in the whole group. No rank
+        may close the lane before all of them have created it.
 
         Args:
-            ranks: the ranks that take part, including this one.
+            ranks: the ranks on the lane, including this rank.
             name: the lane's name, for messages.
             token: eight random bytes, the same on all of these ranks.
         """
-        lane = copy(self)
-        lane._group, lane._owns_group = self._new_group(ranks, token, backend="gloo"), True
+        lane = self._lane_over(self._new_group(ranks, token, {"cpu": "gloo"}), name)
         lane.rank, lane.size = ranks.index(self.rank), len(ranks)
-        lane.own_lane = Lane(name, lane._group)
+        return lane
+
+    def _lane_over(self, group: dist.ProcessGroup, name: str) -> C10dTransport:
+        """Return a lane that sends over `group` and destroys this group in the end."""
+        lane = self._copy_for(Lane(name, group))
+        lane._group, lane._owns_group = group, True
         self.health.lanes.append(lane.own_lane)
-        self._lanes.append(lane)
         return lane
 
     def split(self, color: int | None) -> Transport | None:
         if self.size == 1:
-            return None if color is None else self._part_of_one()
+            return None if color is None else transport_of_one_rank(self.timeout_seconds, self.board)
         if "mpi" in self._backends.values():
             raise ValueError(
-                "MPI cannot make a group without the other ranks: call torch.distributed.new_group on all "
-                "ranks, and give its result to C10dTransport"
+                "MPI cannot create a group of some ranks only: call torch.distributed.new_group on all ranks, and "
+                "pass the group that it returns to C10dTransport"
             )
         mine = _SPLIT.pack(color is not None, color or 0, secrets.token_bytes(8))
         rows = [_SPLIT.unpack_from(row) for row in exchange(self, "split", [], payload=mine)]
@@ -309,7 +292,7 @@ class C10dTransport(Transport):
         if color is None:
             return None
         if len(members) == 1:
-            return self._part_of_one()
+            return transport_of_one_rank(self.timeout_seconds, self.board)
         group = self._new_group([rank for rank, _ in members], members[0][1])
         child = C10dTransport(group, timeout_seconds=self.timeout_seconds, board=self.board)
         child._owns_group = True
@@ -317,20 +300,16 @@ class C10dTransport(Transport):
         child.forget_addresses()
         return child
 
-    def _part_of_one(self) -> Transport:
-        part = ThreadGroup(1, self.timeout_seconds).transport(0)
-        part.board = self.board
-        return part
-
-    def _new_group(self, ranks: list[int], token: bytes, backend: str | None = None) -> dist.ProcessGroup:
-        """Create a process group of some of this group's ranks; only its members make the call."""
-        backends = self._backends if backend is None else {"cpu": backend}
+    def _new_group(
+        self, ranks: list[int], token: bytes, backends: dict[str, str] | None = None
+    ) -> dist.ProcessGroup:
+        """Create a process group of some of this group's ranks. Only these ranks make the call."""
         try:
             return new_group(
                 self._group,
                 ranks,
                 token,
-                backends=backends,
+                backends=backends or self._backends,
                 timeout_seconds=self.timeout_seconds,
             )
         except SynclineError:
@@ -341,37 +320,13 @@ class C10dTransport(Transport):
             raise self.health.failed(Failure(PeerLost, text)) from error
 
     def forget_addresses(self) -> None:
-        """Delete the addresses used to connect from the store. All ranks of the group must be connected."""
+        """Delete from the store the addresses by which the ranks connected. All ranks must be connected by now."""
         for device in self._backends:
             with contextlib.suppress(RuntimeError):  # not every store can delete keys
                 self._group.get_group_store().delete_key(f"{device}//0/{self.rank}")
 
-    def abort(self, reason: str) -> None:
-        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
-
-    def leave(self) -> None:
-        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
-        self.health.leave()
-
-    def close(self) -> None:
-        group, self._group = self._group, None  # a referenced Gloo group keeps its threads
-        if self.own_lane.name == MAIN_LANE:
-            self.health.close()
-            for lane in list(self._lanes):
-                lane.close()
-        elif group is not None:
-            self._lanes.remove(self)
-            self.health.lane_closed(self.own_lane)
-        if self._owns_group and group is not None:
+    def _release(self) -> None:
+        groups, self._group = [self._group], None  # a referenced Gloo group keeps its threads
+        if self._owns_group:
             self.own_lane.group = None
-            groups = [group]
-            del group
             destroy(groups)
-
-
-def _then_divide(target: Tensor, size: int) -> Callable[[], object]:
-    def finish() -> None:
-        with writing():
-            target.detach().div_(size)
-
-    return finish

@@ -1,15 +1,14 @@
-"""torch's process groups: how they are created and destroyed, options of their calls, dtypes that they can move.
+"""Process groups of torch: create and destroy them, the options of their calls, and the dtypes that they can move.
 
-Gloo and NCCL lack int16 and the unsigned types; Gloo lacks complex numbers in some operations. The maximum and minimum
-of floats with a NaN depend on the backend: Gloo keeps or drops the NaN, depending on the rank that has it. So floats
-are sent as integers in the same order, in which NaN comes last or first, and the result is NaN on every engine.
+Gloo and NCCL lack int16 and most unsigned types, and Gloo lacks complex numbers in some operations. The maximum and
+minimum of floats with a NaN depend on the backend: Gloo keeps or drops the NaN, depending on the rank that has it. So
+floats are sent as integers in the same order, in which NaN comes last or first, and the result is NaN on every engine.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -49,12 +48,12 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
-    """Return `tensor` in a dtype that every backend reduces correctly, and the conversion back.
+    """Return `tensor` in a dtype that every backend reduces correctly, and a function that converts the result back.
 
-    The conversion is None if the returned tensor uses the memory of `tensor`.
+    The function is None if the returned tensor uses the memory of `tensor`.
     """
     if tensor.dtype is torch.int16:
-        return tensor.to(torch.int32), _as_it_is
+        return tensor.to(torch.int32), lambda result: result
     if op in ("max", "min") and tensor.is_floating_point():
         return _in_order(tensor.detach(), op), _out_of_order
     wire = tensor.detach() if tensor.requires_grad else tensor
@@ -64,10 +63,7 @@ def reducible(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Back | None]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return an ordinary tensor in the same memory.
-
-    Gloo divides in place for a mean, and must not write to an inference tensor.
-    """
+    """Return a tensor in the same memory that is no inference tensor, because Gloo divides a mean in place."""
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -75,48 +71,45 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def put_back(target: Tensor, result: Tensor, back: Back | None) -> Callable[[], object] | None:
     """Return a function that copies `result` to `target` after the operation; None if they have the same memory."""
-    if back is None:
-        return None
-
-    def finish() -> None:
-        with writing():
-            target.detach().view(-1).copy_(back(result).view(-1))
-
-    return finish
+    return None if back is None else lambda: fill(target, back(result))
 
 
-def writing() -> AbstractContextManager[object]:
-    """Return inference mode, in which every tensor may be written. Elsewhere, inference tensors may not.
-
-    `is_inference` cannot replace it: it is False for `.data` of an inference tensor, but a view of that still cannot be
-    written.
-    """
-    return torch.inference_mode()
+# Inference tensors may be written in inference mode only, in which all other tensors may be written as well. It is no
+# use to ask for `is_inference`: it is False for `.data` of an inference tensor, but a view of that cannot be written.
 
 
-def _as_it_is(result: Tensor) -> Tensor:
-    return result
+@torch.inference_mode()
+def fill(target: Tensor, values: Tensor) -> None:
+    """Copy `values` to `target`, in the order of the memory."""
+    target.detach().view(-1).copy_(values.view(-1))
+
+
+@torch.inference_mode()
+def divide(target: Tensor, size: int) -> None:
+    """Divide `target` in place."""
+    target.detach().div_(size)
 
 
 def _in_order(values: Tensor, op: ReduceOp) -> Tensor:
-    """Return floats as integers in the same order: the bits of negative numbers are inverted except for the sign."""
+    """Return floats as integers in the same order.
+
+    The bits of negative numbers are inverted, except for the sign.
+    """
     wide = values if values.dtype is torch.float64 else values.to(torch.float32)
     nan = torch.full((), torch.nan, dtype=wide.dtype, device=wide.device)
     nan = torch.copysign(nan, torch.ones_like(nan) if op == "max" else -torch.ones_like(nan))
-    return _flipped(torch.where(wide.isnan(), nan, wide).view(_integer_like(wide)))
+    integers = torch.int64 if wide.dtype is torch.float64 else torch.int32
+    return _flipped(torch.where(wide.isnan(), nan, wide).view(integers))
 
 
 def _out_of_order(ordered: Tensor) -> Tensor:
+    """Return the floats for integers from `_in_order`."""
     return _flipped(ordered).view(torch.float64 if ordered.dtype is torch.int64 else torch.float32)
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    most = torch.iinfo(bits.dtype)
-    return bits ^ ((bits >> (most.bits - 1)) & most.max)
-
-
-def _integer_like(values: Tensor) -> torch.dtype:
-    return torch.int64 if values.dtype is torch.float64 else torch.int32
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 _REDUCE_OPS = {
@@ -128,8 +121,10 @@ _REDUCE_OPS = {
 }
 
 _FALLBACK_TIMEOUT_SECONDS = 1800.0
+"""The timeout of a group whose backend does not report its timeout."""
 
 _DESTROY_SECONDS = 1.0
+"""How long a rank waits for the thread that destroys a group."""
 
 
 class CallOptions:
@@ -137,9 +132,9 @@ class CallOptions:
 
     Args:
         size: number of ranks.
-        timeout_seconds: becomes Gloo's own timeout.
-        control_device: the device of barriers.
-        has_mean: whether the backend has a mean. If it has none, its options for "mean" compute the sum.
+        timeout_seconds: the timeout of Gloo itself.
+        control_device: the device on which barriers run.
+        has_mean: whether the backend can compute a mean. If not, the options for "mean" compute the sum.
     """
 
     def __init__(
@@ -149,12 +144,11 @@ class CallOptions:
         self.all_reduce: dict[str, dist.AllreduceOptions] = {}
         self.reduce_scatter: dict[str, dist.ReduceScatterOptions] = {}
         for op, torch_op in _REDUCE_OPS.items():
-            all_reduce, reduce_scatter = dist.AllreduceOptions(), dist.ReduceScatterOptions()
+            all_reduce = self.all_reduce[op] = dist.AllreduceOptions()
+            reduce_scatter = self.reduce_scatter[op] = dist.ReduceScatterOptions()
             reduce_op = dist.ReduceOp(torch_op if op != "mean" or has_mean else dist.ReduceOp.SUM)
             all_reduce.reduceOp = reduce_scatter.reduceOp = reduce_op
             all_reduce.timeout = reduce_scatter.timeout = timeout
-            self.all_reduce[op] = all_reduce
-            self.reduce_scatter[op] = reduce_scatter
         self.all_gather = AllgatherOptions()
         self.all_gather.timeout = timeout
         self.barrier = dist.BarrierOptions()
@@ -163,7 +157,7 @@ class CallOptions:
         if control_device.type != "cpu":
             self.barrier.device_ids = [control_device.index]
         self.broadcast = []
-        """By source."""
+        """The options of broadcasts, by source rank."""
         for src in range(size):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = src, 0, timeout
@@ -178,18 +172,17 @@ def new_group(
     backends: Mapping[str, str],
     timeout_seconds: float,
 ) -> dist.ProcessGroup:
-    """Create a process group of some of the ranks of `parent`; only its members make the call.
+    """Create a process group of some of the ranks of `parent`. Only these ranks make the call.
 
-    torch.distributed.new_group(use_local_synchronization=True) is meant for this, but derives a group's name from the
-    number of groups that a rank has been in. Ranks that have been in different numbers of groups would wait for each
-    other in vain, and a group created after a destroyed one would find the old addresses in the store. So the name is
-    random here.
+    torch.distributed.new_group(use_local_synchronization=True) derives a group's name from the number of groups that a
+    rank has been in. If the ranks have been in different numbers of groups, they would wait for each other in vain, and
+    a group created after a destroyed group would find the old addresses in the store. So the name is random here.
 
     Args:
         parent: a group of this rank.
-        ranks: the ranks in `parent` that take part, including this one.
+        ranks: the members of the new group as ranks of `parent`, including this rank.
         token: eight random bytes, the same on all of these ranks.
-        backends: the backend by device type.
+        backends: the backends by device type.
         timeout_seconds: the timeout of the group.
 
     Raises:
@@ -198,7 +191,9 @@ def new_group(
     global_ranks = [dist.get_global_rank(parent, rank) for rank in ranks]
     backend = ",".join(f"{device}:{backend}" for device, backend in backends.items())
     if set(backends.values()) == {"gloo"}:
-        backend = "gloo"  # one for all devices, because torch warns about a group without a default
+        backend = (
+            "gloo"  # one backend for all devices, because torch warns about a group without a default backend
+        )
     name = f"syncline-{token[:8].hex()}"
     group = new_group_of(
         global_ranks,
@@ -213,10 +208,10 @@ def new_group(
 
 
 def destroy(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy a group that we created and to which the caller keeps no reference.
+    """Destroy the only group in a list, and clear the list. No other reference to the group may exist.
 
-    The group's destructor waits for operations under way, and so for ranks that may never join them. It runs on another
-    thread, because this thread may only be freeing a wrapper.
+    The group's destructor waits for operations under way, and so for ranks that may never join these operations. So the
+    destructor runs on another thread, for which this thread waits only a short time.
     """
 
     def destroy() -> None:
@@ -234,7 +229,7 @@ def destroy(groups: list[dist.ProcessGroup]) -> None:
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return the timeout of a group."""
+    """Return the timeout of a group's operations."""
     return timeout_seconds_of(group) or _FALLBACK_TIMEOUT_SECONDS
 
 

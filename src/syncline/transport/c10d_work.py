@@ -1,6 +1,6 @@
-"""Operations of torch.distributed process groups: waiting, and conversion of the backend's errors.
+"""Operations of torch.distributed process groups: how they are waited for, and which errors they raise.
 
-On the CPU, `wait` checks for failures from time to time (see `watched_work`). On a GPU, `wait` orders the current
+On the CPU, `wait` checks for failures from time to time (see `watched_work.py`). On a GPU, `wait` orders the current
 stream after the operation, as in torch. Errors then come from the backend's own watchdog, unless a timeout is given.
 """
 
@@ -19,23 +19,26 @@ from syncline.errors import SynclineError
 from syncline.liveness.board import Wait
 from syncline.liveness.calls import TorchCall
 from syncline.liveness.failed_wait import FailedWait, is_of_backend
-from syncline.transport.watched_work import SLICE_SECONDS, Watched, WatchedWork
+from syncline.transport.watched import WatchedTransport
+from syncline.transport.watched_work import SLICE_SECONDS, WatchedWork
 
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
 class C10dWork(WatchedWork):
-    """One operation of a process group, under way once `start` was called."""
+    """One operation of a process group. The method `start` begins the operation."""
 
     __slots__ = ("_finish", "_work")
 
-    def start(self, start: Callable[[], Any], finish: Callable[[], object] | None) -> None:
-        """Call the backend by `start`; `wait` calls `finish` once the operation is done.
+    runs_by_itself = True
 
-        A backend's work keeps the thread's state at the call. During a backward, this state contains a Python object.
-        The thread that drops the last reference to the object needs the interpreter. If a thread of the backend does
-        so while Python shuts down, it aborts the process ("terminate called without an active exception"), long after
-        the work is done. So the call runs without that object.
+    def start(self, start: Callable[[], Any], finish: Callable[[], object] | None) -> None:
+        """Begin the operation by `start`, a call of the backend; `wait` calls `finish` once the operation is done.
+
+        A backend's work keeps the state of the calling thread. During a backward, this state contains a Python object.
+        The thread that drops the last reference to the object needs the interpreter. If a thread of the backend drops
+        the reference while Python shuts down, the process aborts ("terminate called without an active exception"), long
+        after the work is done. So the backend is called without that object.
         """
         self._finish = finish
         self._work: Any = None
@@ -97,14 +100,16 @@ class CallOfTorch(C10dWork):
 
     Args:
         transport: a transport between the same ranks.
-        group: the process group of torch.
-        name: the call's name, for messages.
+        group: the process group on which torch started the collective.
+        name: the name of the collective, for messages.
         work: the work that torch returned; None if torch waits itself.
     """
 
     __slots__ = ("_call",)
 
-    def __init__(self, transport: Watched, group: dist.ProcessGroup, name: str, work: Any = None) -> None:
+    def __init__(
+        self, transport: WatchedTransport, group: dist.ProcessGroup, name: str, work: Any = None
+    ) -> None:
         super().__init__(transport, name, "", None)
         self._finish = None
         self._work = work
@@ -128,14 +133,14 @@ def _at_least_a_millisecond(seconds: float) -> timedelta:
 
 
 class MessageWork:
-    """A message on the CPU, with a thread that waits for it.
+    """A message on the CPU, and a separate thread that waits until the message is sent or received.
 
-    Gloo closes all its connections when the wait for a message times out, and a message completes only while a thread
-    waits for it. So a separate thread waits for as long as the transport's timeout, and the caller can check for
-    failures and give up earlier.
+    Gloo completes a message only while a thread waits for it. If that wait times out, Gloo closes all its connections.
+    So the separate thread waits for the transport's whole timeout, while the caller can check for failures and raise
+    earlier.
 
     Args:
-        work: the backend's work.
+        work: the work that Gloo returned for the message.
         timeout_seconds: how long the thread waits.
     """
 
@@ -147,14 +152,14 @@ class MessageWork:
         threading.Thread(target=self._run, name="syncline message", daemon=True).start()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait like a work of torch."""
+        """Wait until the message is complete; raise RuntimeError if it fails or the timeout expires, as in torch."""
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Return whether the message is complete. (A Gloo work's own answer is not reliable.)"""
+        """Return whether the message is complete or has failed. (`is_completed` of Gloo's work is not reliable.)"""
         return self._ended.is_set()
 
     def _run(self) -> None:

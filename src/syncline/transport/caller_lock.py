@@ -1,8 +1,8 @@
-"""A lock that lets one thread of a rank use a transport at a time, and the thread's name for comparison between ranks.
+"""A lock that lets only one thread of a rank use a transport at a time, and a name by which ranks compare the thread.
 
-A thread holds the lock for a whole call, which may consist of several collectives. The lock alone is not enough: the
-threads may take it in different orders on different ranks, and each would get the other's values. So the ranks compare
-the calling thread as well, unless it is the main thread.
+A thread holds the lock for a whole call, which may consist of several collectives. The lock alone is not enough. The
+threads may take the lock in different orders on different ranks, and each thread would then get the values of another
+thread. So the ranks also compare which thread calls, unless it is the main thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class Turn:
-    """A reentrant lock for calls of a transport, used as a context manager.
+    """A reentrant lock that a thread holds during a call of a transport. It is a context manager.
 
     Args:
         first_is_main: whether the first thread to enter counts as the rank's main thread, instead of the main thread
@@ -26,8 +26,7 @@ class Turn:
 
     def __init__(self, *, first_is_main: bool = False) -> None:
         self.caller = ""
-        """A name of the thread that holds the lock, the same on all ranks; empty for the main thread, and if no thread
-        holds the lock."""
+        """The name of the thread that holds the lock, the same on all ranks. Empty for the main thread or no thread."""
         self._lock = threading.RLock()
         self._depth = 0
         self._first_is_main = first_is_main
@@ -36,7 +35,7 @@ class Turn:
         self._num_named: Counter[str] = Counter()
 
     def again(self) -> Turn:
-        """Return a new lock with the same setting."""
+        """Return a new lock with the same arguments."""
         return Turn(first_is_main=self._first_is_main)
 
     def __enter__(self) -> None:
@@ -63,11 +62,11 @@ class Turn:
         return self._names[thread]
 
     def _name_all_like(self, thread: threading.Thread) -> None:
-        """Number the threads with the same name in the order of their start; no number is used twice."""
+        """Name all threads whose names differ from the thread's name only by numbers, in the order of their start."""
         stem = _NUMBERS.sub("", thread.name)
         for other in threading.enumerate():
             if other not in self._names and _NUMBERS.sub("", other.name) == stem:
                 self._num_named[stem] += 1
                 name = f"{stem!r}, number {self._num_named[stem]} of that name"
-                # A "Dummy-" thread was not started by Python: it runs a backward for another thread.
+                # Python did not start a "Dummy-" thread. It runs a backward for another thread.
                 self._names[other] = "" if stem == "Dummy-" else name

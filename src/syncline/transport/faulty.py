@@ -1,15 +1,16 @@
-"""A transport that fails on purpose, at a given rank, operation and step.
+"""Engine that fails on purpose, at a given rank, operation and step.
 
-Without faults, its results are those of the inner transport, bit for bit. A fault raises its error when its rank starts
-the operation. It also aborts the inner transport, so that the peers raise an error that names the cause.
+Another transport does the work. Without faults, the results are equal to the results of that transport, bit for bit. A
+fault raises its error when its rank starts the operation. A fault also aborts the inner transport, so that the peers
+raise an error that names the cause.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -33,7 +34,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A planned failure: its place and its error.
+    """A failure that is planned at a certain call of one rank.
 
     Example:
         >>> Fault(rank=1, operation="all_reduce", call=2, error="timeout")
@@ -43,22 +44,22 @@ class Fault:
     rank: int
     """The rank that fails."""
     operation: str
-    """The operation that fails: a method of `Transport`. `all_gather_bytes` consists of two `all_gather`."""
+    """The operation that fails: the name of a method of `Transport`. `all_gather_bytes` calls `all_gather` twice."""
     call: int = 0
-    """The number of the call of that operation, from 0, counted from the beginning or from the start of `step`."""
+    """The number of the call of this operation, from 0. It counts from the start of `step`, if `step` is given."""
     step: int | None = None
-    """The step of the failure (`Board.step`); None if `call` counts over all steps."""
-    error: Literal["lost", "timeout", "raise"] | Exception = field(default="lost")
-    """`PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or an exception of your own."""
+    """The step in which the operation fails (see `Board.step`); None if `call` counts over all steps."""
+    error: Literal["lost", "timeout", "raise"] | Exception = "lost"
+    """The error: `PeerLost`, `CollectiveTimeout`, a plain `RuntimeError`, or any exception that you pass."""
 
     def __post_init__(self) -> None:
         if self.operation not in _OPERATIONS:
             raise ValueError(
-                f"expected operation to be one of {', '.join(_OPERATIONS)}; got {self.operation!r}"
+                f"Fault: expected operation to be one of {', '.join(_OPERATIONS)}; got {self.operation!r}"
             )
         if isinstance(self.error, str) and self.error not in _ERRORS:
             raise ValueError(
-                f"expected error to be one of {', '.join(_ERRORS)} or an exception; got {self.error!r}"
+                f"Fault: expected error to be one of {', '.join(_ERRORS)} or an exception; got {self.error!r}"
             )
 
     def __str__(self) -> str:
@@ -71,7 +72,7 @@ class Fault:
 
 
 class _Plan:
-    """One rank's remaining faults, and the number of calls so far over all lanes."""
+    """The remaining faults of one rank, and the number of its calls so far over all lanes."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
@@ -80,21 +81,19 @@ class _Plan:
         self._num_started_in_step: Counter[str] = Counter()
 
     def due(self, operation: str, step: int | None) -> Fault | None:
-        """Count a call of `operation`, and return the fault planned for it; None if there is none.
+        """Count a call of `operation`, and return the fault planned for this call; None if there is none.
 
-        A fault is returned once.
+        Each fault is returned only once.
         """
         if step != self._counted_step:
             self._counted_step = step
             self._num_started_in_step.clear()
-        call, call_in_step = self._num_started[operation], self._num_started_in_step[operation]
+        now = (operation, None, self._num_started[operation])
+        now_in_step = (operation, step, self._num_started_in_step[operation])
         self._num_started[operation] += 1
         self._num_started_in_step[operation] += 1
         for fault in self._faults:
-            is_due = (
-                fault.call == call if fault.step is None else (fault.step, fault.call) == (step, call_in_step)
-            )
-            if is_due and fault.operation == operation:
+            if (fault.operation, fault.step, fault.call) == (now if fault.step is None else now_in_step):
                 self._faults.remove(fault)
                 return fault
         return None
@@ -105,7 +104,7 @@ class FaultyTransport(Transport):
 
     Args:
         inner: the transport that does the work.
-        faults: the planned failures; each happens at most once. Faults of other ranks are ignored, so that every rank
+        faults: the planned failures. Each happens at most once. Faults of other ranks are ignored, so that all ranks
             can get the same list.
 
     Example:
@@ -146,15 +145,13 @@ class FaultyTransport(Transport):
         return lane
 
     def split(self, color: int | None) -> Transport | None:
-        """Return a part of the inner transport, without faults."""
-        self._fail_if_due("split")
-        return self._inner.split(color)
+        """Return a part of the inner transport. The part has no faults."""
+        return self._unless_due("split").split(color)
 
     def team(self, device: torch.device) -> Team:
         return self._inner.team(device)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        self._fail_if_due("allocate_shared")
         return self._inner.allocate_shared(numel, dtype, device)
 
     def abort(self, reason: str) -> None:
@@ -164,36 +161,34 @@ class FaultyTransport(Transport):
         self._inner.close()
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
-        return self._start("all_reduce", lambda: self._inner.all_reduce(tensor, op, terms=terms))
+        return self._unless_due("all_reduce").all_reduce(tensor, op, terms=terms)
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
-        return self._start("reduce_scatter", lambda: self._inner.reduce_scatter(output, input, op))
+        return self._unless_due("reduce_scatter").reduce_scatter(output, input, op)
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
-        return self._start("reduce_spans", lambda: self._inner.reduce_spans(tensor, bounds, op))
+        return self._unless_due("reduce_spans").reduce_spans(tensor, bounds, op)
 
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
-        return self._start("all_gather", lambda: self._inner.all_gather(output, input, terms=terms))
+        return self._unless_due("all_gather").all_gather(output, input, terms=terms)
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
-        return self._start("broadcast", lambda: self._inner.broadcast(tensor, src))
+        return self._unless_due("broadcast").broadcast(tensor, src)
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
-        return self._start("send", lambda: self._inner.send(tensor, dst))
+        return self._unless_due("send").send(tensor, dst)
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
-        return self._start("recv", lambda: self._inner.recv(tensor, src))
+        return self._unless_due("recv").recv(tensor, src)
 
     def _start_barrier(self) -> Work:
-        return self._start("barrier", self._inner.barrier)
+        return self._unless_due("barrier").barrier()
 
-    def _start(self, operation: str, start: Callable[[], Work]) -> Work:
-        self._fail_if_due(operation)
-        return start()
-
-    def _fail_if_due(self, operation: str) -> None:
+    def _unless_due(self, operation: str) -> Transport:
+        """Return the inner transport, unless a fault is due: then abort the inner transport and raise."""
         fault = self._plan.due(operation, self.board.step)
         if fault is not None:
             error = fault.make_error()
             self._inner.abort(f"{type(error).__name__}: {error}")
             raise error
+        return self._inner

@@ -1,46 +1,38 @@
-"""Engine for several hosts with several ranks each: shared memory within a host, Gloo between hosts.
+"""Engine: several hosts with several ranks each. Shared memory within a host, Gloo between hosts.
 
 The leader of a host is its lowest rank. Data goes up to the leader through shared memory, across to the other leaders
-through a process group of the leaders, and down again. So each byte crosses the network once per host, not once per
-rank. Messages go directly: through shared memory to a rank of the same host, else through the transport beneath. That
-transport also takes tensors that are not on the CPU, and provides notices, board and errors.
+through a process group of the leaders, and down again through shared memory. So each byte crosses the network once per
+host, not once per rank. Messages go directly: through shared memory to a rank of the same host, and otherwise through
+the transport beneath, which connects all ranks. That transport also takes tensors that are not on the CPU, and provides
+notices, board and errors.
 
-All ranks end with the same bits. Within a host, sums run in rank order; between hosts, the backend determines the
-order. fp16 and bf16 are summed in fp32 and rounded within a host, then summed and rounded again between hosts. A mean
-is the sum, divided at the end by the number of all ranks.
+All ranks get the same bits. Within a host, sums run in rank order. Between hosts, the backend determines the order.
+fp16 and bf16 are summed in fp32 and rounded within a host, then summed and rounded again between hosts. A mean is the
+sum, divided at the end by the number of all ranks.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
-from threading import get_ident
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from syncline.errors import PeerFailed, SynclineError
 from syncline.liveness.board import MAIN_LANE
-from syncline.liveness.calls import Failure, lane_name
-from syncline.liveness.health import CLOSED, Lane
+from syncline.liveness.health import Lane
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Team, Transport
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_groups import writing
-from syncline.transport.hosts import (
-    Hosts,
-    host_key_or_random,
-    raise_if_any,
-    shared_memory_inside,
-    trouble_on_host,
-)
+from syncline.transport.c10d_groups import divide, fill
+from syncline.transport.hosts import Hosts, host_key_or_random, raise_if_any, shared_memory_inside
 from syncline.transport.phases import Phase, PhasedWork, PhaseQueue
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
+from syncline.transport.shared_memory.hub import attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
+from syncline.transport.watched import WatchedTransport
 from syncline.transport.work import Work
 
 _TOKEN_BYTES = 8
@@ -48,14 +40,11 @@ _TOKEN_BYTES = 8
 _TITLE = "shared memory within hosts"
 
 _Start = Callable[[Transport], Work]
-"""Starts one phase of an operation on the given part of the hierarchy."""
+"""A function that starts one phase of an operation, on the given part of the hierarchy."""
 
 
-# ---------------------------------------------------------------------- the transport
-
-
-class HierarchicalTransport(Transport):
-    """This rank's side of a group on several hosts; created by `over`, on all ranks together.
+class HierarchicalTransport(WatchedTransport):
+    """A transport between the ranks of several hosts. The static method `over` creates it on all ranks together.
 
     Args:
         beneath: the transport between all ranks.
@@ -68,21 +57,17 @@ class HierarchicalTransport(Transport):
         self, beneath: C10dTransport, hosts: Hosts, inside: SharedMemoryTransport | None, host: str
     ) -> None:
         super().__init__(
+            beneath.health,
+            beneath.own_lane,
             rank=beneath.rank,
             size=beneath.size,
             timeout_seconds=beneath.timeout_seconds,
-            board=beneath.board,
         )
-        self.health = beneath.health
-        self.own_lane = beneath.own_lane
         self._hosts = hosts
         self._host = host
         self._own_host = hosts.host_of[self.rank]
         self._members = hosts.members[self._own_host]
-        self._is_leader = self.rank == self._members[0]
         self._inside = inside
-        self._lanes: list[HierarchicalTransport] = []
-        self._num_lanes_for: Counter[str] = Counter()
         self._open(beneath, _TITLE)
         self.health.runs_over(self.name)
 
@@ -92,30 +77,30 @@ class HierarchicalTransport(Transport):
         leaders, name = self._hosts.leaders, self.own_lane.name
         self._beneath = beneath
         self._queue = PhaseQueue()
-        self._is_closed = False
-        self._up = self._down = self._across = None
-        trouble = ""
-        try:
-            if self._inside is not None:
-                self._up = self._inside.lane_agreed(f"{name}, up")
-                self._down = self._inside.lane_agreed(f"{name}, down")
-        except (SynclineError, MemoryError) as error:
-            trouble = str(error) or type(error).__name__
-        if self._is_leader:
+        self._up: SharedMemoryTransport | None = None
+        self._down: SharedMemoryTransport | None = None
+        self._across: C10dTransport | None = None
+        _, trouble = attempt(self._open_inside)
+        if self.rank in leaders:
             token = tokens[leaders[0]][:_TOKEN_BYTES]
             self._across = beneath.lane_among(leaders, f"{name}, across hosts", token)
         # A rank that closed the lane before all ranks are here would disconnect ranks that still connect.
-        raise_if_any(beneath, trouble)
+        raise_if_any(beneath, self._members, trouble)
         if self._across is not None:
             self._across.forget_addresses()
+
+    def _open_inside(self) -> None:
+        if self._inside is not None:
+            self._up = self._inside.lane_agreed(f"{self.own_lane.name}, up")
+            self._down = self._inside.lane_agreed(f"{self.own_lane.name}, down")
 
     @staticmethod
     def over(beneath: C10dTransport, *, host: str = "") -> Transport:
         """Return the best transport for the ranks of `beneath`; a collective call.
 
-        If all ranks are on one host, it is shared memory. If there are several hosts, at least one of them with several
-        ranks, it is a hierarchy. If every rank has a host of its own, or if Gloo does not send the tensors on the CPU,
-        it is `beneath` itself. Closing the result closes `beneath` as well.
+        If all ranks are on one host, the result is shared memory. If there are several hosts, and at least one host has
+        several ranks, the result is a hierarchy. If every host has only one rank, or if tensors on the CPU are not sent
+        over Gloo, the result is `beneath` itself. Closing the result closes `beneath` as well.
 
         Args:
             beneath: the transport between the ranks.
@@ -159,7 +144,7 @@ class HierarchicalTransport(Transport):
             return self._beneath._start_reduce_scatter(output, input, op)
         whole = input.detach().reshape(-1).clone()
         mine = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        take = _local(partial(_fill, output, mine))
+        take = Phase(None, partial(fill, output, mine))
         return self._start("reduce_scatter", op, input, [*self._reduction(whole, op), take])
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
@@ -173,7 +158,7 @@ class HierarchicalTransport(Transport):
             lambda up: up._start_all_reduce(tensor, part),
             lambda across: across._start_all_reduce(tensor, part),
             lambda down: down._start_broadcast(tensor, 0),
-            after_across=partial(_divide, tensor, self.size) if op == "mean" else None,
+            after_across=partial(divide, tensor, self.size) if op == "mean" else None,
         )
 
     # ------------------------------------------------------------------ data
@@ -211,13 +196,13 @@ class HierarchicalTransport(Transport):
         return self._start("broadcast", f"from rank {src}", tensor, phases)
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
-        self._check_that_it_is_usable()
+        self._check_usable()
         if tensor.is_cpu and self._up is not None and dst in self._members:
             return self._up._start_send(tensor, self._members.index(dst))
         return self._beneath._start_send(tensor, dst)
 
     def _start_recv(self, tensor: Tensor, src: int) -> Work:
-        self._check_that_it_is_usable()
+        self._check_usable()
         if tensor.is_cpu and self._up is not None and src in self._members:
             return self._up._start_recv(tensor, self._members.index(src))
         return self._beneath._start_recv(tensor, src)
@@ -234,15 +219,15 @@ class HierarchicalTransport(Transport):
         across: _Start,
         down: _Start | None,
         *,
-        after_across: Callable[[], object] | None = None,
+        after_across: Callable[[], None] | None = None,
     ) -> list[Phase]:
         """Return the phases of an operation in which this rank takes part.
 
         Args:
-            up: starts the phase towards the leader of the host; None if there is none.
+            up: starts the phase that sends data to the leader of the host; None if the operation has no such phase.
             across: starts the phase between the leaders.
-            down: starts the phase from the leader of the host; None if there is none.
-            after_across: a local step of the leaders.
+            down: starts the phase that sends data from the leader of the host; None if the operation has no such phase.
+            after_across: a function that the leaders call after the phase between them.
         """
         phases = []
         if self._up is not None and up is not None:
@@ -250,26 +235,17 @@ class HierarchicalTransport(Transport):
         if self._across is not None:
             phases.append(Phase("across", partial(across, self._across)))
             if after_across is not None:
-                phases.append(_local(after_across))
+                phases.append(Phase(None, after_across))
         if self._down is not None and down is not None:
             phases.append(Phase("down", partial(down, self._down)))
         return phases
 
     def _start(self, operation: str, detail: str, tensor: Tensor | None, phases: list[Phase]) -> Work:
-        self._check_that_it_is_usable()
+        self._check_usable()
         self.own_lane.num_started += 1
         work = PhasedWork(self, operation, detail, tensor)
         self._queue.add(work, phases)
         return work
-
-    def _check_that_it_is_usable(self) -> None:
-        health, thread = self.health, get_ident()
-        if health.failure is not None:
-            raise health.error()
-        if self._is_closed or health.has_lost_its_group():
-            raise CLOSED.on_rank(self.rank)
-        if thread != health.calling_thread:
-            health.called_from(thread)
 
     # ------------------------------------------------------------------ memory
 
@@ -285,7 +261,7 @@ class HierarchicalTransport(Transport):
         if self._inside is None:
             make = partial(super().allocate, numel, dtype, device)
         else:
-            make = partial(self._inside.allocate_agreed, numel, dtype, token)
+            make = partial(self._inside.regions.allocate, numel, dtype, token)
         return self._made_on_all_hosts(make)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -293,7 +269,7 @@ class HierarchicalTransport(Transport):
             return None
         assert self._inside is not None
         exchange(self, "allocate_shared", [f"{numel} elements of {dtype}, one copy per host"])
-        return self._made_on_all_hosts(partial(self._inside.allocate_shared_agreed, numel, dtype))
+        return self._made_on_all_hosts(partial(self._inside.regions.allocate_shared, numel, dtype))
 
     def team(self, device: torch.device) -> Team:
         if not self._has_teams(device):
@@ -301,21 +277,17 @@ class HierarchicalTransport(Transport):
         return Team(self._hosts.members[0], self._members.index(self.rank))
 
     def _has_teams(self, device: torch.device) -> bool:
-        """Return whether each host holds its own full copy of sharded state.
+        """Return whether each host holds a full copy of sharded state.
 
         Hosts with different numbers of ranks would cut the state at different places. Some optimizer kernels round the
-        last elements of a tensor differently, so the hosts' copies would drift apart.
+        last elements of a tensor differently, so the copies of the hosts would drift apart.
         """
         return device.type == "cpu" and self._hosts.are_alike
 
     def _made_on_all_hosts(self, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor that `make` creates; raise on all ranks if one host lacks the memory."""
-        made, trouble = None, ""
-        try:
-            made = make()
-        except (SynclineError, OSError, MemoryError) as error:
-            trouble = trouble_on_host(self._members, error)
-        raise_if_any(self._beneath, trouble)
+        """Return the tensor that `make` creates. If one host lacks the memory, raise on all ranks."""
+        made, trouble = attempt(make)
+        raise_if_any(self._beneath, self._members, trouble)
         assert made is not None
         return made
 
@@ -324,14 +296,12 @@ class HierarchicalTransport(Transport):
     def lane(self, purpose: str) -> Transport:
         beneath = self._beneath.lane(purpose)
         assert isinstance(beneath, C10dTransport)
-        lane = copy(self)
-        lane.own_lane = beneath.own_lane
+        own_lane = beneath.own_lane
         if beneath is self._beneath:  # one connection for all lanes, used only by messages and other devices
-            self._num_lanes_for[purpose] += 1
-            lane.own_lane = Lane(lane_name(purpose, self._num_lanes_for[purpose]), None)
-            self.health.lanes.append(lane.own_lane)
+            own_lane = Lane(self._next_lane_name(purpose), None)
+            self.health.lanes.append(own_lane)
+        lane = self._copy_for(own_lane)
         lane._open(beneath, f"a lane for {purpose}")
-        self._lanes.append(lane)
         return lane
 
     def split(self, color: int | None) -> Transport | None:
@@ -340,57 +310,17 @@ class HierarchicalTransport(Transport):
             return part
         try:
             return HierarchicalTransport.over(part, host=self._host)
-        except SharedMemoryUnavailable:  # enough memory for the whole group, but not for this part as well
+        except SharedMemoryUnavailable:  # there is not enough memory for this part besides the whole group
             return part
 
-    def abort(self, reason: str) -> None:
-        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
-
-    def leave(self) -> None:
-        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
-        self.health.leave()
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _release(self) -> None:
         self._queue.clear()
         is_main = self.own_lane.name == MAIN_LANE
-        if is_main:
-            self.health.close()  # informs the peers before they lose the connection
-        for lane in list(self._lanes) if is_main else []:
-            lane.close()
-        if self in self._lanes:
-            self._lanes.remove(self)
         for part in (self._up, self._down, self._across, self._inside if is_main else None):
             if part is not None:
                 part.close()
-        if is_main or self._beneath.own_lane is self.own_lane:
+        if self._beneath.own_lane is self.own_lane:
             self._beneath.close()
-        else:
-            self.health.lane_closed(self.own_lane)
-
-
-# ---------------------------------------------------------------------- small steps
-
-
-def _local(action: Callable[[], object]) -> Phase:
-    """Return a phase that runs `action` on this rank, without communication."""
-
-    def run() -> None:
-        action()
-
-    return Phase(None, run)
-
-
-def _divide(tensor: Tensor, size: int) -> None:
-    with writing():
-        tensor.detach().div_(size)
-
-
-def _fill(target: Tensor, values: Tensor) -> None:
-    with writing():
-        target.detach().view(-1).copy_(values)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -6,17 +6,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from syncline.errors import SynclineError
 from syncline.liveness.board import MAIN_LANE
 from syncline.liveness.calls import named_ranks
 from syncline.liveness.health import Lane
 from syncline.liveness.processes import host_key
 from syncline.transport.c10d import C10dTransport
-from syncline.transport.c10d_groups import writing
 from syncline.transport.shared_memory.core import SharedMemoryUnavailable
-from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub
+from syncline.transport.shared_memory.hub import NUM_EXCHANGES, Hub, attempt
 from syncline.transport.shared_memory.transport import SharedMemoryTransport
 
 
@@ -51,12 +50,12 @@ class Hosts:
 
     @property
     def widest(self) -> int:
-        """Number of ranks on the largest host."""
+        """The number of ranks on the largest host."""
         return max(map(len, self.members))
 
     @property
     def is_even(self) -> bool:
-        """Whether the hosts in sequence hold all ranks in order, and each the same number of ranks."""
+        """Whether the ranks are in order from host to host, and all hosts have the same number of ranks."""
         in_order = [rank for ranks in self.members for rank in ranks] == list(range(len(self.host_of)))
         return in_order and self.are_alike
 
@@ -65,26 +64,27 @@ class Hosts:
         """Whether all hosts have the same number of ranks."""
         return len({len(ranks) for ranks in self.members}) == 1
 
+    @torch.inference_mode()  # the target may be an inference tensor, which can be written only in this mode
     def put_in_rank_order(self, target: Tensor, parts: Tensor) -> None:
-        """Copy the parts of all ranks into rank order.
+        """Copy the parts of all ranks to `target`, in rank order.
 
         Args:
-            target: flat; receives the parts of the ranks in their order.
-            parts: flat, of the same dtype; one row per host, padded to the number of ranks on the largest host.
+            target: a flat tensor.
+            parts: a flat tensor of the same dtype, with one row per host. Each row has as many parts as the largest
+                host has ranks.
         """
         numel = target.numel() // len(self.host_of)
         rows = parts.view(len(self.members), self.widest, numel)
         in_order = target.view(len(self.host_of), numel)
-        with writing():
-            for host, ranks in enumerate(self.members):
-                in_order[list(ranks)] = rows[host, : len(ranks)]
+        for host, ranks in enumerate(self.members):
+            in_order[list(ranks)] = rows[host, : len(ranks)]
 
 
 # ---------------------------------------------------------------------- shared memory within each host
 
 
 def host_key_or_random() -> str:
-    """Return a key that is equal for ranks of one host; on systems that have none, a different key per rank."""
+    """Return a key that is equal on all ranks of one host. If the system has no such key, return a random key."""
     try:
         return host_key()
     except OSError:
@@ -94,7 +94,7 @@ def host_key_or_random() -> str:
 def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTransport | None:
     """Return the transport between the ranks of this host; None for a rank that is alone on its host.
 
-    A collective call of all hosts. It raises on all ranks if it fails on one host.
+    A collective call of all ranks on all hosts. If it fails on one host, all ranks raise `SharedMemoryUnavailable`.
     """
     members = hosts.members[hosts.host_of[beneath.rank]]
     num_exchanges = 0
@@ -105,39 +105,37 @@ def shared_memory_inside(beneath: C10dTransport, hosts: Hosts) -> SharedMemoryTr
         rows = beneath.all_gather_bytes(payload)
         return [rows[rank] for rank in members]
 
-    inside, trouble = None, ""
-    try:
-        if len(members) > 1:
-            hub = Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here)
-            inside = SharedMemoryTransport(
-                hub,
-                beneath=None,
-                store=None,
-                health=beneath.health,
-                own_lane=Lane(MAIN_LANE, None),
-                timeout_seconds=beneath.timeout_seconds,
-                board=beneath.board,
-                numbers=members,
-            )
-    except (SynclineError, OSError, MemoryError) as error:
-        trouble = trouble_on_host(members, error)
+    def connect() -> SharedMemoryTransport | None:
+        if len(members) == 1:
+            return None
+        return SharedMemoryTransport(
+            Hub(rank=members.index(beneath.rank), size=len(members), exchange=exchange_here),
+            beneath.health,
+            Lane(MAIN_LANE, None),
+            timeout_seconds=beneath.timeout_seconds,
+            numbers=members,
+        )
+
+    inside, trouble = attempt(connect)
     while num_exchanges < NUM_EXCHANGES:  # other hosts may still need these collective exchanges
         exchange_here(b"")
-    raise_if_any(beneath, trouble)
+    raise_if_any(beneath, members, trouble)
     return inside
 
 
-def trouble_on_host(members: Sequence[int], error: Exception) -> str:
-    """Return an error of a host's ranks as text for the other hosts."""
-    return f"{named_ranks(members)}, numbered from 0 on their host: {str(error) or type(error).__name__}"
+def raise_if_any(beneath: C10dTransport, members: Sequence[int], trouble: str) -> None:
+    """Raise on all ranks if one of them reports trouble; a collective call.
 
-
-def raise_if_any(beneath: C10dTransport, trouble: str) -> None:
-    """Raise on all ranks if one reports trouble; a collective call.
+    Args:
+        beneath: the transport between all ranks.
+        members: the ranks of this host.
+        trouble: the error of this rank, in which the ranks are numbered from 0 on each host; empty for no error.
 
     Raises:
-        SharedMemoryUnavailable: with the texts of all ranks that report trouble.
+        SharedMemoryUnavailable: some ranks report trouble. The text contains all of their errors.
     """
+    if trouble:
+        trouble = f"{named_ranks(members)}, numbered from 0 on their host: {trouble}"
     troubles = [row.decode() for row in beneath.all_gather_bytes(trouble.encode())]
     if any(troubles):
         raise SharedMemoryUnavailable("\n".join(dict.fromkeys(text for text in troubles if text)))

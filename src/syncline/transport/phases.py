@@ -1,11 +1,12 @@
-"""Operations that consist of several phases in sequence, and the queue that drives them.
+"""Operations that consist of several phases in sequence, and the queue that advances them.
 
-Nothing runs in the background. Every start, wait or poll in this process drives all operations under way, because a
-peer may need the next phase of one operation while this rank waits in another, even on another transport.
+No thread advances them in the background. Instead, every start, wait or poll in this process advances all operations
+under way. A peer may need the next phase of one operation while this rank waits in another operation, even on another
+transport.
 
 Ranks may wait in any order, so the order of phases must not depend on waits. Each phase has a track. The phases of a
-track start in the order in which their operations were called. So the calls of an engine that cannot distinguish them
-(Gloo) have the same order on all ranks.
+track start in the order in which their operations were called. So an engine that cannot distinguish calls (Gloo)
+receives them in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from typing import NamedTuple
 
 from syncline.errors import SynclineError
 from syncline.liveness.calls import Failure
-from syncline.transport.c10d_work import C10dWork
 from syncline.transport.watched_work import WatchedWork, under_way
 from syncline.transport.work import Work
 
-_NAP_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
+"""How long a wait sleeps between two attempts to advance, if there is no phase that it could wait for."""
 
 
 class Phase(NamedTuple):
     """One step of an operation."""
 
     track: str | None
-    """The track on which this phase keeps its order; None for a local phase without communication."""
+    """The track whose phases start in the order of the calls; None for a local phase without communication."""
     start: Callable[[], Work | None]
-    """Starts the phase. Returns its work, or None if the phase is complete."""
+    """A function that starts the phase and returns its work, or None if the phase is complete."""
 
 
 class PhasedWork(WatchedWork):
-    """An operation of several phases, begun by `PhaseQueue.add`."""
+    """An operation of several phases. `PhaseQueue.add` begins the operation."""
 
     __slots__ = ("_num_started", "_phases", "_queue", "current", "is_done")
 
     def enter(self, queue: PhaseQueue, phases: Iterable[Phase]) -> None:
-        """Set the phases of this operation, and the queue that drives it."""
+        """Set the phases of this operation, and the queue that advances them."""
         self._phases = tuple(phases)  # kept until the end, because a backend may use tensors that they hold
         self._num_started = 0
         self._queue = queue
         self.current: Work | None = None
-        """The phase under way; None before the first phase, and while earlier operations delay the next one."""
+        """The phase under way; None before the first phase, and while the next phase waits for earlier operations."""
         self.is_done = False
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -58,11 +59,11 @@ class PhasedWork(WatchedWork):
         return self.is_done or self._health.failure is not None
 
     def advance(self, taken: set[str]) -> None:
-        """Advance as far as is possible now.
+        """Advance this operation as far as is possible without waiting.
 
         Args:
-            taken: tracks on which earlier operations have phases left. The tracks of this operation's remaining phases
-                are added.
+            taken: the tracks on which earlier operations have phases left. This method adds the tracks of this
+                operation's remaining phases.
         """
         while True:
             if self.current is not None:
@@ -80,8 +81,8 @@ class PhasedWork(WatchedWork):
             self.current = phase.start()
             if isinstance(self.current, WatchedWork):
                 self.current.describe_as(self)
-        to_come = self._phases[self._num_started :]
-        taken.update(phase.track for phase in to_come if phase.track is not None)
+        remaining = self._phases[self._num_started :]
+        taken.update(phase.track for phase in remaining if phase.track is not None)
 
     def fail(self, error: Exception) -> None:
         """Publish to all ranks that this operation cannot continue."""
@@ -103,7 +104,7 @@ class PhasedWork(WatchedWork):
             remaining_seconds = deadline - time.monotonic()
             if remaining_seconds <= 0:
                 return False
-            self._queue.rest(self, remaining_seconds)
+            self._queue.sleep(self, remaining_seconds)
 
 
 class PhaseQueue:
@@ -121,10 +122,10 @@ class PhaseQueue:
             self.drive()
 
     def clear(self) -> None:
-        """Give up the operations under way, but keep them alive until none of them can still run.
+        """Abandon the operations under way, but keep their tensors alive until no operation can still be running.
 
-        The thread that drops the last reference to a tensor frees it. A backend's thread that does so while Python
-        shuts down aborts the process.
+        The thread that drops the last reference to a tensor frees the tensor. If a thread of a backend frees a tensor
+        while Python shuts down, the process aborts.
         """
         if self._works:
             seconds = max(work.timeout_seconds for work in self._works)
@@ -136,11 +137,14 @@ class PhaseQueue:
         under_way.remove(self)
 
     def is_idle(self, except_for: object) -> bool:
-        """Return whether no work besides `except_for` needs to be driven."""
+        """Return whether no operation besides `except_for` is under way."""
         return all(work is except_for for work in list(self._works))
 
     def drive(self) -> None:
-        """Advance as far as is possible now. An error ends the transport, and the waits raise it."""
+        """Advance all operations as far as is possible without waiting.
+
+        An error marks the transport as failed. The waits raise the error.
+        """
         works, taken = self._works, set[str]()
         for work in works:
             try:
@@ -154,16 +158,13 @@ class PhaseQueue:
         if not self._works:
             under_way.remove(self)
 
-    def rest(self, work: PhasedWork, seconds: float) -> None:
+    def sleep(self, work: PhasedWork, seconds: float) -> None:
         """Sleep for at most `seconds`, or until a phase that `work` waits for is complete."""
         currents = [work.current, *(other.current for other in self._works)]
         phases = [phase for phase in currents if isinstance(phase, WatchedWork)]
-        # The backends of torch have threads of their own; shared memory advances only while a thread waits for it.
-        phase = next(
-            (phase for phase in phases if not isinstance(phase, C10dWork)), phases[0] if phases else None
-        )
-        if phase is None:
-            time.sleep(min(seconds, _NAP_SECONDS))
+        if not phases:
+            time.sleep(min(seconds, _POLL_SECONDS))
             return
-        with contextlib.suppress(RuntimeError):  # the next drive of this phase raises the same error
-            phase._ends_within(seconds)
+        phases.sort(key=lambda phase: phase.runs_by_itself)  # first a phase that advances only during a wait
+        with contextlib.suppress(RuntimeError):  # `drive` will raise the same error for this phase
+            phases[0]._ends_within(seconds)

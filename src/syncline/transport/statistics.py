@@ -1,8 +1,9 @@
-"""Counts of operations, bytes and waiting time, and the bytes that operations usually send."""
+"""Counts of operations, bytes and waiting time, and the number of bytes that each operation usually sends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,11 +11,11 @@ class Statistics:
     """Counts of a transport's operations, bytes and waiting time on this rank, since the transport was created."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
-    """Number of operations started, by name. `all_gather_bytes` counts as the collectives that it consists of."""
+    """The number of operations started, by name. `all_gather_bytes` counts as two `all_gather`."""
     payload_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the tensors passed in, by operation. (The bytes that an algorithm sends may differ.)"""
+    """The bytes of the tensors passed in, by operation. (The number of bytes sent may differ, see `sent_bytes`.)"""
     waited_seconds: float = 0.0
-    """Time spent blocked in `Work.wait`."""
+    """The time spent blocked in `Work.wait`."""
 
     @property
     def total_calls(self) -> int:
@@ -25,46 +26,39 @@ class Statistics:
         return sum(self.payload_bytes.values())
 
     def sent_bytes(self, num_ranks: int) -> float:
-        """Return the bytes that this rank has sent if the usual algorithms were used; see the function `sent_bytes`."""
+        """Return the bytes that this rank has sent if ring algorithms were used; see the function `sent_bytes`."""
         sizes = self.payload_bytes.items()
         return sum(sent_bytes(operation, num_bytes, num_ranks) for operation, num_bytes in sizes)
 
     def __sub__(self, earlier: Statistics) -> Statistics:
-        """Return the statistics of the time between `earlier` and this."""
-
-        def minus(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
-            return {name: n for name in now if (n := now[name] - then.get(name, 0))}
-
-        return replace(
-            self,
-            num_calls=minus(self.num_calls, earlier.num_calls),
-            payload_bytes=minus(self.payload_bytes, earlier.payload_bytes),
+        """Return the statistics of the time between the snapshot `earlier` and this one."""
+        return Statistics(
+            num_calls=dict(Counter(self.num_calls) - Counter(earlier.num_calls)),
+            payload_bytes=dict(Counter(self.payload_bytes) - Counter(earlier.payload_bytes)),
             waited_seconds=self.waited_seconds - earlier.waited_seconds,
         )
 
 
+@dataclass(slots=True)
 class Counts:
-    """The counters behind `Statistics`. All lanes of one transport use the same object."""
+    """The counters from which `Statistics` are copied. All lanes of one transport use the same object."""
 
-    __slots__ = ("num_calls", "payload_bytes", "waited_seconds")
-
-    def __init__(self) -> None:
-        self.num_calls: dict[str, int] = {}
-        self.payload_bytes: dict[str, int] = {}
-        self.waited_seconds = 0.0
+    num_calls: dict[str, int] = field(default_factory=dict)
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    waited_seconds: float = 0.0
 
 
 def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:
-    """Return the bytes that one rank sends.
+    """Return the bytes that one rank sends in an operation, if the ranks are a ring.
 
-    The formulas assume rings, in which a rank sends as much as it receives. An all_reduce is a reduce_scatter and an
-    all_gather, each of which sends all but one of `num_ranks` parts of the whole once. In a broadcast, all but the last
-    rank pass the data on; the result is the mean over ranks. A message counts on its sender. The result is the traffic
-    of a flat network of ranks: shared memory sends nothing, and a hierarchy of several hosts sends less.
+    In a ring, a rank sends as much as it receives. An all_reduce consists of a reduce_scatter and an all_gather. Each
+    of the two sends all but one of the `num_ranks` parts of the whole once. In a broadcast, all ranks but the last one
+    pass the data on, and the result is the mean over ranks. A message counts on its sender only. Real traffic may be
+    smaller: shared memory sends nothing, and a hierarchy of several hosts sends less.
 
     Args:
         operation: an operation of a transport, as in `Statistics.payload_bytes`.
-        payload_bytes: size of the tensor passed in; for all_gather and reduce_scatter, of the whole tensor.
+        payload_bytes: size of the tensor passed in. For all_gather and reduce_scatter, it is the size of the whole.
         num_ranks: number of ranks in the group.
 
     Raises:
@@ -86,5 +80,5 @@ def sent_bytes(operation: str, payload_bytes: float, num_ranks: int) -> float:
         "barrier": 0.0,
     }
     if operation not in factors:
-        raise ValueError(f"expected one of {', '.join(factors)}; got {operation!r}")
+        raise ValueError(f"expected the operation to be one of {', '.join(factors)}; got {operation!r}")
     return factors[operation] * payload_bytes

@@ -1,95 +1,78 @@
-"""Rendezvous of ranks that are threads: one state machine per collective or message under way.
+"""The calls of ranks that are threads, and how they are matched with each other.
 
-The n-th collective of a rank is matched with the n-th collective of every other rank. The n-th `send` from a to b is
-matched with b's n-th `recv` from a. As in Gloo and NCCL, a `send` is complete when it was received. The first error
-breaks the whole group, so every rank raises the same text.
+A `Rendezvous` is one collective or message under way. The n-th collective of a rank is matched with the n-th collective
+of every other rank. The n-th `send` from rank a to rank b is matched with the n-th `recv` of rank b from rank a. As in
+Gloo and NCCL, a `send` is complete when its message was received. The first error breaks the whole group, so that every
+rank raises the same text.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, SynclineError, UnevenInputs
 from syncline.liveness.board import MAIN_LANE, Board, Place, Wait, who_is_where
-from syncline.liveness.calls import (
-    ENDLESS_WAIT,
-    SAME_CALLS,
-    Call,
-    Failure,
-    lane_name,
-    named_ranks,
-    remedy_for_left,
-)
+from syncline.liveness.calls import ENDLESS_WAIT, SAME_CALLS, Call, Failure, named_ranks, remedy_for_left
 from syncline.liveness.deadlock import stuck_among
 from syncline.liveness.processes import FORKED, refuse_in_forks
 from syncline.transport.work import Disagreement
 
 
-class State(enum.Enum):
-    """The state of a rendezvous."""
-
-    GATHERING = "gathering"
-    """Some ranks have not joined yet."""
-    COMPUTING = "computing"
-    """All ranks have joined; the last of them computes the result."""
-    DONE = "done"
-    """The result is available; each rank copies it when it waits."""
-    FAILED = "failed"
-    """There is no result; each rank that waits raises."""
-
-
-_MOVES = {
-    State.GATHERING: {State.COMPUTING, State.FAILED},
-    State.COMPUTING: {State.DONE, State.FAILED},
-    State.DONE: set[State](),
-    State.FAILED: set[State](),
-}
-
-
+@dataclass(eq=False)
 class Rendezvous:
-    """One collective or message under way. The group's lock guards all fields."""
+    """One collective or message under way. The lock of the group guards all fields.
 
-    def __init__(
-        self, lock: threading.Lock, members: tuple[int, ...], title: str, call_number: int | None
-    ) -> None:
-        self.members = members
-        self.title = title
-        self.call_number = call_number
-        self.state = State.GATHERING
-        self.calls: dict[int, Call] = {}
-        self.parts: dict[int, Any] = {}
-        self.result: Any = None
-        self.failure: Failure | None = None
-        self.has_disagreed = False
-        """Whether all calls had terms but differed. There is no result then, and the group remains usable."""
-        self.changed = threading.Condition(lock)
+    First the ranks join. The last rank to join computes the result. Then the rendezvous has ended, and each rank copies
+    the result when it waits.
 
-    def transition(self, to: State) -> None:
-        assert to in _MOVES[self.state], f"{self.title}: {self.state} -> {to}"
-        self.state = to
-        if to is not State.COMPUTING:
-            self.parts = {}
-            self.changed.notify_all()
+    Args:
+        members: the ranks that take part.
+        title: the kind and number of this rendezvous, for messages.
+        call_number: the number of the collective, from 1; None for a message.
+        changed: a condition with the lock of the group, notified at the end.
+    """
 
-    def fail(self, failure: Failure) -> None:
-        self.failure = failure
-        self.transition(State.FAILED)
+    members: tuple[int, ...]
+    title: str
+    call_number: int | None
+    changed: threading.Condition
+    calls: dict[int, Call] = field(default_factory=dict)
+    parts: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
+    failure: Failure | None = None
+    has_ended: bool = False
+    """Whether the result or the failure is known."""
+    has_disagreed: bool = False
+    """Whether all calls had terms but differed. There is no result then, and the group remains usable."""
+
+    def end(self, result: Any = None, failure: Failure | None = None) -> None:
+        """Set the result or the failure, and wake up the ranks that wait."""
+        assert not self.has_ended, f"{self.title} has ended twice"
+        self.result, self.failure, self.has_ended = result, failure, True
+        self.parts = {}
+        self.changed.notify_all()
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether some members have not joined yet, and still can."""
+        return not self.has_ended and len(self.calls) < len(self.members)
 
     def agrees(self) -> bool:
-        """Return whether all ranks that have joined made matching calls."""
+        """Return whether all ranks that have joined have made matching calls."""
         first, *others = self.calls.values()
         return all(first.agrees_with(other) for other in others)
 
     def absent(self) -> list[int]:
+        """Return the members that have not joined yet."""
         return [rank for rank in self.members if rank not in self.calls]
 
     def describe_calls(self) -> str:
-        """Return the ranks by call as text, for messages."""
+        """Return the call of each member as lines of text, for messages."""
         by_call: dict[str, list[int]] = {}
         for rank in self.members:
             call = self.calls.get(rank)
@@ -97,38 +80,35 @@ class Rendezvous:
         return "\n".join(f"  {named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
 
 
+@dataclass(eq=False)
 class _Common:
-    """The state that all lanes of one group have in common.
+    """The state that all lanes of one group have in common."""
 
-    It contains the lock, the ranks that have left, and the first failure, which breaks all lanes.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.failure: Failure | None = None
-        self.gone: dict[int, str] = {}
-        self.boards: dict[int, Board] = {}
-        self.waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = {}
-        """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
-        self.threads: defaultdict[int, set[int]] = defaultdict(set)
-        """The threads that have ever waited, by rank."""
-        self.lanes: weakref.WeakSet[CallMatcher] = weakref.WeakSet()
-        self.children: weakref.WeakSet[CallMatcher] = weakref.WeakSet()
-        self.num_lanes_for: Counter[str] = Counter()
-        self.is_forked = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    failure: Failure | None = None
+    gone: dict[int, str] = field(default_factory=dict)
+    """The reason by rank, for the ranks that make no more calls."""
+    boards: dict[int, Board] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], tuple[CallMatcher, Rendezvous]] = field(default_factory=dict)
+    """Waits by rank and thread, because one thread may wait for a checkpoint while another trains."""
+    threads: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The threads that have ever waited, by rank."""
+    lanes: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
+    children: weakref.WeakSet[CallMatcher] = field(default_factory=weakref.WeakSet)
+    is_forked: bool = False
 
     def refuse_a_fork(self) -> None:
-        """Refuse all use in this process, a fork of the process whose threads are the ranks."""
+        """Refuse all use in this process, which is a fork of the process whose threads are the ranks."""
         self.is_forked = True
 
 
 class CallMatcher:
-    """The matching of the calls of `size` ranks. It breaks as a whole at the first error.
+    """The rendezvous of one lane. The first error breaks all lanes of the group.
 
     Args:
         size: number of ranks.
-        lane: the lane's name. Each lane of the same ranks has its own matcher, and all of them break together.
-        common: the state of all lanes; None for the first matcher.
+        lane: the name of the lane.
+        common: the state of all lanes; None for the first lane of a group.
     """
 
     def __init__(self, size: int, lane: str = MAIN_LANE, common: _Common | None = None) -> None:
@@ -144,7 +124,7 @@ class CallMatcher:
             refuse_in_forks(self._common)
 
     def child(self, ranks: tuple[int, ...]) -> CallMatcher:
-        """Return a matcher for some of the ranks; it breaks when this matcher breaks."""
+        """Return the matcher of a new group of some of the ranks. It breaks when this matcher breaks."""
         matcher = CallMatcher(len(ranks))
         matcher._ranks_in_parent = ranks
         with self._lock:
@@ -152,20 +132,18 @@ class CallMatcher:
             matcher._common.failure = self.failure
         return matcher
 
-    def lane(self, purpose: str) -> CallMatcher:
-        """Return another matcher for the same ranks."""
-        common = self._common
+    def lane(self, name: str) -> CallMatcher:
+        """Return the matcher of a new lane of the same ranks."""
         with self._lock:
-            common.num_lanes_for[purpose] += 1
-            return CallMatcher(self.size, lane_name(purpose, common.num_lanes_for[purpose]), common)
+            return CallMatcher(self.size, name, self._common)
 
     def register_board(self, rank: int, board: Board) -> None:
-        """Register the board of `rank`, which shows the others where it is."""
+        """Register the board of `rank`, from which errors read the position of this rank."""
         self._common.boards[rank] = board
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that broke this matcher and the other lanes; None if there is none."""
+        """The failure that broke the group; None if there is none."""
         return self._common.failure
 
     def join(
@@ -180,9 +158,9 @@ class CallMatcher:
 
         Args:
             rank: the rank that joins.
-            call: its call, which must agree with its peers' calls.
-            part: its contribution.
-            compute: computes the result from the members' parts in rank order.
+            call: the call of this rank, which must match the calls of the other members.
+            part: the contribution of this rank.
+            compute: a function that computes the result from the members' parts in rank order.
             channel: None for a collective, (src, dst) for a message.
         """
         self._refuse_a_fork()
@@ -190,35 +168,40 @@ class CallMatcher:
             if self.failure is not None:
                 raise self.failure.on_rank(rank)
             if rank in self._common.gone:
-                raise SynclineError(f"{call}: rank {rank} cannot call this, its transport was closed")
+                raise closed_error(call, rank)
             nth = self._num_joined[rank, channel]
             self._num_joined[rank, channel] += 1
             rendezvous = self._pending.get((channel, nth))
             if rendezvous is None:
-                members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
-                what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
-                where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"
-                rendezvous = Rendezvous(
-                    self._lock, members, f"{what} number {nth}{where}", nth + 1 if channel is None else None
-                )
-                self._pending[channel, nth] = rendezvous
+                rendezvous = self._pending[channel, nth] = self._new_rendezvous(channel, nth)
             rendezvous.calls[rank] = call
             rendezvous.parts[rank] = part
             self._check(rendezvous)
-            if rendezvous.state is State.FAILED or rendezvous.absent():
+            if rendezvous.has_ended or rendezvous.needs_ranks:
                 return rendezvous
             del self._pending[channel, nth]
-            parts = [rendezvous.parts[member] for member in rendezvous.members]
-            rendezvous.transition(State.COMPUTING)
             if not rendezvous.agrees():
                 rendezvous.has_disagreed = True
-                rendezvous.transition(State.DONE)
+                rendezvous.end()
                 return rendezvous
+            parts = [rendezvous.parts[member] for member in rendezvous.members]
         self._compute(rendezvous, compute, parts)
         return rendezvous
 
+    def _new_rendezvous(self, channel: tuple[int, int] | None, nth: int) -> Rendezvous:
+        """Return the rendezvous for the `nth` call, from 0, of all ranks or on a channel."""
+        members = tuple(range(self.size)) if channel is None else tuple(sorted(channel))
+        what = "collective" if channel is None else f"message from rank {channel[0]} to {channel[1]}"
+        where = "" if self.name == MAIN_LANE else f" on the {self.name} lane"
+        call_number = nth + 1 if channel is None else None
+        return Rendezvous(
+            members, f"{what} number {nth}{where}", call_number, threading.Condition(self._lock)
+        )
+
     def _refuse_a_fork(self) -> None:
-        if self._common.is_forked:  # no lock: a thread that held it at the fork does not exist here
+        if (
+            self._common.is_forked
+        ):  # read without the lock, which a thread of the parent may have held at the fork
             raise FORKED.on_rank(None)
 
     def _check(self, rendezvous: Rendezvous) -> None:
@@ -231,50 +214,45 @@ class CallMatcher:
             )
             self._break_locked(Failure(CollectiveMismatch, text))
             return
-        for rank in rendezvous.absent():
-            if rank in self._common.gone:
-                boards = self._common.boards
-                waits = next(iter(rendezvous.calls))
-                remedy = remedy_for_left(Place.of(boards[waits]), [Place.of(boards[rank])])
-                text = (
-                    f"{first} ({rendezvous.title} of this group of {self.size}) needs rank {rank}, "
-                    f"which is gone: {self._common.gone[rank]}\n{rendezvous.describe_calls()}\n"
-                    f"{self._describe_places()}\n{remedy}"
-                )
-                self._break_locked(Failure(UnevenInputs, text))
-                return
+        gone, boards = self._common.gone, self._common.boards
+        rank = next((rank for rank in rendezvous.absent() if rank in gone), None)
+        if rank is not None:
+            waiting = next(iter(rendezvous.calls))
+            remedy = remedy_for_left(Place.of(boards[waiting]), [Place.of(boards[rank])])
+            text = (
+                f"{first} ({rendezvous.title} of this group of {self.size}) needs rank {rank}, "
+                f"which makes no more calls: {gone[rank]}\n{rendezvous.describe_calls()}\n"
+                f"{self._describe_places()}\n{remedy}"
+            )
+            self._break_locked(Failure(UnevenInputs, text))
 
     def _compute(self, rendezvous: Rendezvous, compute: Callable[[list[Any]], Any], parts: list[Any]) -> None:
         try:
             result = compute(parts)
         except BaseException as error:
-            # The other ranks raise this failure; this rank raises the error itself.
+            # The other ranks raise this failure, and this rank raises the error itself.
             failure = Failure(PeerFailed, f"{rendezvous.title} could not be computed: {error!r}")
             with self._lock:
-                rendezvous.fail(failure)
+                rendezvous.end(failure=failure)
                 self._break_locked(failure)
             raise
         with self._lock:
-            rendezvous.result = result
-            rendezvous.transition(State.DONE)
+            rendezvous.end(result)
 
     def wait(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> Any:
-        """Wait for the rendezvous and return its result, or raise its failure."""
+        """Wait for the rendezvous, and return its result or raise its failure."""
         self._refuse_a_fork()
-        waiting, me = self._common.waiting, (rank, threading.get_ident())
+        waiting, thread = self._common.waiting, threading.get_ident()
         with self._lock:
-            waiting[me] = self, rendezvous
-            self._common.threads[rank].add(threading.get_ident())
+            waiting[rank, thread] = self, rendezvous
+            self._common.threads[rank].add(thread)
             try:
                 self._check_for_deadlock()
-                all_joined = rendezvous.changed.wait_for(
-                    lambda: rendezvous.state is not State.GATHERING, timeout_seconds
-                )
-                if not all_joined:
+                if not rendezvous.changed.wait_for(lambda: not rendezvous.needs_ranks, timeout_seconds):
                     self._time_out(rank, rendezvous, timeout_seconds)
-                rendezvous.changed.wait_for(lambda: rendezvous.state in (State.DONE, State.FAILED))
+                rendezvous.changed.wait_for(lambda: rendezvous.has_ended)
             finally:
-                waiting.pop(me, None)
+                waiting.pop((rank, thread), None)
             if rendezvous.failure is not None:
                 raise rendezvous.failure.on_rank(rank)
             if rendezvous.has_disagreed:
@@ -289,7 +267,7 @@ class CallMatcher:
         waits_for = {
             rank: rendezvous.absent()
             for (rank, _), (_, rendezvous) in self._common.waiting.items()
-            if rendezvous.state is State.GATHERING and len(self._common.threads[rank]) == 1
+            if rendezvous.needs_ranks and len(self._common.threads[rank]) == 1
         }
         if stuck_among(waits_for):
             text = f"{ENDLESS_WAIT}\n{self._describe_places()}\n{SAME_CALLS}"
@@ -298,10 +276,10 @@ class CallMatcher:
     def _time_out(self, rank: int, rendezvous: Rendezvous, timeout_seconds: float) -> None:
         text = (
             f"{rendezvous.calls[rank]} ({rendezvous.title} of this group of {self.size}): "
-            f"{named_ranks(rendezvous.absent())} did not arrive within {timeout_seconds:g} s\n"
+            f"{named_ranks(rendezvous.absent())} did not make this call within {timeout_seconds:g} s\n"
             f"{rendezvous.describe_calls()}\n{self._describe_places()}\n"
-            "look at what the absent ranks do instead (an endless loop, fewer batches); "
-            "if they are only slow, raise the timeout"
+            "find out what the absent ranks do instead: they may be in an endless loop, or have fewer batches. If they "
+            "are only slow, raise the timeout"
         )
         self._break_locked(Failure(CollectiveTimeout, text))
 
@@ -309,16 +287,16 @@ class CallMatcher:
         common = self._common
         places = {}
         for rank, board in common.boards.items():
-            waits = (wait for (waiting, _), wait in common.waiting.items() if waiting == rank)
-            matcher, rendezvous = next(waits, (None, None))
-            wait = None
-            if matcher is not None and rendezvous is not None:
-                wait = Wait(lane=matcher.name, call=rendezvous.call_number, words=str(rendezvous.calls[rank]))
-            places[rank] = Place.of(board, wait=wait, has_left=rank in common.gone)
+            waits = (
+                Wait(lane=matcher.name, call=rendezvous.call_number, words=str(rendezvous.calls[rank]))
+                for (waiting, _), (matcher, rendezvous) in common.waiting.items()
+                if waiting == rank
+            )
+            places[rank] = Place.of(board, wait=next(waits, None), has_left=rank in common.gone)
         return who_is_where(places, size=self.size)
 
     def break_(self, failure: Failure) -> None:
-        """Fail all current and later rendezvous, here and in the children."""
+        """Fail all current and later calls, of this group and of the groups that were split from it."""
         with self._lock:
             self._break_locked(failure)
             children = list(self._common.children)
@@ -331,19 +309,32 @@ class CallMatcher:
             common.failure = failure
         for matcher in common.lanes:
             for rendezvous in matcher._pending.values():
-                rendezvous.fail(common.failure)
+                rendezvous.end(failure=common.failure)
             matcher._pending = {}
 
     def leave(self, rank: int, why: str, *, with_children: bool = False) -> None:
-        """Record that `rank` makes no more calls on any lane. Peers that need it raise `UnevenInputs` at once."""
+        """Record that `rank` makes no more calls on any lane. Ranks that need it raise `UnevenInputs` at once.
+
+        Args:
+            rank: the rank.
+            why: the reason, for messages.
+            with_children: whether the rank makes no more calls in groups that were split from this group either.
+        """
         common = self._common
         with self._lock:
             common.gone.setdefault(rank, why)
             for matcher in common.lanes:
                 for rendezvous in list(matcher._pending.values()):
-                    if rendezvous.state is State.GATHERING and rank in rendezvous.absent():
+                    if rendezvous.needs_ranks and rank in rendezvous.absent():
                         matcher._check(rendezvous)
             children = list(common.children) if with_children else []
         for child in children:
             if rank in child._ranks_in_parent:
                 child.leave(child._ranks_in_parent.index(rank), why, with_children=True)
+
+
+def closed_error(call: Call, rank: int) -> SynclineError:
+    """Return the error for a call on a transport that its rank has closed."""
+    return SynclineError(
+        f"rank {rank} called {call}, but its transport was closed: make all calls before close()"
+    )

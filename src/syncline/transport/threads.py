@@ -1,6 +1,6 @@
-"""Ranks as threads of one process: for tests, for simulation, and for groups of one rank.
+"""Engine: ranks as threads of one process, for tests, for simulation, and for groups of one rank.
 
-The engine is deterministic. Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits;
+The engine is deterministic. Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits.
 fp16 and bf16 are summed in fp32 and rounded once. Inputs are copied when an operation starts, and `Work.wait` writes
 the results, so no rank ever sees a peer's buffer change.
 """
@@ -16,13 +16,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerFailed, SynclineError
+from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
 from syncline.liveness.calls import Call, Failure
 from syncline.transport.base import ReduceOp, Transport
-from syncline.transport.c10d_groups import writing
+from syncline.transport.c10d_groups import fill
 from syncline.transport.caller_lock import Turn
-from syncline.transport.thread_rendezvous import CallMatcher, Rendezvous, State
+from syncline.transport.thread_rendezvous import CallMatcher, Rendezvous, closed_error
 from syncline.transport.work import DONE, Work
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """A group of ranks that live in threads of this process.
+    """A group of ranks that are threads of this process.
 
     Args:
         size: number of ranks.
@@ -45,32 +45,37 @@ class ThreadGroup:
 
     def __init__(self, size: int, timeout_seconds: float = 60.0) -> None:
         if size < 1:
-            raise ValueError(f"expected at least 1 rank, got {size}")
+            raise ValueError(f"expected a thread group of at least 1 rank, got {size}")
         self.size = size
         self._matcher = CallMatcher(size)
-        self._transports = _transports(self._matcher, timeout_seconds)
+        self._transports = _transports(self._matcher, timeout_seconds, [None] * size)
 
     def transport(self, rank: int) -> ThreadsTransport:
-        """Return the transport of `rank`; always the same object."""
+        """Return the transport of `rank`. Every call returns the same object."""
         if not 0 <= rank < self.size:
             raise ValueError(f"expected rank between 0 and {self.size - 1}, got {rank}")
         return self._transports[rank]
 
 
 def _transports(
-    matcher: CallMatcher, timeout_seconds: float, boards: Sequence[Board | None] | None = None
-) -> tuple[ThreadsTransport, ...]:
-    return tuple(
+    matcher: CallMatcher, timeout_seconds: float, boards: Sequence[Board | None]
+) -> list[ThreadsTransport]:
+    return [
         ThreadsTransport(matcher, rank=rank, timeout_seconds=timeout_seconds, board=board)
-        for rank, board in enumerate(boards or [None] * matcher.size)
-    )
+        for rank, board in enumerate(boards)
+    ]
+
+
+def transport_of_one_rank(timeout_seconds: float, board: Board | None = None) -> ThreadsTransport:
+    """Return the transport of a new group of one rank."""
+    return _transports(CallMatcher(1), timeout_seconds, [board])[0]
 
 
 # ---------------------------------------------------------------------- the transport
 
 
 class _ThreadsWork(Work):
-    """One rank's side of a rendezvous. The first `wait` writes the result."""
+    """One rank's part in a rendezvous. The first `wait` writes the result."""
 
     __slots__ = ("_rendezvous", "_target", "_transport")
 
@@ -86,18 +91,16 @@ class _ThreadsWork(Work):
         timeout = transport.timeout_seconds if timeout_seconds is None else timeout_seconds
         result = transport._matcher.wait(transport.rank, self._rendezvous, timeout)
         if self._target is not None:
-            part = result[transport.rank] if isinstance(result, list) else result
-            with writing():
-                self._target.detach().view(-1).copy_(part)
+            fill(self._target, result[transport.rank] if isinstance(result, list) else result)
             _synchronize(self._target)
         self._rendezvous = None
 
     def is_completed(self) -> bool:
-        return self._rendezvous is None or self._rendezvous.state in (State.DONE, State.FAILED)
+        return self._rendezvous is None or self._rendezvous.has_ended
 
 
 class ThreadsTransport(Transport):
-    """One rank of a `ThreadGroup`, created by its method `transport`. Use it from one thread at a time."""
+    """The transport of one rank of a `ThreadGroup`. Only one thread may use it at a time."""
 
     def __init__(
         self, matcher: CallMatcher, *, rank: int, timeout_seconds: float, board: Board | None = None
@@ -122,22 +125,25 @@ class ThreadsTransport(Transport):
     def lane(self, purpose: str) -> ThreadsTransport:
         if self.size == 1:
             return self
-        rendezvous = self._matcher.join(
-            self.rank, Call("lane", purpose), None, lambda parts: self._matcher.lane(purpose)
-        )
+        name = self._next_lane_name(purpose)
         lane = copy(self)
-        lane._matcher = self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)
+        lane._matcher = self._result_of(Call("lane", purpose), None, lambda parts: self._matcher.lane(name))
         return lane
 
     def split(self, color: int | None) -> ThreadsTransport | None:
-        rendezvous = self._matcher.join(self.rank, Call("split"), (color, self.board), self._split_by)
-        transports = self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)
+        transports = self._result_of(Call("split"), (color, self.board), self._split_by)
         return cast("ThreadsTransport | None", transports[self.rank])
 
+    def _result_of(self, call: Call, part: Any, compute: Callable[[list[Any]], Any]) -> Any:
+        """Make a collective call, wait for it, and return what `compute` returned on the last rank to call."""
+        rendezvous = self._matcher.join(self.rank, call, part, compute)
+        return self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)
+
     def _split_by(self, parts: list[tuple[int | None, Board]]) -> list[ThreadsTransport | None]:
+        """Return the transports of the new groups by rank, for the color and the board of every rank."""
         transports: list[ThreadsTransport | None] = [None] * self.size
         colors, boards = zip(*parts, strict=True)
-        for color in {color for color in colors if color is not None}:
+        for color in set(colors) - {None}:
             ranks = tuple(rank for rank in range(self.size) if colors[rank] == color)
             matcher = self._matcher.child(ranks)
             members = _transports(matcher, self.timeout_seconds, [boards[rank] for rank in ranks])
@@ -148,14 +154,9 @@ class ThreadsTransport(Transport):
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if self.size == 1:
             return torch.zeros(numel, dtype=dtype, device=device)
-        rendezvous = self._matcher.join(
-            self.rank,
-            Call("allocate_shared", "", numel, dtype),
-            None,
-            lambda parts: torch.zeros(numel, dtype=dtype, device=device),
-        )
-        # Each rank gets its own view of the same memory.
-        return cast(Tensor, self._matcher.wait(self.rank, rendezvous, self.timeout_seconds)).view(-1)
+        call = Call("allocate_shared", "", numel, dtype)
+        shared = self._result_of(call, None, lambda parts: torch.zeros(numel, dtype=dtype, device=device))
+        return cast(Tensor, shared).view(-1)  # each rank gets a separate view of the same memory
 
     def abort(self, reason: str) -> None:
         self._matcher.break_(Failure(PeerFailed, reason, aborted_by=self.rank))
@@ -163,10 +164,8 @@ class ThreadsTransport(Transport):
     def close(self) -> None:
         if self._matcher.name == MAIN_LANE:
             self._matcher.leave(self.rank, "it closed its transport")
-        else:
-            self._is_closed = (
-                True  # takes no lock: a garbage collection in a thread that holds it may close a lane
-            )
+        else:  # this takes no lock, because a garbage collection may close a lane in a thread that holds the lock
+            self._is_closed = True
 
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if self.size == 1:
@@ -176,8 +175,7 @@ class ThreadsTransport(Transport):
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if self.size == 1:
-            output.detach().view(-1).copy_(input.detach().view(-1))
-            return self._done_alone()
+            return self._done_alone(output, input)
         call = Call("reduce_scatter", op, input.numel(), input.dtype)
 
         def compute(parts: list[Tensor]) -> list[Tensor]:
@@ -187,8 +185,7 @@ class ThreadsTransport(Transport):
 
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if self.size == 1:
-            output.detach().view(-1).copy_(input.detach().view(-1))
-            return self._done_alone()
+            return self._done_alone(output, input)
         call = Call("all_gather", "", input.numel(), input.dtype, terms)
         return self._start(call, _snapshot(input), _concatenated, output)
 
@@ -222,16 +219,28 @@ class ThreadsTransport(Transport):
         channel: tuple[int, int] | None = None,
     ) -> Work:
         if self._is_closed and self._matcher.failure is None:
-            raise SynclineError(f"{call}: rank {self.rank} cannot call this, its transport was closed")
+            raise closed_error(call, self.rank)
         return _ThreadsWork(self, self._matcher.join(self.rank, call, part, compute, channel), target)
 
-    def _done_alone(self) -> Work:
+    def _done_alone(self, output: Tensor | None = None, input: Tensor | None = None) -> Work:
+        """Return the work of an operation in a group of one rank. Its result is a copy of `input`, if any."""
         if self._matcher.failure is not None:
             raise self._matcher.failure.on_rank(self.rank)
+        if output is not None and input is not None:
+            output.detach().view(-1).copy_(input.detach().view(-1))
         return DONE
 
 
 # ---------------------------------------------------------------------- arithmetic, in rank order
+
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def _snapshot(tensor: Tensor) -> Tensor:
@@ -241,25 +250,18 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def _synchronize(tensor: Tensor) -> None:
-    """Wait for queued work on `tensor`, because other threads may use other streams to read it."""
+    """Wait for the work queued on a tensor's device, because other threads may read the tensor on other streams."""
     if tensor.device.type != "cpu":
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 @torch.inference_mode()  # a part may be an inference tensor, which can be written only in this mode
 def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
+    """Reduce the first part by the others in place, and return the result."""
     dtype = parts[0].dtype
     total = parts[0].float() if dtype in (torch.float16, torch.bfloat16) else parts[0]
     for part in parts[1:]:
-        other = part.to(total.device)
-        if op in ("sum", "mean"):
-            total.add_(other)
-        elif op == "product":
-            total.mul_(other)
-        elif op == "max":
-            total = torch.maximum(total, other.to(total.dtype))
-        else:
-            total = torch.minimum(total, other.to(total.dtype))
+        _COMBINE[op](total, part.to(total.device, total.dtype), out=total)
     if op == "mean":
         total.div_(len(parts))
     total = total.to(dtype)
@@ -284,8 +286,9 @@ def _only_message(parts: list[Tensor | None]) -> Tensor:
 def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds: float = 60.0) -> list[T]:
     """Run `fn(transport)` on `size` ranks, each in its own thread.
 
-    When a rank raises, this function raises the same exception. The waits of its peers raise `PeerFailed` with the
-    traceback. When a rank returns while a peer still needs it, that peer raises `UnevenInputs`.
+    When a rank raises an exception, this function raises the same exception, and the waits of the other ranks raise
+    `PeerFailed` with the traceback. When a rank returns while another rank still needs it, that rank raises
+    `UnevenInputs`.
 
     Args:
         size: number of ranks.
@@ -312,7 +315,7 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
             results[rank] = fn(group.transport(rank))
         except BaseException as error:
             errors[rank] = error
-            text = f"rank {rank} of {size} ended by an exception of its own:\n{traceback.format_exc()}"
+            text = f"rank {rank} of {size} raised an exception:\n{traceback.format_exc()}"
             group._matcher.break_(Failure(PeerFailed, text))
         else:
             group._matcher.leave(rank, "its function has returned", with_children=True)
@@ -326,12 +329,11 @@ def run_ranks(size: int, fn: Callable[[ThreadsTransport], T], *, timeout_seconds
         for thread in threads:
             thread.join()
     except BaseException as error:
-        group._matcher.break_(
-            Failure(PeerFailed, f"the thread that runs the ranks was interrupted: {error!r}")
-        )
+        text = f"the thread that called run_ranks was interrupted: {error!r}"
+        group._matcher.break_(Failure(PeerFailed, text))
         raise
     if errors:
-        # A PeerFailed only repeats what another rank raised first.
+        # A PeerFailed only repeats an error that another rank raised first.
         rank = min(errors, key=lambda rank: (isinstance(errors[rank], PeerFailed), rank))
         errors[rank].add_note(f"raised on rank {rank} of {size}")
         raise errors[rank]

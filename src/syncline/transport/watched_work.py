@@ -1,11 +1,10 @@
 """Works whose wait checks from time to time for failed peers, deadlock and timeout.
 
-`WatchedWork` waits in slices of time. Each engine implements the wait for one slice (`_ends_within`); this file
-contains everything else. Some operations advance only when they are driven (see `phases.py`). While there are any,
-every wait drives them.
+`WatchedWork` waits in slices of time. Each engine implements the wait for one slice (`_ends_within`). Some operations
+do not advance by themselves (see `phases.py`). While such operations are under way, every wait advances them.
 
-`LongWait` publishes a wait that has lasted for a while to the peers, and reads where they are. A short wait is not
-published, so a healthy step pays nothing for it.
+`LongWait` publishes to the peers that this rank has been waiting for a while, and reads where the peers are. Short
+waits are not published, so that a healthy step is not slowed down.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 import time
 from abc import abstractmethod
 from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -24,8 +23,9 @@ from syncline.liveness.board import Place, Wait
 from syncline.liveness.calls import Call
 from syncline.liveness.deadlock import steady
 from syncline.liveness.failed_wait import FailedWait
-from syncline.liveness.health import Health, Lane
+from syncline.liveness.health import Health
 from syncline.liveness.notices import SIGN_OF_LIFE_SECONDS
+from syncline.transport.watched import WatchedTransport
 from syncline.transport.work import Work
 from syncline.user_code import user_code, warn_user
 
@@ -35,79 +35,63 @@ SLICE_SECONDS = 0.25
 MESSAGES = ("send", "recv")
 """Operations that only two ranks call, so that they have no number that is the same on all ranks."""
 
-_BRIEF_SECONDS = 0.002
-"""How long a wait sleeps while other operations need to be driven."""
+_DRIVE_SECONDS = 0.002
+"""How long a wait sleeps before it advances other operations again."""
 
 
 class Driven(Protocol):
-    """Operations that advance only when they are driven."""
+    """Operations that advance only when `drive` is called."""
 
     def drive(self) -> None:
-        """Advance as far as is possible now. Never blocks, never raises."""
+        """Advance all operations as far as is possible without waiting. Never raises."""
 
     def is_idle(self, except_for: object) -> bool:
-        """Return whether no work besides `except_for` needs to be driven."""
+        """Return whether no operation besides `except_for` is under way."""
 
 
 class UnderWay:
-    """All operations of this process that need to be driven."""
+    """All operations of this process that advance only when they are driven."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held by the thread that drives."""
+        """The lock of the thread that drives the operations."""
         self._all: dict[int, Driven] = {}
 
-    def add(self, what: Driven) -> None:
-        """Drive `what` from now on."""
-        self._all[id(what)] = what
+    def add(self, operations: Driven) -> None:
+        """Drive these operations from now on."""
+        self._all[id(operations)] = operations
 
-    def remove(self, what: Driven) -> None:
-        """Stop driving `what`."""
-        self._all.pop(id(what), None)
+    def remove(self, operations: Driven) -> None:
+        """Stop driving these operations."""
+        self._all.pop(id(operations), None)
 
     def drive(self) -> None:
-        """Advance as far as is possible now, unless another thread does so already."""
+        """Advance all operations as far as is possible without waiting, unless another thread does this now."""
         if self._all and self.lock.acquire(blocking=False):
             try:
-                for what in list(self._all.values()):
-                    what.drive()
+                for operations in list(self._all.values()):
+                    operations.drive()
             finally:
                 self.lock.release()
 
     def is_idle(self, except_for: object) -> bool:
-        """Return whether no work besides `except_for` needs to be driven."""
-        return not self._all or all(what.is_idle(except_for) for what in list(self._all.values()))
+        """Return whether no operation besides `except_for` needs to be driven."""
+        return not self._all or all(operations.is_idle(except_for) for operations in list(self._all.values()))
 
 
 under_way = UnderWay()
 
 
-class Watched(Protocol):
-    """The attributes of a transport that its works need."""
-
-    @property
-    def health(self) -> Health:
-        """The health of the transport's group."""
-
-    @property
-    def own_lane(self) -> Lane:
-        """The lane that counts the transport's calls."""
-
-    @property
-    def timeout_seconds(self) -> float:
-        """The longest time that a wait may last."""
-
-
 class WatchedWork(Work):
-    """One operation, with its description for errors and for the peers.
+    """One operation under way, with a description of the call for errors and for the peers.
 
-    The works of all engines are constructed from the same arguments, which describe the call. A second method of each
-    engine (`start`, `enter`) begins the operation.
+    The works of all engines have the same constructor, whose arguments describe the call. A second method of each
+    engine (`start` or `enter`) begins the operation.
 
     Args:
-        transport: the transport of the call.
-        operation: the operation's name, for messages.
-        detail: reduce operation or peer, for messages.
+        transport: the transport that was called.
+        operation: the name of the operation, for messages.
+        detail: the reduce operation or the peer, for messages.
         tensor: the tensor that the caller passed in; None for a barrier.
     """
 
@@ -122,7 +106,12 @@ class WatchedWork(Work):
         "_timeout_seconds",
     )
 
-    def __init__(self, transport: Watched, operation: str, detail: str, tensor: Tensor | None) -> None:
+    runs_by_itself: ClassVar[bool] = False
+    """Whether the operation advances while no thread of this rank waits for it or polls it."""
+
+    def __init__(
+        self, transport: WatchedTransport, operation: str, detail: str, tensor: Tensor | None
+    ) -> None:
         self._health = transport.health
         self._lane = lane = transport.own_lane
         self._timeout_seconds = transport.timeout_seconds
@@ -147,16 +136,12 @@ class WatchedWork(Work):
         self._lane, self._number, self._started = whole._lane, whole._number, whole._started
 
     def as_wait(self, *, number: int = 0, blocks_rank: bool = True) -> Wait:
-        """Return the wait for this operation, to publish to the peers."""
+        """Return a description of the wait for this operation, which is published to the peers."""
         tensor = self._tensor
         numel, dtype = (None, None) if tensor is None else (tensor.numel(), tensor.dtype)
-        call = Call(self._operation, self._detail, numel, dtype)
+        words = str(Call(self._operation, self._detail, numel, dtype))
         return Wait(
-            lane=self._lane.name,
-            call=self._number,
-            words=str(call),
-            number=number,
-            blocks_rank=blocks_rank,
+            lane=self._lane.name, call=self._number, words=words, number=number, blocks_rank=blocks_rank
         )
 
     def __str__(self) -> str:
@@ -164,11 +149,11 @@ class WatchedWork(Work):
 
     @abstractmethod
     def _has_succeeded(self) -> bool:
-        """Return whether the operation is done, as a last check after a failure. Never raises."""
+        """Return whether the operation is done, as a last check after a failure of the group. Never raises."""
 
     @abstractmethod
     def _ends_within(self, seconds: float) -> bool:
-        """Wait for at most `seconds` and return whether the operation is done; raise the error that ended it."""
+        """Wait for at most `seconds`, and return whether the operation is done. Raise if the operation has failed."""
 
     def _wait_in_slices(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -180,35 +165,36 @@ class WatchedWork(Work):
                 if remaining_seconds <= 0:
                     raise FailedWait(self._health, self).timed_out()
                 try:
-                    long_wait.look_around()
+                    long_wait.check()
                 except SynclineError:
-                    if self._has_succeeded():  # the failure came after this operation
+                    if self._has_succeeded():  # the group failed after this operation
                         return
                     raise
                 if self._ends_driving(min(remaining_seconds, SLICE_SECONDS)):
                     return
 
     def _ends_driving(self, seconds: float) -> bool:
-        """Wait like `_ends_within`, and drive other operations meanwhile."""
+        """Wait like `_ends_within`, and drive other operations at the same time."""
         if under_way.is_idle(except_for=self):
             return self._ends_within(seconds)
         deadline = time.monotonic() + seconds
         while True:
             under_way.drive()
             remaining_seconds = deadline - time.monotonic()
-            if self._ends_within(min(remaining_seconds, _BRIEF_SECONDS)):
+            if self._ends_within(min(remaining_seconds, _DRIVE_SECONDS)):
                 return True
-            if remaining_seconds <= _BRIEF_SECONDS:
+            if remaining_seconds <= _DRIVE_SECONDS:
                 return False
 
 
 _LOOK_SECONDS = 0.5
-
-_LOOK_SECONDS_OF_MANY = 1.0
+"""How often a waiting rank reads where the other ranks are."""
 
 _MANY_RANKS = 16
+"""The number of ranks above which a waiting rank reads only half as often, to spare the store."""
 
 _SILENCE_SECONDS = 2 * SIGN_OF_LIFE_SECONDS
+"""How long a rank publishes nothing before its peers warn."""
 
 _STOPPED = "whose process is stopped (by SIGSTOP, Ctrl-Z or a debugger)"
 
@@ -216,21 +202,21 @@ _SILENT = f"which has given no sign of life for {_SILENCE_SECONDS:g} s (it is st
 
 
 class LongWait:
-    """A long wait, published to the peers while it lasts.
+    """A wait that has lasted for a while. While this context lasts, the wait is published to the peers.
 
     Args:
         health: the health of the transport's group.
-        work: the operation that is waited for.
+        work: the operation for which this rank waits.
     """
 
     def __init__(self, health: Health, work: WatchedWork) -> None:
         self._health = health
         self._work = work
-        self._period_seconds = _LOOK_SECONDS if health.size <= _MANY_RANKS else _LOOK_SECONDS_OF_MANY
-        self._next_look = time.monotonic() + self._period_seconds / 2  # half of it has passed already
+        self._period_seconds = _LOOK_SECONDS * (1 if health.size <= _MANY_RANKS else 2)
+        self._next_look = time.monotonic() + self._period_seconds / 2  # half of the period has passed already
         self._seen: dict[int, Place] = {}
         self._signs_of_life: dict[int, tuple[float, float]] = {}
-        """By rank: the time of its last sign of life by its own clock, and when this rank first saw it, by ours."""
+        """By rank: the time of the rank's last place, by the rank's clock, and when this rank first read that place."""
         self._warned_of: set[int] = set()
 
     def __enter__(self) -> LongWait:
@@ -245,8 +231,8 @@ class LongWait:
         if error is None:
             self._post()
 
-    def look_around(self) -> None:
-        """Raise if the transport has failed or this wait can never end; warn of ranks that are stopped or silent."""
+    def check(self) -> None:
+        """Raise if the transport has failed or this wait can never end. Warn of ranks that are stopped or silent."""
         health = self._health
         health.raise_if_published()
         now = time.monotonic()
@@ -259,25 +245,21 @@ class LongWait:
             raise FailedWait(health, self._work).lost(ended)
         FailedWait(health, self._work).raise_if_endless(seen, steady(self._seen, seen))
         self._seen = seen
-        halted = dict.fromkeys(self._silent_ranks(now), _SILENT) | dict.fromkeys(
-            health.stopped_ranks(), _STOPPED
-        )
-        for rank, what in sorted(halted.items()):
-            if rank not in self._warned_of:
-                self._warn_of(rank, what)
+        halted = dict.fromkeys(self._silent_ranks(now), _SILENT)
+        halted |= dict.fromkeys(health.stopped_ranks(), _STOPPED)
+        for rank in sorted(halted.keys() - self._warned_of):
+            self._warn_of(rank, halted[rank])
         self._warned_of = set(halted)
 
     def _look(self) -> dict[int, Place]:
         """Return where the ranks are.
 
-        If a rank waits in torch.distributed, publish how many calls this rank has started on that group.
+        If a rank waits in a call of torch.distributed, publish how many calls this rank has started on that group.
         """
         health = self._health
         seen = health.places()
-        lanes = {
-            place.wait.lane for place in seen.values() if place.wait is not None and place.wait.is_torchs
-        }
-        if lanes:
+        waits = (place.wait for place in seen.values() if place.wait is not None)
+        if lanes := {wait.lane for wait in waits if wait.is_torchs}:
             health.count_calls_of_torch(lanes)
             self._post()
             seen[health.rank] = health.place(code=seen[health.rank].code)
@@ -294,10 +276,10 @@ class LongWait:
 
     def _warn_of(self, rank: int, what: str) -> None:
         where = self._seen.get(rank)
-        last_seen = "" if where is None else f". It was last seen in {where}"
+        last_seen = "" if where is None else f" Rank {rank} was last seen in {where}."
         warn_user(
-            f"rank {self._health.rank} waits in {self._work} for rank {rank}, {what}{last_seen}. Continue it, or end "
-            f"it; this rank waits {self._work.timeout_seconds:g} s in all"
+            f"rank {self._health.rank} waits in {self._work} for rank {rank}, {what}.{last_seen} Continue or end the "
+            f"process of rank {rank}. Rank {self._health.rank} raises an error after {self._work.timeout_seconds:g} s"
         )
 
     def _post(self) -> None:

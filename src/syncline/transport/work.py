@@ -1,4 +1,4 @@
-"""`Work`: an operation under way. Works that consist of others, or measure them."""
+"""`Work`, an operation under way, and works that combine or measure other works."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from syncline.transport.statistics import Counts
 
 
 class Disagreement(CollectiveMismatch):
-    """An error for ranks whose calls have different terms. Nothing was written, and the transport remains usable."""
+    """An error for ranks whose calls or terms differ. No tensor was written, and the transport remains usable."""
 
 
 class Work(ABC):
     """One operation under way. Keep the object until `wait` has returned.
 
-    An error in `wait` ends the transport: every later operation on it raises as well. `Disagreement` is the exception.
+    After an error in `wait`, every later operation on the transport raises as well. Only after `Disagreement`, the
+    transport remains usable.
     """
 
     @abstractmethod
@@ -28,20 +29,20 @@ class Work(ABC):
             timeout_seconds: how long to wait; None means the transport's own timeout.
 
         Raises:
-            CollectiveTimeout: a rank did not arrive in time.
-            PeerLost: a rank's process or connection is gone.
+            CollectiveTimeout: a rank did not make the same call in time.
+            PeerLost: a rank's process has ended, or the connection to a rank is lost.
             PeerFailed: another rank raised an exception.
-            CollectiveMismatch: the ranks called different operations, or sizes differ.
+            CollectiveMismatch: the ranks called different operations, or the sizes of their tensors differ.
             Disagreement: operations, sizes or terms differ, and all calls had terms.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Return whether `wait` would return or raise at once. Never blocks, never raises."""
+        """Return whether `wait` would return or raise at once. This method never blocks and never raises."""
 
 
 class _DoneWork(Work):
-    """An operation that was complete when it was started, for instance in a group of one rank."""
+    """An operation that is complete when it starts, for instance in a group of one rank."""
 
     __slots__ = ()
 
@@ -61,12 +62,12 @@ _DONE_PART: _Part = (DONE, None)
 
 
 class CombinedWork(Work):
-    """Several operations as one work. They are waited for in turn, against one deadline.
+    """Several operations as one work. `wait` waits for them one after the other, with one deadline.
 
     Args:
-        parts: the operations, each with the action that completes it, such as writing what was received; None if there
-            is none. An action after the last operation is a part as well: `(DONE, action)`.
-        at_end: called once all parts are complete, and also whenever a wait raises.
+        parts: the operations, each with a function to call after its wait (to copy a received tensor, for instance) or
+            None. For a function to call after all operations, add the part `(DONE, function)`.
+        at_end: a function to call once all parts are complete, and also whenever a wait raises.
     """
 
     __slots__ = ("_at_end", "_parts")
@@ -77,7 +78,7 @@ class CombinedWork(Work):
 
     @staticmethod
     def of(works: Iterable[Work]) -> CombinedWork:
-        """Return operations that need no actions as one work."""
+        """Return several operations as one work, without functions to call after them."""
         return CombinedWork([(work, None) for work in works])
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -99,7 +100,7 @@ class CombinedWork(Work):
 
 
 class MeasuredWork(Work):
-    """An operation that adds the time spent in `wait` to the transport's statistics."""
+    """An operation whose `wait` adds the time spent waiting to the transport's statistics."""
 
     __slots__ = ("_counts", "_inner")
 

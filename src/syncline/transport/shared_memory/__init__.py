@@ -1,12 +1,11 @@
 """Engine: the ranks of one host, over memory that all of them map.
 
 core.py       find and load the native core
-engine.py     calls of the native core, and their codes
+engine.py     handles of the native core, codes of calls, and tensors in shared memory
 hub.py        connections between the ranks of a host, over which memory is passed on
-memory.py     create and map memory; how much is left
-regions.py    tensors in shared memory: reduced in place, or one copy for all ranks
-sockets.py    Unix sockets between two ranks: who may connect, bytes, files, which process has ended
-transport.py  the engine itself
+memory.py     create and map memory, and measure how much memory is available
+sockets.py    Unix sockets between two ranks: connect, send bytes and files, and detect ended processes
+transport.py  the transport
 work.py       an operation in shared memory, and how it is waited for
 """
 

@@ -45,7 +45,7 @@ MAX_ABORT_BYTES = 65536
 
 
 class SharedMemoryUnavailable(SynclineError):
-    """An error for ranks that cannot share memory. The text is the same on all of them.
+    """The error of ranks that cannot share memory. The text is the same on all of these ranks.
 
     Args:
         text: the reasons.
@@ -90,7 +90,10 @@ _PROTOTYPES: dict[str, tuple[object, list[object]]] = {
 
 
 class Library:
-    """The library's functions, without their prefix. Each function releases the interpreter lock while it runs."""
+    """The functions of the native library, without the prefix of their names.
+
+    Each function releases the interpreter lock while it runs.
+    """
 
     def __init__(self, path: str) -> None:
         loaded = ctypes.CDLL(path)
@@ -98,7 +101,8 @@ class Library:
         abi.restype = c_uint32
         if abi() != _ABI:
             raise SharedMemoryUnavailable(
-                f"{path} is of another version (interface {abi()}, expected {_ABI}): install syncline again"
+                f"{path} is the native library of another version of syncline: expected interface {_ABI}, got {abi()}. "
+                "Install syncline again"
             )
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(loaded, f"syncline_{name}")
@@ -111,17 +115,18 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """Load the library at the first call, and return it.
+    """Return the native library, which the first call loads.
 
     Raises:
-        SharedMemoryUnavailable: the library was not built, or cannot be loaded here.
+        SharedMemoryUnavailable: the library was not built, or cannot be loaded on this system.
     """
     if sys.platform != "linux":
-        raise SharedMemoryUnavailable(f"shared memory needs Linux, this is {sys.platform}")
+        raise SharedMemoryUnavailable(f"shared memory needs Linux, but this system is {sys.platform}")
     path = find_library()
     if path is None:
         raise SharedMemoryUnavailable(
-            "the native library was not built when syncline was installed: install a C compiler, and syncline again"
+            "the native library was not built when syncline was installed: install a C compiler, then install syncline "
+            "again"
         )
     try:
         return Library(str(path))

@@ -1,7 +1,7 @@
-"""Connections between the ranks of one host, over which each rank passes memory to the next.
+"""Connections between the ranks of one host, over which each rank passes memory to the next rank.
 
 The ranks form a chain, so that no rank holds more than two sockets. Equal host names do not prove that two ranks are on
-one host: each rank must map the memory that rank 0 has created, and read in it the bytes that the others wrote.
+one host. So each rank must map the memory that rank 0 has created, and read in it the bytes that the other ranks wrote.
 
 `store_exchange` gathers bytes through a torch.distributed store, for ranks that are not connected yet.
 """
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
 
@@ -41,11 +41,13 @@ from syncline.transport.shared_memory.sockets import (
     send_rows,
 )
 
+T = TypeVar("T")
+
 Exchange = Callable[[bytes], list[bytes]]
 """A collective function that gathers every rank's bytes, in rank order."""
 
 NUM_EXCHANGES = 3
-"""Largest number of exchanges that a hub makes. It makes fewer if the ranks cannot share memory."""
+"""The largest number of exchanges that a hub makes. A hub makes fewer exchanges if the ranks cannot share memory."""
 
 _SHOWN_BYTES = 60
 
@@ -56,44 +58,46 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class _Presence:
-    """A rank's description of itself for the others."""
+    """A description of one rank, which all ranks exchange before they connect."""
 
     pid: int
     uid: int
     host: str
-    """The kernel's random number of this boot, and the namespaces of process numbers and sockets."""
+    """A key of the host: a random number of the running kernel, and the namespaces of process numbers and sockets."""
     unable: str = ""
-    """The reason why this rank cannot share memory at all; empty if it can."""
+    """The reason why this rank cannot share memory at all; empty if there is none."""
     build: str = ""
-    """The memory layout of its native library."""
+    """The memory layout of the rank's native library."""
     address: str = ""
-    """The address at which it listens for the next rank."""
+    """The address at which the rank listens for the next rank."""
     token: str = ""
-    """The token that a connecting rank must send; set by rank 0 only."""
+    """The token that a connecting rank must send. Only rank 0 sets it."""
 
     def process(self, rank: int) -> RankOnSocket:
-        """Return the process that is accepted as `rank`."""
+        """Return the process from which this rank accepts a connection as `rank`."""
         return RankOnSocket(rank, self.pid, self.uid)
 
 
 def _parsed(row: bytes, rank: int) -> _Presence:
-    """Return a rank's description of itself, checked so that `bytes.fromhex` and `Peers` accept its values."""
-    where = f"rank {rank} on how it can share memory"
+    """Return the description that `rank` sent; raise if `bytes.fromhex` or `Peers` would not accept its values."""
+    where = f"the description that rank {rank} sent to set up shared memory"
     found = decode(_Presence, row, where)
     if found.pid < 1 or not re.fullmatch(r"([0-9a-f]{64})?", found.token):
         raise SynclineError(
-            f"{where}: expected the number of a process and a token, got {row[:_SHOWN_BYTES]!r}"
+            f"{where}: expected a process number above 0 and a token of 64 hexadecimal digits, got "
+            f"{row[:_SHOWN_BYTES]!r}"
         )
     return found
 
 
 class Hub:
-    """This rank's place in the chain of one host's ranks.
+    """The connections of this rank in the chain of the ranks of one host.
 
     Args:
         rank: this rank.
         size: number of ranks.
-        exchange: gathers bytes before the ranks are connected; called at most `NUM_EXCHANGES` times.
+        exchange: a function that gathers bytes before the ranks are connected. It is called at most `NUM_EXCHANGES`
+            times.
 
     Raises:
         SharedMemoryUnavailable: the ranks cannot share memory. Raised on all ranks, with the reasons.
@@ -109,10 +113,9 @@ class Hub:
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(listener_for_next()) if rank < size - 1 else None
             everyone = self._exchange_presence(listener, token, exchange)
-            trouble = _attempt(lambda: self._connect(listener, everyone))
-            _agree(exchange, trouble)
+            _agree(exchange, lambda: self._connect(listener, everyone))
         try:
-            _agree(exchange, _attempt(lambda: self._verify(everyone)))
+            _agree(exchange, lambda: self._verify(everyone))
         except SharedMemoryUnavailable:
             self.close()
             raise
@@ -124,7 +127,7 @@ class Hub:
             pid=os.getpid(),
             uid=os.getuid(),
             host=host_key(),
-            unable=_attempt(library),
+            unable=attempt(library)[1],
             build=_build(),
             address="" if listener is None else address_of(listener),
             token="" if self.rank else token.hex(),
@@ -152,7 +155,9 @@ class Hub:
         proof.map[self.rank * _PROOF_BYTES : (self.rank + 1) * _PROOF_BYTES] = mine
         for rank, written in enumerate(self.gather(mine)):
             if proof.map[rank * _PROOF_BYTES : (rank + 1) * _PROOF_BYTES] != written:
-                raise SynclineError(f"the bytes that rank {rank} wrote into the memory cannot be read here")
+                raise SynclineError(
+                    f"rank {self.rank} cannot read the bytes that rank {rank} wrote to the shared memory"
+                )
         self.gather(b"")  # wait until all ranks have read
 
     # ------------------------------------------------------------------ collective calls over the hub
@@ -166,7 +171,7 @@ class Hub:
         before, after = self._neighbours()
         rows = [] if before is None else receive_rows(before)
         rows.append(payload)
-        if after is not None:  # the last rank collects all rows and sends them back along the chain
+        if after is not None:  # the last rank gathers all rows and sends them back along the chain
             send_rows(after, rows)
             rows = receive_rows(after)
         if before is not None:
@@ -174,11 +179,11 @@ class Hub:
         return rows
 
     def allocate(self, num_bytes: int, purpose: str) -> SharedMemory:
-        """Return new memory, all zeros, that every rank has mapped; a collective call.
+        """Return new memory of zeros that all ranks have mapped; a collective call.
 
         Args:
             num_bytes: size of the memory, the same on all ranks.
-            purpose: use of the memory, for messages.
+            purpose: the use of the memory, for messages.
 
         Raises:
             SharedMemoryUnavailable: there is not enough memory. Raised on all ranks.
@@ -191,7 +196,8 @@ class Hub:
         except OSError as error:
             self.close()  # so that the next rank of the chain does not wait for this one
             raise SynclineError(
-                f"shared memory for {purpose}: the process or connection of a rank on this host is gone ({error})"
+                f"cannot allocate shared memory for {purpose}: the process of another rank on this host has ended, or "
+                f"its connection is closed ({error})"
             ) from error
         _raise_if_any(f"there is no shared memory for {purpose}:", troubles)
         assert memory is not None
@@ -199,7 +205,7 @@ class Hub:
         return memory
 
     def _passed_on(self, num_bytes: int) -> tuple[SharedMemory | None, str]:
-        """Return rank 0's new memory, mapped here and passed to the next rank, and an error text or ""."""
+        """Map the memory that rank 0 creates, and pass it to the next rank. Return the memory and the error text."""
         before, after = self._neighbours()
         memory: SharedMemory | None = None
         try:
@@ -244,28 +250,29 @@ def _close(connections: dict[int, socket.socket]) -> None:
 
 
 def _check_ability(everyone: list[_Presence]) -> None:
+    """Raise if the descriptions of the ranks show that they cannot share memory."""
+    first = everyone[0]
     reasons = [f"rank {rank}: {presence.unable}" for rank, presence in enumerate(everyone) if presence.unable]
     if len(everyone) > MAX_RANKS:
-        reasons.append(f"{len(everyone)} ranks, and at most {MAX_RANKS} can share memory")
-    others = [rank for rank, presence in enumerate(everyone) if presence.host != everyone[0].host]
+        reasons.append(f"there are {len(everyone)} ranks, but at most {MAX_RANKS} ranks can share memory")
+    others = [rank for rank, presence in enumerate(everyone) if presence.host != first.host]
     if others:
         reasons.append(f"{named_ranks(others)} run on another host (or in another container) than rank 0")
-    builds = [rank for rank, presence in enumerate(everyone) if presence.build != everyone[0].build]
+    builds = [rank for rank, presence in enumerate(everyone) if presence.build != first.build]
     if builds and not others:
         reasons.append(f"{named_ranks(builds)} run another build of the native library than rank 0")
-    users = [rank for rank, presence in enumerate(everyone) if presence.uid != everyone[0].uid]
+    users = [rank for rank, presence in enumerate(everyone) if presence.uid != first.uid]
     if users:
         reasons.append(f"{named_ranks(users)} run as another user than rank 0")
-    pids = [presence.pid for presence in everyone]
-    if len(set(pids)) < len(pids) and not others:
+    if len({presence.pid for presence in everyone}) < len(everyone) and not others:
         reasons.append("two ranks are in one process")
     if reasons:
-        raise SharedMemoryUnavailable(
-            "\n".join(["the ranks cannot share memory:", *reasons]), is_worth_a_warning=not others
-        )
+        text = "\n".join(["the ranks cannot share memory:", *reasons])
+        raise SharedMemoryUnavailable(text, is_worth_a_warning=not others)
 
 
 def _build() -> str:
+    """Return a text that is equal on ranks with the same build of the native library; empty without a library."""
     try:
         core = library()
     except SharedMemoryUnavailable:
@@ -273,43 +280,45 @@ def _build() -> str:
     return f"{core.group_bytes(2)} {core.lane_bytes(2, 4, 4096, 4096)}"
 
 
-def _attempt(action: Callable[[], object]) -> str:
-    """Run `action`, and return the text of its error; empty if there is none."""
+def attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """Run `action`. Return its result and an empty text, or None and the text of its error."""
     try:
-        action()
-    except (SynclineError, OSError) as error:
-        return str(error) or type(error).__name__
-    return ""
+        return action(), ""
+    except (SynclineError, OSError, MemoryError) as error:
+        return None, str(error) or type(error).__name__
 
 
-def _agree(exchange: Exchange, trouble: str) -> None:
-    """Raise on all ranks if one of them reports trouble."""
+def _agree(exchange: Exchange, action: Callable[[], object]) -> None:
+    """Run `action`. If it raises on one rank, raise on all ranks."""
+    _, trouble = attempt(action)
     troubles = [row.decode(errors="replace") for row in exchange(trouble.encode())]
     _raise_if_any("the ranks cannot share memory:", troubles)
 
 
 def _raise_if_any(problem: str, troubles: list[str]) -> None:
+    """Raise if a rank reports an error. `troubles` holds an error text or an empty text for each rank."""
     if any(troubles):
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
         raise SharedMemoryUnavailable("\n".join([problem, *lines]))
 
 
 def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> Exchange:
-    """Return a collective function that gathers bytes through the store; each call uses new keys.
+    """Return a collective function that gathers bytes through a store. Each of its calls uses new keys.
 
     Args:
-        store: the same for all ranks. If a group is created again after it was destroyed, all ranks must take part.
+        store: a store that all ranks can reach. For each group that is set up over the store, all ranks must make this
+            call.
         rank: this rank.
         size: number of ranks.
-        timeout_seconds: how long to wait for the others.
+        timeout_seconds: how long a call waits for the other ranks.
 
     Example:
         >>> from torch.distributed import HashStore
         >>> store_exchange(HashStore(), 0, 1, 5.0)(b"here")
         [b'here']
     """
-    # Old keys stay in the store. Each rank counts its calls of this function, so that no rank reads messages of an
-    # earlier group.
+    # Old keys stay in the store. Each rank counts its calls of `store_exchange`, so that no rank reads the messages of
+    # an earlier group.
     messages = SignedStore(store)
     epoch = messages.count_up(f"syncline/exchange/epoch/{rank}")
     num_calls = 0
@@ -324,8 +333,9 @@ def store_exchange(store: Any, rank: int, size: int, timeout_seconds: float) -> 
         except DistStoreError as error:
             missing = [peer for peer, key in enumerate(keys) if not messages.has(key)]
             raise CollectiveTimeout(
-                f"rank {rank} of {size} waited {timeout_seconds:g} s, but {named_ranks(missing)} did not take part in "
-                "setting up shared memory. Look for an earlier error of theirs, or for a different call"
+                f"rank {rank} of {size} waited {timeout_seconds:g} s to set up shared memory, but "
+                f"{named_ranks(missing)} did not take part: look for an earlier error on the missing ranks, or for a "
+                "branch in which they make a different call"
             ) from error
         return [text.encode() for text in messages.multi_get(keys)]
 

@@ -1,12 +1,12 @@
 """Shared memory that several processes map, and the amount of memory that is available.
 
-The memory is a memfd. It has no name and exists as long as a process has it open or mapped, so it never has to be
-cleaned up. All its pages are allocated before it is used, so that a lack of memory raises an error here instead of a
-SIGBUS later.
+The memory is a memfd, a file without a name. It exists as long as a process has it open or mapped, so it never has to
+be cleaned up. All its pages are allocated before it is used. A lack of memory therefore raises an error here, instead
+of a SIGBUS later.
 
 The available memory depends on the machine and on the limits of this process's control groups. The kernel kills a
-process that exceeds a limit, without a message. A scheduler may set its limit on any group between this process and the
-root, so all of them are checked.
+process that exceeds a limit, without a message. A scheduler may set its limit on any control group between this process
+and the root, so all of these groups are checked.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ _PAGES_OF_FILES = ("active_file", "inactive_file")
 
 
 class _Files(NamedTuple):
-    """The file names of one version of control groups for limit and usage, and the prefix of the usage's parts."""
+    """The names of the files and fields in which one version of control groups reports memory."""
 
     limit: str
+    """The file that contains the limit."""
     used: str
+    """The file that contains the used bytes."""
     prefix: str
+    """The beginning of the field names in the file memory.stat."""
 
 
 _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
@@ -46,7 +49,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", "")
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that this process can get without swapping; None if the system does not report them.
+    """Return the bytes of memory that this process can allocate without swapping; None if the number is not known.
 
     Example:
         >>> available_bytes() != 0
@@ -66,7 +69,7 @@ def _free_bytes_of_machine() -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[Path, _Files]]:
-    """Yield the groups that limit this process's memory, from its own to the root."""
+    """Yield the control groups that may limit the memory of this process, from its own group to the root."""
     try:
         lines = _PROCESS.read_text().splitlines()
     except OSError:
@@ -92,7 +95,7 @@ def _free_bytes(directory: Path, files: _Files) -> int | None:
         free = int((directory / files.limit).read_text()) - int((directory / files.used).read_text())
         parts = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return None  # no such group here, or "max"
+        return None  # there is no such group, or its limit is "max"
     # Pages of files count as used, but the kernel frees them when memory is needed.
     return free + sum(int(parts.get(files.prefix + name, 0)) for name in _PAGES_OF_FILES)
 
@@ -111,7 +114,7 @@ _RESERVE_BYTES = 64 * 1024 * 1024
 def _libc() -> Any:
     """Return the C library with typed mmap functions.
 
-    Python's own mmap is not used, because it keeps a duplicate of the descriptor open per mapping (until 3.13).
+    Python's mmap module cannot be used, because before 3.13 it keeps a duplicate of the descriptor open per mapping.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
@@ -141,7 +144,9 @@ class SharedMemory:
         if address == _MAP_FAILED:
             reason = os.strerror(ctypes.get_errno())
             self.release_file()
-            raise SynclineError(f"cannot map {num_bytes} bytes of shared memory: {reason}")
+            raise SynclineError(
+                f"this process cannot map {num_bytes / 1e6:.1f} MB of shared memory: {reason}"
+            )
         self.address: int = address
         self.map: Any = (ctypes.c_char * num_bytes).from_address(address)
         weakref.finalize(self.map, _libc().munmap, address, num_bytes).atexit = False
@@ -151,7 +156,7 @@ class SharedMemory:
 
     @staticmethod
     def create(num_bytes: int) -> SharedMemory:
-        """Create memory, all zeros, whose pages are not allocated yet (see `populate`).
+        """Create memory of zeros whose pages are not allocated yet (see `populate`).
 
         Raises:
             SynclineError: there is not enough memory.
@@ -162,12 +167,14 @@ class SharedMemory:
             os.ftruncate(descriptor, num_bytes)
         except OSError as error:
             os.close(descriptor)
-            raise SynclineError(f"cannot get {num_bytes} bytes of shared memory: {error}") from error
+            raise SynclineError(
+                f"this process cannot create {num_bytes / 1e6:.1f} MB of shared memory: {error}"
+            ) from error
         return SharedMemory(descriptor, num_bytes)
 
     @property
     def file_descriptor(self) -> int:
-        """The descriptor of the memfd, to be passed to another process; -1 once it is released."""
+        """The descriptor of the memfd, to pass to another process; -1 once the descriptor is closed."""
         return self._file_descriptor
 
     def populate(self, from_: int, to: int) -> None:
@@ -183,11 +190,13 @@ class SharedMemory:
         try:
             try:
                 self._advise(_MADV_POPULATE_WRITE, from_, to - from_)
-            except OSError:  # Linux before 5.14, or no memory: `posix_fallocate` distinguishes them
+            except (
+                OSError
+            ):  # either Linux is older than 5.14, or memory is short: `posix_fallocate` raises only then
                 os.posix_fallocate(self._file_descriptor, from_, to - from_)
         except OSError as error:
             raise SynclineError(
-                f"cannot get {(to - from_) / 1e6:.1f} MB of shared memory: {error.strerror}"
+                f"this process cannot allocate {(to - from_) / 1e6:.1f} MB of shared memory: {error.strerror}"
             ) from error
 
     def _advise(self, advice: int, offset: int, num_bytes: int) -> None:
@@ -209,5 +218,5 @@ def _check_room(num_bytes: int) -> None:
     if available is not None and num_bytes + _RESERVE_BYTES > available:
         raise SynclineError(
             f"{num_bytes / 1e6:.1f} MB of shared memory are needed, but only {available / 1e6:.1f} MB of memory "
-            "are free"
+            "are free on this host"
         )

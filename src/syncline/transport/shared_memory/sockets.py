@@ -1,6 +1,6 @@
-"""Unix sockets between the ranks of one host: who may connect, how bytes and files are sent, which process has ended.
+"""Unix sockets between the ranks of one host: connect, send bytes and files, and detect ended processes.
 
-While the ranks connect, each rank listens for the next one at an abstract address. The address vanishes with its
+While the ranks connect, each rank listens for the next rank at an abstract address. The address disappears with its
 process, so a killed process leaves no file behind. A connection is accepted only from the expected process of the same
 user, as reported by the kernel, and only with the random token of the group.
 """
@@ -18,19 +18,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from syncline.errors import SynclineError
-from syncline.liveness.calls import named_ranks
 from syncline.liveness.processes import RankProcess
 
 
 class Peers:
-    """The processes of the other ranks, identified so that a reused process number is not mistaken for a rank.
+    """The processes of the other ranks, identified such that a reused process number does not count as a rank.
 
-    A process is identified by its number and its start time, which needs no open file. If `/proc` does not show the
-    start time, a process descriptor (pidfd) identifies it.
+    A process is identified by its number and its start time. If `/proc` does not show the start time, an open process
+    descriptor (pidfd) identifies the process instead.
 
     Args:
-        pids: process numbers by rank.
-        rank: this rank, which is not watched.
+        pids: the process numbers of all ranks, in rank order.
+        rank: this rank, whose process is not watched.
 
     Raises:
         OSError: this kernel has no process descriptors, or a process has ended already.
@@ -54,7 +53,7 @@ class Peers:
             raise
 
     def gone(self) -> list[int]:
-        """Return the ranks whose process has ended. Any thread may call this."""
+        """Return the ranks whose process has ended. Any thread may call this method."""
         gone = [peer for peer, process in self._processes.items() if process.has_ended()]
         rank_of = self._rank_of
         if rank_of:
@@ -81,15 +80,17 @@ _CREDENTIALS = struct.Struct("3i")
 _LENGTH = struct.Struct("<I")
 
 _HELLO = struct.Struct("<I32s")
-"""The connecting rank, and the token."""
+"""The first message on a connection: the connecting rank, and the token."""
 
 _MAX_BYTES = 1 << 20
+"""The largest message that a rank accepts."""
 
 _CONNECT_SECONDS = 20.0
+"""How long a rank waits for a connection, and for each message on it."""
 
 
 class RankOnSocket(NamedTuple):
-    """The process that is expected at the other end of a connection."""
+    """The rank and the process that are expected at the other end of a connection."""
 
     rank: int
     pid: int
@@ -108,7 +109,7 @@ def listener_for_next() -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return the address of a listening socket, as `connected` takes it."""
+    """Return the address of a listening socket, to pass to `connected`."""
     address: bytes = listener.getsockname()
     return address[1:].decode()
 
@@ -117,7 +118,8 @@ def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> 
     """Return a connection from `rank` to the rank that listens at an address.
 
     Raises:
-        OSError, SynclineError: nothing listens there, or another process than expected does.
+        OSError: no process listens at the address.
+        SynclineError: another process than expected listens there.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -132,10 +134,10 @@ def connected(address: str, expected: RankOnSocket, rank: int, token: bytes) -> 
 
 
 def accepted(listener: socket.socket, expected: RankOnSocket, token: bytes) -> socket.socket:
-    """Wait until the expected rank connects to `listener`, and return its connection. Close all other connections.
+    """Wait until the expected rank connects to `listener`, and return the connection. Close all other connections.
 
     Raises:
-        SynclineError: it did not connect in time.
+        SynclineError: the expected rank did not connect in time.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
@@ -143,18 +145,19 @@ def accepted(listener: socket.socket, expected: RankOnSocket, token: bytes) -> s
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            raise SynclineError(f"{named_ranks([expected.rank])} did not connect") from None
-        try:
+            raise SynclineError(
+                f"rank {expected.rank} (process {expected.pid}) did not connect within {_CONNECT_SECONDS:g} s"
+            ) from None
+        with contextlib.suppress(
+            OSError, SynclineError
+        ):  # after an error, the expected rank may still connect
             # Checked before the first read, so that a foreign process that sends nothing cannot delay this rank.
             _check_credentials(connection, expected)
             connection.settimeout(_CONNECT_SECONDS)
             its_rank, its_token = _HELLO.unpack(_receive(connection, _HELLO.size))
-            if its_rank != expected.rank or not secrets.compare_digest(its_token, token):
-                raise SynclineError("not the expected rank, or not of this group")
-        except (OSError, SynclineError):
-            connection.close()  # the rank itself may still connect
-        else:
-            return connection
+            if its_rank == expected.rank and secrets.compare_digest(its_token, token):
+                return connection
+        connection.close()
 
 
 def _check_credentials(connection: socket.socket, expected: RankOnSocket) -> None:
@@ -162,8 +165,8 @@ def _check_credentials(connection: socket.socket, expected: RankOnSocket) -> Non
     pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if (pid, uid) != (expected.pid, expected.uid):
         raise SynclineError(
-            f"expected a connection from rank {expected.rank} (process {expected.pid}, user {expected.uid}), got "
-            f"one from process {pid}, user {uid}"
+            f"expected a connection to rank {expected.rank} (process {expected.pid}, user {expected.uid}), got a "
+            f"connection to process {pid}, user {uid}"
         )
 
 
@@ -187,7 +190,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 def _receive_message(connection: socket.socket) -> bytes:
     (num_bytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
     if num_bytes > _MAX_BYTES:
-        raise ConnectionResetError(f"a message of {num_bytes} bytes")
+        raise ConnectionResetError(f"expected a message of at most {_MAX_BYTES} bytes, got {num_bytes} bytes")
     return _receive(connection, num_bytes)
 
 
@@ -199,7 +202,7 @@ def send_rows(connection: socket.socket, rows: list[bytes]) -> None:
 
 
 def receive_rows(connection: socket.socket) -> list[bytes]:
-    """Receive what `send_rows` sent at the other end."""
+    """Receive a list of bytes that `send_rows` sent."""
     return [_receive_message(connection) for _ in range(int(_receive_message(connection)))]
 
 
@@ -212,7 +215,7 @@ def send_file(connection: socket.socket, descriptor: int | None) -> None:
 
 
 def receive_file(connection: socket.socket) -> int | None:
-    """Receive what `send_file` sent at the other end."""
+    """Receive an open file that `send_file` sent; None if None was sent."""
     word, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not word:
         raise ConnectionResetError("the connection was closed")

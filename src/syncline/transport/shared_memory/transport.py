@@ -1,121 +1,110 @@
-"""Engine for the ranks of one host, over memory that all of them have mapped.
+"""Engine: the ranks of one host, over memory that all of them have mapped.
 
-Tensors on the CPU go through the native core. Tensors on other devices go through the transport beneath (Gloo, NCCL),
-over which the ranks first connected. That transport also provides notices, board and errors.
+The native core handles tensors on the CPU. Tensors on other devices go through the transport beneath (Gloo, NCCL), over
+which the ranks first connected. That transport also provides notices, board and errors.
 
-Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits; fp16 and bf16 are summed in
+Reductions run in rank order 0 .. size - 1, so all ranks and all runs get the same bits. fp16 and bf16 are summed in
 fp32 and rounded once.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
-from copy import copy
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from syncline.errors import PeerFailed
 from syncline.liveness.board import MAIN_LANE, Board
-from syncline.liveness.calls import Failure, lane_name
-from syncline.liveness.health import CLOSED, Health, Lane
-from syncline.liveness.notices import Notices, publisher
+from syncline.liveness.health import Health, Lane
 from syncline.transport.agreement import exchange
 from syncline.transport.base import ReduceOp, Transport
 from syncline.transport.c10d import C10dTransport
 from syncline.transport.shared_memory.core import library
 from syncline.transport.shared_memory.engine import (
-    REDUCED_DTYPES,
+    IN_PLACE_BYTES,
     Engine,
     EngineLane,
     Kind,
     LaneSizes,
+    Regions,
     code_of,
+    core_numel,
     reduction_codes,
 )
 from syncline.transport.shared_memory.hub import Hub, store_exchange
-from syncline.transport.shared_memory.regions import IN_PLACE_BYTES, Regions
 from syncline.transport.shared_memory.work import SharedMemoryWork
-from syncline.transport.threads import ThreadGroup
+from syncline.transport.threads import transport_of_one_rank
+from syncline.transport.watched import WatchedTransport, published_health
 from syncline.transport.work import DONE, Work
 
-_CODES = {
-    kind: reduction_codes(kind, REDUCED_DTYPES)
-    for kind in (
-        Kind.ALL_REDUCE,
-        Kind.REDUCE_SCATTER,
-        Kind.ALL_REDUCE_IN_PLACE,
-        Kind.REDUCE_SCATTER_IN_PLACE,
-    )
-}
+_ALL_REDUCE = reduction_codes(Kind.ALL_REDUCE)
+
+_ALL_REDUCE_IN_PLACE = reduction_codes(Kind.ALL_REDUCE_IN_PLACE)
+
+_REDUCE_SCATTER = reduction_codes(Kind.REDUCE_SCATTER)
+
+_REDUCE_SCATTER_IN_PLACE = reduction_codes(Kind.REDUCE_SCATTER_IN_PLACE)
 
 
-class SharedMemoryTransport(Transport):
-    """This rank's side of a group on one host; created by `over` or `connect`, on all ranks together.
+class SharedMemoryTransport(WatchedTransport):
+    """A transport between the ranks of one host. `over` or `connect` creates it on all ranks together.
 
     Args:
         hub: the connections between the ranks.
-        beneath: the transport over which the ranks connected. It takes tensors that are not on the CPU. None if there
-            is none.
-        store: the store over which the ranks connected, if there is no transport beneath.
         health: the health of the group.
-        own_lane: the lane that counts the calls.
+        own_lane: the counter of the calls on the first lane.
+        beneath: the transport over which the ranks connected. It also takes the tensors that are not on the CPU. None
+            if the ranks connected over a store.
+        store: the store over which the ranks connected; None if there is a transport beneath.
         timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-        board: where this rank is.
-        numbers: the ranks' numbers in the larger group to which `health` belongs, which error messages use; None if
-            it belongs to this group.
+        numbers: the numbers by which errors name the ranks, if `health` belongs to a larger group; None if `health`
+            belongs to this group.
     """
 
     def __init__(
         self,
         hub: Hub,
-        *,
-        beneath: C10dTransport | None,
-        store: Any,
         health: Health,
         own_lane: Lane,
+        *,
         timeout_seconds: float,
-        board: Board,
+        beneath: C10dTransport | None = None,
+        store: Any = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank=hub.rank, size=hub.size, timeout_seconds=timeout_seconds, board=board)
-        self.health = health
-        self.own_lane = own_lane
+        super().__init__(health, own_lane, rank=hub.rank, size=hub.size, timeout_seconds=timeout_seconds)
         self.peers = hub.peers
+        self.regions = Regions(hub)
+        self._region_of = self.regions.of  # looked up in each reduction
         self._numbers = range(hub.size) if numbers is None else numbers
         self._hub = hub
         self._beneath = beneath
         self._store = store
-        self._lanes: list[SharedMemoryTransport] = []
-        self._num_lanes_for: Counter[str] = Counter()
         self._num_splits = 0
-        self._regions = Regions(hub)
-        self._region_of = self._regions.of  # looked up in each reduction
-        self.engine = Engine(
-            hub.allocate(Engine.num_bytes(self.size), "the group"), rank=self.rank, size=self.size
-        )
-        self._open(hub)
+        memory = hub.allocate(Engine.num_bytes(self.size), "the group")
+        self.engine = Engine(memory, rank=self.rank, size=self.size)
+        self._open()
         health.runs_over(self.name)
-        engine, rank = self.engine, health.rank  # the health must not hold on to its transport
+        engine, rank = self.engine, health.rank  # the health must not refer to its transport
         self._abort_core = lambda failure: engine.abort(failure.to_json(rank))
         health.on_failure.append(self._abort_core)
 
-    def _open(self, hub: Hub) -> None:
-        is_main = self.own_lane.name == MAIN_LANE
-        sizes = LaneSizes(self.size, has_messages=is_main)
-        memory = hub.allocate(sizes.total_bytes, f"the {self.own_lane.name} lane")
+    def _open(self) -> None:
+        """Create the memory of the lane; a collective call."""
+        sizes = LaneSizes(self.size, has_messages=self.own_lane.name == MAIN_LANE)
+        memory = self._hub.allocate(sizes.total_bytes, f"the {self.own_lane.name} lane")
         self.engine_lane = EngineLane(self.engine, memory, sizes)
         self._handle = self.engine_lane.handle
         self._start_native, self._start_in_place = library().start, library().start_in_place
 
     @staticmethod
     def over(beneath: C10dTransport) -> Transport:
-        """Return a transport between the ranks of `beneath`, which it closes together with itself; a collective call.
+        """Return a transport between the ranks of `beneath`; a collective call.
+
+        Closing the result closes `beneath` as well.
 
         Raises:
             SharedMemoryUnavailable: the ranks cannot share memory, because they are on several hosts, for instance.
@@ -124,15 +113,10 @@ class SharedMemoryTransport(Transport):
         if beneath.size == 1:
             return beneath
         hub = Hub(rank=beneath.rank, size=beneath.size, exchange=beneath.all_gather_bytes)
-        beneath.own_lane.num_started = 0  # call numbers in messages start here
+        beneath.own_lane.num_started = 0  # errors number the calls from here on
+        seconds = beneath.timeout_seconds
         return SharedMemoryTransport(
-            hub,
-            beneath=beneath,
-            store=None,
-            health=beneath.health,
-            own_lane=beneath.own_lane,
-            timeout_seconds=beneath.timeout_seconds,
-            board=beneath.board,
+            hub, beneath.health, beneath.own_lane, timeout_seconds=seconds, beneath=beneath
         )
 
     @staticmethod
@@ -142,11 +126,11 @@ class SharedMemoryTransport(Transport):
         """Connect ranks through a torch.distributed store, without a transport beneath; a collective call.
 
         Args:
-            store: the same for all ranks; see `store_exchange`.
+            store: a store that all ranks can reach; see `store_exchange`.
             rank: this rank.
             size: number of ranks.
             timeout_seconds: how long a `wait` blocks before it raises `CollectiveTimeout`.
-            board: where this rank is; None for a new board.
+            board: the position of this rank in the program; None for a new board.
 
         Raises:
             SharedMemoryUnavailable: the ranks cannot share memory, because they are on several hosts, for instance.
@@ -154,42 +138,28 @@ class SharedMemoryTransport(Transport):
         """
         board = Board() if board is None else board
         if size == 1:
-            alone = ThreadGroup(1, timeout_seconds).transport(0)
-            alone.board = board
-            return alone
+            return transport_of_one_rank(timeout_seconds, board)
         hub = Hub(rank=rank, size=size, exchange=store_exchange(store, rank, size, timeout_seconds))
-        notices = Notices(store, rank=rank, size=size)
         own_lane = Lane(MAIN_LANE, None)
-        health = Health(
+        health = published_health(
             own_lane,
             board,
-            notices,
+            store,
             rank=rank,
             size=size,
             backend="shared memory",
             timeout_seconds=timeout_seconds,
-            barrier_device="cpu",
         )
-        transport = SharedMemoryTransport(
-            hub,
-            beneath=None,
-            store=store,
-            health=health,
-            own_lane=own_lane,
-            timeout_seconds=timeout_seconds,
-            board=board,
-        )
-        publisher().add(health)
-        return transport
+        return SharedMemoryTransport(hub, health, own_lane, timeout_seconds=timeout_seconds, store=store)
 
     @property
     def name(self) -> str:
-        if self._beneath is None or not self._beneath.other_devices:
+        others = {} if self._beneath is None else self._beneath.other_devices
+        if not others:
             return "shared memory"
-        others = ", ".join(
-            f"{name} ({device})" for device, name in sorted(self._beneath.other_devices.items())
+        return ", ".join(
+            ["shared memory (cpu)", *(f"{name} ({device})" for device, name in sorted(others.items()))]
         )
-        return f"shared memory (cpu), {others}"
 
     @property
     def group(self) -> Any:
@@ -201,59 +171,53 @@ class SharedMemoryTransport(Transport):
     def _start_all_reduce(self, tensor: Tensor, op: ReduceOp, terms: int = 0) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_all_reduce(tensor, op)
-        numel = _core_numel(tensor)
+        dtype = tensor.dtype
+        numel = tensor.numel() * (2 if dtype.is_complex else 1)  # `core_numel`, in the hot path
         if self._region_of and not terms and (region := self._region_of.get(id(tensor))) is not None:
-            code = _CODES[Kind.ALL_REDUCE_IN_PLACE][tensor.dtype, op]
-            arguments = (code, *region, numel, 0, 0, 0)
+            arguments = (_ALL_REDUCE_IN_PLACE[dtype, op], *region, numel, 0, 0, 0)
             return self._begin("all_reduce", op, (tensor,), self._start_in_place, *arguments)
-        code, pointer = _CODES[Kind.ALL_REDUCE][tensor.dtype, op], tensor.data_ptr()
+        code, address = _ALL_REDUCE[dtype, op], tensor.data_ptr()
         return self._begin(
-            "all_reduce", op, (tensor,), self._start_native, code, pointer, pointer, numel, terms
+            "all_reduce", op, (tensor,), self._start_native, code, address, address, numel, terms
         )
 
     def _start_reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp) -> Work:
         if not input.is_cpu:
             return self._transport_beneath(input)._start_reduce_scatter(output, input, op)
-        numel, tensors, target = _core_numel(output), (input, output), output.data_ptr()
+        numel, target = core_numel(output), output.data_ptr()
         if self._region_of and (region := self._region_of.get(id(input))) is not None:
-            code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][input.dtype, op]
+            start, code = self._start_in_place, _REDUCE_SCATTER_IN_PLACE[input.dtype, op]
             from_ = self.rank * numel
-            arguments = (code, *region, self.size * numel, target, from_, from_ + numel)
-            return self._begin("reduce_scatter", op, tensors, self._start_in_place, *arguments)
-        code = _CODES[Kind.REDUCE_SCATTER][input.dtype, op]
-        return self._begin(
-            "reduce_scatter", op, tensors, self._start_native, code, input.data_ptr(), target, numel, 0
-        )
+            arguments: tuple[int, ...] = (code, *region, self.size * numel, target, from_, from_ + numel)
+        else:
+            start, code = self._start_native, _REDUCE_SCATTER[input.dtype, op]
+            arguments = (code, input.data_ptr(), target, numel, 0)
+        return self._begin("reduce_scatter", op, (input, output), start, *arguments)
 
     def _start_reduce_spans(self, tensor: Tensor, bounds: Sequence[int], op: ReduceOp) -> Work:
         region = self._region_of.get(id(tensor))
         if region is None:
             return super()._start_reduce_spans(tensor, bounds, op)
-        code = _CODES[Kind.REDUCE_SCATTER_IN_PLACE][tensor.dtype, op]
-        width = 2 if tensor.dtype.is_complex else 1
+        code, numel = _REDUCE_SCATTER_IN_PLACE[tensor.dtype, op], core_numel(tensor)
         from_, to = bounds[self.rank], bounds[self.rank + 1]
         target = tensor.data_ptr() + from_ * tensor.element_size()
-        arguments = (code, *region, _core_numel(tensor), target, from_ * width, to * width)
+        width = 2 if tensor.dtype.is_complex else 1
+        arguments = (code, *region, numel, target, from_ * width, to * width)
         return self._begin("reduce_spans", op, (tensor,), self._start_in_place, *arguments)
 
     def _start_all_gather(self, output: Tensor, input: Tensor, terms: int = 0) -> Work:
         if not input.is_cpu:
             return self._transport_beneath(input)._start_all_gather(output, input)
-        arguments = (
-            code_of(Kind.ALL_GATHER, input.dtype),
-            input.data_ptr(),
-            output.data_ptr(),
-            input.numel(),
-            terms,
-        )
+        code = code_of(Kind.ALL_GATHER, input.dtype)
+        arguments = (code, input.data_ptr(), output.data_ptr(), input.numel(), terms)
         return self._begin("all_gather", "", (input, output), self._start_native, *arguments)
 
     def _start_broadcast(self, tensor: Tensor, src: int) -> Work:
         if not tensor.is_cpu:
             return self._transport_beneath(tensor)._start_broadcast(tensor, src)
-        code, pointer = code_of(Kind.BROADCAST, tensor.dtype, peer=src), tensor.data_ptr()
+        code, address = code_of(Kind.BROADCAST, tensor.dtype, peer=src), tensor.data_ptr()
+        arguments = (code, address, address, tensor.numel(), 0)
         detail = f"from rank {self._numbers[src]}"
-        arguments = (code, pointer, pointer, tensor.numel(), 0)
         return self._begin("broadcast", detail, (tensor,), self._start_native, *arguments)
 
     def _start_send(self, tensor: Tensor, dst: int) -> Work:
@@ -283,43 +247,27 @@ class SharedMemoryTransport(Transport):
         queue: int = 0,
         peer: int | None = None,
     ) -> Work:
-        """Start an operation by the core's function `start`, with the lane and `arguments`."""
-        health = self.health
-        if health.failure is not None:
-            raise health.error()
-        if get_ident() != health.calling_thread:
-            health.called_from(get_ident())
-        if self._handle is None or health.has_lost_its_group():
-            raise CLOSED.on_rank(health.rank)
+        """Start an operation by `start`, a function of the core, with the lane and `arguments`."""
+        self._check_usable()
         if not queue:
             self.own_lane.num_started += 1
         ticket = start(self._handle, *arguments)
         if ticket < 0:
             return DONE
-        return self._under_way(operation, detail, tensors, queue, ticket, peer)
-
-    def _under_way(
-        self,
-        operation: str,
-        detail: str,
-        tensors: Sequence[Tensor],
-        queue: int,
-        ticket: int,
-        peer: int | None,
-    ) -> Work:
         if ticket == 0:
-            raise MemoryError(f"{operation}: no memory left to record the operation")
+            raise MemoryError(
+                f"rank {self.rank} cannot start {operation}: there is no memory to record the operation"
+            )
         self.engine_lane.keep(queue, ticket, tensors)
-        tensor = tensors[0] if tensors else None
-        work = SharedMemoryWork(self, operation, detail, tensor)
+        work = SharedMemoryWork(self, operation, detail, tensors[0] if tensors else None)
         work.enter(self.engine_lane, self.peers, self._numbers, queue, ticket, peer)
         return work
 
     def _transport_beneath(self, tensor: Tensor) -> C10dTransport:
         if self._beneath is None:
             raise ValueError(
-                f"expected a tensor on the CPU, got one on {tensor.device}: shared memory is for CPU tensors. Use a "
-                "process group that also has a backend for this device"
+                f"expected a tensor on the CPU, got a tensor on {tensor.device}: shared memory is for CPU tensors. Use "
+                "a process group that also has a backend for this device"
             )
         return self._beneath
 
@@ -339,43 +287,31 @@ class SharedMemoryTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu" or numel * dtype.itemsize < IN_PLACE_BYTES:
             return super().allocate(numel, dtype, device)
-        token, *_ = exchange(
-            self, "allocate", [f"{numel} elements of {dtype}"], payload=secrets.token_bytes(8)
-        )
-        return self.allocate_agreed(numel, dtype, token)
-
-    def allocate_agreed(self, numel: int, dtype: torch.dtype, token: bytes) -> Tensor:
-        """Allocate memory like `allocate`, for ranks that have agreed already; see `Regions.allocate`."""
-        return self._regions.allocate(numel, dtype, token)
+        lines = [f"{numel} elements of {dtype}"]
+        token, *_ = exchange(self, "allocate", lines, payload=secrets.token_bytes(8))
+        return self.regions.allocate(numel, dtype, token)
 
     def narrow(self, tensor: Tensor, numel: int) -> Tensor:
-        return self._regions.narrow(tensor, numel)
+        return self.regions.narrow(tensor, numel)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if device.type != "cpu":
             return None
         exchange(self, "allocate_shared", [f"{numel} elements of {dtype}"])
-        return self.allocate_shared_agreed(numel, dtype)
-
-    def allocate_shared_agreed(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate shared memory like `allocate_shared`, for ranks that have agreed already."""
-        return self._regions.allocate_shared(numel, dtype)
+        return self.regions.allocate_shared(numel, dtype)
 
     # ------------------------------------------------------------------ lanes and groups
 
     def lane(self, purpose: str) -> Transport:
         exchange(self, f"a lane for {purpose}", [])
-        self._num_lanes_for[purpose] += 1
-        lane = self.lane_agreed(lane_name(purpose, self._num_lanes_for[purpose]))
+        lane = self.lane_agreed(self._next_lane_name(purpose))
         self.health.lanes.append(lane.own_lane)
         return lane
 
     def lane_agreed(self, name: str) -> SharedMemoryTransport:
-        """Return a new lane for ranks that have agreed already. The lane is not added to the lanes of `health`."""
-        lane = copy(self)
-        lane.own_lane = Lane(name, None)
-        lane._open(self._hub)
-        self._lanes.append(lane)
+        """Return a new lane for ranks that have agreed on the call already. `health` does not list the lane."""
+        lane = self._copy_for(Lane(name, None))
+        lane._open()
         return lane
 
     def split(self, color: int | None) -> Transport | None:
@@ -398,31 +334,11 @@ class SharedMemoryTransport(Transport):
             board=self.board,
         )
 
-    def abort(self, reason: str) -> None:
-        self.health.fail(Failure(PeerFailed, reason, aborted_by=self.rank))
-
-    def leave(self) -> None:
-        """Inform the peers that this rank leaves in good order: ranks that still wait for it raise `UnevenInputs`."""
-        self.health.leave()
-
-    def close(self) -> None:
-        self._handle = None
+    def _release(self) -> None:
         if self.own_lane.name != MAIN_LANE:
-            self.health.lane_closed(self.own_lane)
-            if self in self._lanes:  # the list would keep the lane's memory mapped
-                self._lanes.remove(self)
             return
-        for lane in self._lanes:
-            lane._handle = None
         if self._beneath is not None:
             self._beneath.close()
-        else:
-            self.health.close()
         if self._abort_core in self.health.on_failure:
             self.health.on_failure.remove(self._abort_core)
         self._hub.close()
-
-
-def _core_numel(tensor: Tensor) -> int:
-    """Return the number of elements as the core counts them: a complex number is a pair."""
-    return tensor.numel() * (2 if tensor.dtype.is_complex else 1)

@@ -1,4 +1,4 @@
-"""An operation in shared memory, and the wait for it."""
+"""An operation in shared memory, and the wait until the operation is done."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from syncline.transport.shared_memory.sockets import Peers
 from syncline.transport.watched_work import WatchedWork
 from syncline.transport.work import Disagreement
 
-_GLANCE_SECONDS = 0.05
-"""How long a wait sleeps before it checks whether the peers' processes still exist."""
+_CHECK_SECONDS = 0.05
+"""How long a wait sleeps before it checks whether the processes of the peers still exist."""
 
-_MAX_POLLS_BETWEEN_LOOKS = 1000
+_POLLS_PER_CHECK = 1000
+"""How many polls an operation answers before it checks whether the processes of the peers still exist."""
 
 
 class SharedMemoryWork(WatchedWork):
@@ -47,15 +48,15 @@ class SharedMemoryWork(WatchedWork):
             engine_lane: the lane of the call.
             peers: the processes of the other ranks.
             numbers: the ranks' numbers in error messages.
-            queue: the core's number of the queue.
-            ticket: the core's number of this operation.
-            peer: the other side of a message; None for a collective.
+            queue: the number by which the core knows the queue of the call.
+            ticket: the number by which the core knows the operation.
+            peer: the other rank of a message; None for a collective.
         """
         self._engine_lane = engine_lane
         self._peers = peers
         self._numbers = numbers
         self._queue = queue
-        self._ticket = ticket
+        self._ticket = ticket  # 0 once the operation is done
         self._peer = peer
         self._num_polls = 0
 
@@ -69,8 +70,8 @@ class SharedMemoryWork(WatchedWork):
         outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
         if outcome == Outcome.DONE:
             self._end()
-        elif outcome == Outcome.PENDING:  # a caller that only polls must detect a lost peer as well
-            self._num_polls = (self._num_polls + 1) % _MAX_POLLS_BETWEEN_LOOKS
+        elif outcome == Outcome.PENDING:  # callers that only poll must detect a lost peer as well
+            self._num_polls = (self._num_polls + 1) % _POLLS_PER_CHECK
             return self._num_polls == 0 and bool(self._peers.gone())
         return True
 
@@ -81,16 +82,16 @@ class SharedMemoryWork(WatchedWork):
     def _ends_within(self, seconds: float) -> bool:
         wait, handle, queue, ticket = library().wait, self._engine_lane.handle, self._queue, self._ticket
         while seconds > 0:
-            outcome = wait(handle, queue, ticket, int(min(seconds, _GLANCE_SECONDS) * 1e9))
+            outcome = wait(handle, queue, ticket, int(min(seconds, _CHECK_SECONDS) * 1e9))
             if outcome != Outcome.PENDING:
                 return self._ended(outcome)
             is_broken = self._health.failure is not None
             gone = () if is_broken else self._peers.gone()
             if is_broken or gone:
-                if self._has_succeeded():  # the peer completed this before it ended
+                if self._has_succeeded():  # the peer completed this operation before it ended
                     return True
                 raise self._health.error() if is_broken else self._lost(gone)
-            seconds -= _GLANCE_SECONDS
+            seconds -= _CHECK_SECONDS
         return False
 
     def _has_succeeded(self) -> bool:
@@ -100,7 +101,7 @@ class SharedMemoryWork(WatchedWork):
 
     def _lost(self, gone: Sequence[int]) -> SynclineError:
         outcome = library().poll(self._engine_lane.handle, self._queue, self._ticket)
-        if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another survivor was faster
+        if outcome in (Outcome.ABORTED, Outcome.MISMATCH):  # another rank has reported the cause already
             return self._ended_by(outcome)
         return FailedWait(self._health, self).lost([self._numbers[rank] for rank in gone])
 
@@ -109,7 +110,7 @@ class SharedMemoryWork(WatchedWork):
             raise self._ended_by(outcome)
         self._end()
         if outcome == Outcome.DISAGREED:
-            raise Disagreement(f"{self}: other ranks gave other terms, or called something else")
+            raise Disagreement(f"{self}: other ranks gave other terms, or made another call")
         return True
 
     def _ended_by(self, outcome: int) -> SynclineError:
@@ -121,6 +122,7 @@ class SharedMemoryWork(WatchedWork):
         return FailedWait(health, self).mismatched(self._calls())
 
     def _calls(self) -> dict[int, Call]:
+        """Return the calls that do not match, by rank."""
         called, peer = self._engine_lane.called(), self._peer
         engine = self._engine_lane.engine
         ranks = range(engine.size) if peer is None else (engine.rank, peer)
