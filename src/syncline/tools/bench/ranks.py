@@ -1,11 +1,10 @@
-"""The program of each rank of a benchmark, and the common arguments of the programs in benchmarks/.
+"""The program that each rank of `syncline bench` runs.
 
 Run as `python -m syncline.tools.bench.ranks PLAN OUTPUT`, where PLAN is JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -24,39 +23,6 @@ from syncline.tools.bench.tables import size_text
 from syncline.tools.bench.timing import Timer, alternate, calls_for, timer
 from syncline.tools.bench.workloads import backend_group, checked, engines, num_parameters_of, steps_of
 from syncline.transport.base import Transport
-
-
-class RoundsParser(argparse.ArgumentParser):
-    """A parser with --rounds, --quick and --json; a program adds its own arguments.
-
-    The parsed arguments have `rounds`, `quick` and `json`. With --quick, `rounds` is the constructor's `quick`.
-
-    Args:
-        about: the program's docstring; its first line is shown.
-        rounds: the default number of rounds.
-        quick: the number of rounds for a check that the program runs.
-
-    Example:
-        >>> parser = RoundsParser("What it costs.", rounds=40, quick=3)
-        >>> parser.parse_figures([]).rounds, parser.parse_figures(["--quick"]).rounds
-        (40, 3)
-    """
-
-    def __init__(self, about: str | None, *, rounds: int, quick: int) -> None:
-        super().__init__(description=about.splitlines()[0] if about else None)
-        self._num_quick = quick
-        self.add_argument("--rounds", type=int, default=rounds)
-        self.add_argument(
-            "--quick", action="store_true", help=f"{quick} short rounds: figures without meaning"
-        )
-        self.add_argument("--json", type=Path, help="where to write the figures")
-
-    def parse_figures(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse the arguments as `parse_args` does, and apply --quick."""
-        arguments = self.parse_args(argv)
-        if arguments.quick:
-            arguments.rounds = self._num_quick
-        return arguments
 
 
 @dataclass(frozen=True, kw_only=True)

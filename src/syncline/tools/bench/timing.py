@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from syncline.session.ranks import World
-from syncline.session.world import transport_of
 from syncline.transport.base import Transport
 
 Timer = Callable[[int], float]
@@ -67,24 +65,6 @@ def alternate(
                 mine[name].append(seconds / num_calls[name])
     slowest = _slowest([seconds for rounds in mine.values() for seconds in rounds], transport)
     return {name: slowest[i * num_rounds : (i + 1) * num_rounds] for i, name in enumerate(mine)}
-
-
-def take_turns(
-    steps: Mapping[str, Callable[[], object]], *, num_rounds: int, num_steps: int, world: World
-) -> dict[str, list[float]]:
-    """Return the seconds per step on the slowest rank, by competitor and round.
-
-    Args:
-        steps: functions that make one step of each competitor, the same ones on all ranks.
-        num_rounds: rounds that count; two more run before them as a warm-up.
-        num_steps: steps of one competitor in one round.
-        world: the ranks.
-    """
-    transport = transport_of(None)
-    assert transport.size == world.size
-    timers = {name: timer(step, transport) for name, step in steps.items()}
-    num_calls = dict.fromkeys(timers, num_steps)
-    return alternate(timers, num_rounds=num_rounds, num_calls=num_calls, transport=transport)
 
 
 def calls_for(

@@ -7,7 +7,6 @@ synchronization.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -191,11 +190,6 @@ SHARDED = "syncline, sharded"
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def can_shard() -> bool:
-    """Return whether our class accepts `sharded=True`."""
-    return "sharded" in inspect.signature(DistributedDataParallel.__init__).parameters
-
-
 def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
     """Return the function by which each competitor wraps the module.
 
@@ -215,8 +209,7 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
         )
     found["syncline"] = lambda module: ours(module)
     found["syncline, bucket view"] = lambda module: ours(module, gradient_as_bucket_view=True)
-    if can_shard():
-        found[SHARDED] = lambda module: ours(module, sharded=True)
+    found[SHARDED] = lambda module: ours(module, sharded=True)
     return found
 
 
