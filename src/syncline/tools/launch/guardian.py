@@ -2,16 +2,17 @@
 
 [Note: why another process]
 
-SIGKILL ends the launcher before it can clean up. The kernel then kills the ranks (see `process.end_with_parent`), but
-not their child processes, such as workers of a DataLoader. It does not remove the launcher's folder either. Therefore a
-small process in a session of its own, the guardian, waits at a pipe that only the launcher holds open. If the pipe
-closes without a final message, the launcher was killed, and the guardian kills the sessions of its ranks. A process
-that has left its rank's session (setsid) was detached on purpose, and the guardian leaves it running.
+SIGKILL ends the launcher before the launcher can clean up. The kernel then kills the ranks (see
+`process.end_with_parent`), but not their child processes, such as workers of a DataLoader. The kernel does not remove
+the launcher's folder either. A small process in a session of its own, the guardian, therefore reads from a pipe that
+only the launcher holds open. If the pipe closes without a final message, the launcher was killed, and the guardian
+kills the sessions of the ranks. A process that has left its rank's session (setsid) was detached on purpose. The
+guardian lets such a process run.
 
 After a rank has ended, the system may give its process number to another process. For ranks that ended before the
 launcher, the guardian therefore kills only processes with the job's mark in their environment.
 
-This file needs only the standard library, because the guardian runs it by path.
+This file needs only the standard library, because the guardian process runs this file by path, without the package.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 _READ_BYTES = 1 << 16
 
 _SAME_END_SECONDS = 1.0
-"""Ranks that ended at most this long before the launcher count as ended together with it."""
+"""Ranks that ended at most this long before the launcher count as ended together with the launcher."""
 
 _KILLING_SECONDS = 5.0
 
@@ -59,34 +60,37 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env=variables,
-            start_new_session=True,  # Ctrl-C and signals to the launcher's process group must not reach it
+            start_new_session=True,  # Ctrl-C and signals to the launcher's process group must not end the guardian
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
 
     def __enter__(self) -> Guardian:
         return self
 
     def watch(self, mark: str, sessions: Sequence[int]) -> None:
-        """Set the job's ranks, given as session leaders. Their environment contains `mark`."""
+        """Send the job's ranks to the guardian process, in place of earlier ranks.
+
+        Args:
+            mark: a text in the environment of the ranks.
+            sessions: process numbers of the ranks, each of which leads a session.
+        """
         self._write(" ".join([mark, *map(str, sessions)]).encode())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._temporary.cleanup()
         self._write(_DONE)
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._pipe.close()
         self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the guardian process was killed; continue without it
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):  # the guardian process was killed: continue without it
+            self._pipe.write(line + b"\n")
+            self._pipe.flush()
 
 
-# ---------------------------------------------------------------------- in the guardian
+# ---------------------------------------------------------------------- in the guardian process
 
 
 def main(folder: str) -> None:
@@ -116,7 +120,7 @@ def main(folder: str) -> None:
             for descriptor in running:
                 os.close(descriptor)
             running = _followed([int(session) for session in sessions])
-            ended.update(dict.fromkeys(map(int, sessions), -math.inf))  # if they cannot be followed
+            ended.update(dict.fromkeys(map(int, sessions), -math.inf))  # ranks without a pidfd
             for session in running.values():
                 del ended[session]
     now = time.monotonic()
@@ -126,7 +130,7 @@ def main(folder: str) -> None:
 
 
 def _followed(sessions: Sequence[int]) -> dict[int, int]:
-    """Return sessions by the pidfds of their leaders, without leaders that have ended or cannot be followed."""
+    """Return the sessions by pidfds of their leaders. A leader that has ended, or has no pidfd, is left out."""
     found = {}
     for session in sessions:
         with contextlib.suppress(OSError):
@@ -140,8 +144,8 @@ def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
     while time.monotonic() < deadline:
         members = [
             pid
-            for pid, session in _processes()
-            if session in sessions or (session in doubtful and _is_marked(pid, mark))
+            for pid, _, _, session in running_processes()
+            if session in sessions or (session in doubtful and is_marked(pid, mark))
         ]
         if not members:
             return
@@ -151,23 +155,30 @@ def _kill(sessions: set[int], doubtful: set[int], mark: str) -> None:
         time.sleep(0.01)
 
 
-def _processes() -> Iterator[tuple[int, int]]:
-    """Yield (pid, session) of each running process."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{name}/stat", errors="replace") as file:
-                    # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.
-                    state, _, _, session = file.read().rpartition(")")[2].split()[:4]
-                if state not in "ZX":
-                    yield int(name), int(session)
+class RunningProcess(NamedTuple):
+    """The numbers of a process."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
 
 
-def _is_marked(pid: int, mark: str) -> bool:
+def running_processes() -> Iterator[RunningProcess]:
+    """Yield all running processes of this host (none except on Linux)."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            # The format is "pid (name) state ppid pgrp session ...". The name may contain spaces and brackets.
+            state, *numbers = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                yield RunningProcess(int(folder.name), *map(int, numbers))
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Return True if the environment of the process contains `mark`."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return os.fsencode(mark) in file.read()
-    except OSError:
+        return os.fsencode(mark) in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # the process has ended, or belongs to another user
         return False
 
 
