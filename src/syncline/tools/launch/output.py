@@ -175,7 +175,7 @@ class Forwarder:
         self._write(stream.to_fd, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write all of `data`. If the reader has closed the stream (`| head`), drop the data and let the job continue."""
+        """Write all of `data`. If the reader has closed the stream (`| head`), drop the data: the job continues."""
         left = memoryview(data)
         while left and fd not in self._closed_fds:
             try:

@@ -245,7 +245,7 @@ def _variables(config: LaunchConfig) -> dict[str, str]:
     address = config.rdzv_configs.get(_ADDRESS)
     interface = interface_of(address) if address else None
     # Gloo and NCCL then use the same network interface as the store.
-    found = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL")} if interface else {}
+    found = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
     if config.max_nodes == 1:  # with several hosts, only the user can distribute a token safely
         found[environment.TOKEN] = secrets.token_hex(32)
     return found
