@@ -1,4 +1,4 @@
-"""What is measured on."""
+"""The machine on which a benchmark runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory_bytes() -> int:
-    """The memory of this host."""
+    """Return the size of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine and what runs on it, as plain data."""
+    """Return the hardware, the load and the versions of this machine, as plain data."""
     return {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),

@@ -21,7 +21,7 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
 
     Args:
         summary: the result of `summarize`.
-        path: the file to write; its suffix is one of `SUFFIXES`.
+        path: the file to write, with one of `SUFFIXES`.
     """
     importlib.import_module("matplotlib").use("agg")
     figures: Any = importlib.import_module("matplotlib.figure")

@@ -34,7 +34,7 @@ class Plan:
     num_rounds: int = 20
     """Rounds of all_reduce."""
     turn_seconds: float = 0.01
-    """Target duration of a competitor's turn; a turn is at least one call."""
+    """Desired duration of a competitor's turn. A turn has at least one call."""
     models: Sequence[str] = ()
     """The models to train, by name."""
     num_step_rounds: int = 20
@@ -44,22 +44,21 @@ class Plan:
     mpis: Sequence[Mapping[str, str]] = ()
     """The MPIs to measure, as fields of `MPI`."""
     with_sum: bool = False
-    """Whether our engine and the MPIs are also measured without the division."""
+    """Whether Syncline and the MPIs are also measured without the division by the number of ranks."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure according to a plan and write the results to a file; arguments: PLAN OUTPUT."""
-    plan, output = Plan(**json.loads(argv[0])), Path(argv[1])
-    found = measure(plan)
+    """Measure according to a plan, and write the results to a file. The arguments are PLAN and OUTPUT."""
+    found = measure(Plan(**json.loads(argv[0])))
     if found is not None:
-        output.write_text(json.dumps(found))
+        Path(argv[1]).write_text(json.dumps(found))
 
 
 def measure(plan: Plan) -> dict[str, Any] | None:
     """Measure on all ranks together.
 
     Returns:
-        The raw results, for `timing.summarize`; None on ranks other than 0.
+        The raw results for `timing.summarize` on rank 0; None on other ranks.
     """
     torch.set_num_threads(1)
     machine = describe_machine()  # now, so that its load does not include the benchmark
@@ -103,7 +102,7 @@ def _all_reduce(
 
 @contextlib.contextmanager
 def _peers(plan: Plan, transport: Transport, notes: list[str]) -> Iterator[dict[str, MPIPeer | None]]:
-    """Yield the MPIs that started, by name; the peers themselves on rank 0, None on the other ranks."""
+    """Yield the MPIs that have started, by name. The values are None on ranks other than 0."""
     with contextlib.ExitStack() as stack:
         mine: dict[str, MPIPeer | None] = {}
         for fields in plan.mpis if transport.rank == 0 else ():

@@ -1,7 +1,6 @@
 """The workloads of the benchmarks: all_reduce by each engine, and training steps of small GPTs by each wrapper.
 
-The reference of all_reduce is a copy of the same tensor; the reference of the wrappers is a step without
-synchronization.
+All_reduce is compared with a copy of the same tensor, and a training step with a step without synchronization.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ def backend_group(notes: list[str]) -> dist.ProcessGroup | None:
 def engines(
     numel: int, *, transport: Transport, backend: dist.ProcessGroup | None, with_sum: bool = False
 ) -> dict[str, tuple[Callable[[], object], Tensor]]:
-    """Return, by engine, a function that makes one all_reduce of `numel` elements, and the tensor that it reduces.
+    """Return for each engine a function that makes one all_reduce of `numel` elements, and the tensor that is reduced.
 
     Args:
         numel: number of fp32 elements.
-        transport: our transport, over the ranks of torch's default group, which is Gloo.
-        backend: a group on our torch.distributed backend.
-        with_sum: whether to add our all_reduce without the division.
+        transport: Syncline's transport over the ranks of torch's default group, which uses Gloo.
+        backend: a group on the backend "syncline"; None omits this engine.
+        with_sum: whether to add Syncline's all_reduce without the division by the number of ranks.
     """
     plain = torch.ones(numel)
     size = transport.size
@@ -90,10 +89,10 @@ def engines(
 def checked(
     found: Mapping[str, tuple[Callable[[], object], Tensor]], *, rank: int, size: int
 ) -> dict[str, Callable[[], object]]:
-    """Return the functions, after a check of each result. All tensors are then set to 0.
+    """Check the result of each engine, and set all tensors to 0. Return the functions of the engines.
 
     Raises:
-        RuntimeError: an engine's result is wrong.
+        RuntimeError: the result of an engine is wrong.
     """
     for name, (call, tensor) in found.items():
         tensor.fill_(rank + 1)
@@ -194,7 +193,7 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
     """Return the function by which each competitor wraps the module.
 
     Args:
-        backend: a group on our torch.distributed backend, for torch's own class; None omits that competitor.
+        backend: a group on the backend "syncline", for torch's own class; None omits this competitor.
     """
     theirs: Any = nn.parallel.DistributedDataParallel
     ours: Any = DistributedDataParallel
@@ -216,13 +215,15 @@ def wrappers(backend: dist.ProcessGroup | None) -> dict[str, Wrap]:
 def steps_of(
     model: str, *, rank: int, backend: dist.ProcessGroup | None, notes: list[str]
 ) -> dict[str, Callable[[], None]]:
-    """Return a function per competitor that makes one step: a separate replica, fused AdamW, the same batch each time.
+    """Return for each competitor a function that makes one training step.
+
+    Each competitor has a replica of its own and fused AdamW. The batch is the same in each step.
 
     Args:
         model: a name in `SIZES`.
         rank: the seed of the batch.
-        backend: as in `wrappers`.
-        notes: gets the reason if a competitor is not available.
+        backend: a group on the backend "syncline", or None.
+        notes: a list to which the reason is added if a competitor is not available.
     """
     torch.manual_seed(0)
     base = GPT(SIZES[model])
