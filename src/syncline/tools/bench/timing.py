@@ -70,7 +70,7 @@ def alternate(
 def calls_for(
     timers: Mapping[str, Timer], *, seconds: float, most: int, transport: Transport
 ) -> dict[str, int]:
-    """Return for each competitor the number of calls that take about `seconds`, from 1 to `most`, equal on all ranks."""
+    """Return for each competitor the number of calls (1 to `most`) that take about `seconds`, equal on all ranks."""
     for warm_up in timers.values():
         warm_up(1)
     found = _slowest([measure(3) / 3 for measure in timers.values()], transport)
